@@ -159,7 +159,7 @@ class Fp8:
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
-        rules = layout_rules(arch, scheme)
+        rules = layout_rules(arch, scheme, self.quant_method)
         if scheme.layers.num_bits != 8:
             rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
         if scheme.of_layers != (BLOCKS,):

@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
-from compress.models.quantization_config import codec_of, linears_of, schemes_of
+from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, parameter_names
 from compress.quant.codec import ForeignCodec
@@ -71,8 +71,10 @@ def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Ar
         UnsupportedArch: the decoder does not support the config.
         UnsupportedFormat: a `quant_method` without a codec, or a scheme that its codec does not read.
     """
-    arch = family_of(config).read_config(config)
-    schemes_of(config, codec_of(config, codecs), arch)
+    family = family_of(config)
+    arch = family.read_config(config)
+    family = family.in_format(quant_method(config))
+    schemes_of(config, codec_of(config, codecs), arch, family)
     return arch
 
 
@@ -92,13 +94,14 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
+        self.family = self.family.in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
         shapes = {name: self._files.shape(name) for name in self._files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
-        self._schemes, stated = schemes_of(config, self._codec, self._arch)
+        self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family)
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
@@ -117,7 +120,11 @@ class Checkpoint:
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint."""
-        linears = [each for each in linears_of(self._arch) if each[0] != "head" or not self._arch.tied_head]
+        linears = [
+            each
+            for each in linears_of(self._arch, self.family)
+            if each[0] != "head" or not self._arch.tied_head
+        ]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:

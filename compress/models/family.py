@@ -26,6 +26,7 @@ from compress.models.layer_types import (
     FULL,
     RotatedLayers,
     Windows,
+    chunk_of,
     every_layer,
     layer_types,
     no_window,
@@ -104,7 +105,8 @@ class Family:
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers.
-    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row.
+    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row; `dense_size` is the
+    field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -125,6 +127,7 @@ class Family:
     interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
+    dense_size: str = "intermediate_size"
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
@@ -159,7 +162,7 @@ class Family:
             "head_dim": _head_dim(config, hidden_size, num_heads),
         }
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
-        ffn_size = config.integer("intermediate_size", 1, MAX_SIZE) if None in experts else 0
+        ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
@@ -187,6 +190,7 @@ class Family:
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
                     rope=ropes[kind] if rotates else None,
                     window=window,
+                    chunk=chunk_of(config, kind),
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 )
@@ -286,7 +290,7 @@ class Family:
             config.pop(PER_LAYER, None)
         dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
         if dense:
-            config["intermediate_size"] = dense[0]
+            config[self.dense_size] = dense[0]
         if self.mixture is not None:
             values = {**self.defaults, **config, **self._aliased(config)}
             stated = Fields(values, "the source's config", UnsupportedArch)
@@ -321,6 +325,11 @@ class Family:
     def holds_all_experts(self, module: str) -> bool:
         """Return whether a canonical module is one of an expert and its tensor holds those of all."""
         return self._names.holds_all_experts(module)
+
+    def in_format(self, quant_method: str | None) -> "Family":
+        """Return the family with the layout of experts that checkpoints of a `quant_method` have."""
+        own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
+        return self if own is None else self.with_layout(own)
 
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""

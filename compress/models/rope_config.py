@@ -71,8 +71,8 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     factor = rope.number("factor", *FACTORS, default=1.0)
     low = rope.number("low_freq_factor", *_TURNS, default=1.0)
     high = rope.number("high_freq_factor", *_TURNS, default=4.0)
-    if kind == "llama3" and low >= high:
-        raise rope.wrong("high_freq_factor", high, f"larger than low_freq_factor, {low:g}")
+    if kind == "llama3" and low > high:
+        raise rope.wrong("high_freq_factor", high, f"at least low_freq_factor, {low:g}")
     places = (rope,) if by_layer_type else (config, rope)
     rotary_dim = _rotary_dim(rope if rope.has("partial_rotary_factor") else config, head_dim)
     original = _original_max_position(places, config) if kind in ("llama3", "yarn", "longrope") else 0

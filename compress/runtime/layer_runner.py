@@ -32,6 +32,7 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.decoder import query_growth
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
+from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
@@ -131,7 +132,8 @@ class LayerRunner:
         }
         self._growth_P: Tensor | None = None
         if arch.query_growth is not None:
-            self._growth_P = query_growth(arch.query_growth, positions).to(deployment.dtype)
+            self._growth_P = query_growth(arch, positions).to(deployment.dtype)
+        self._chunk_sizes = chunk_sizes(arch, max_model_len)
 
     def layer(
         self,
@@ -258,7 +260,7 @@ class LayerRunner:
             eps=self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
             centered=norm is not None and norm.centered,
-            growth_P=self._growth_P,
+            growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,
         )
         return q_THC
@@ -292,49 +294,65 @@ class LayerRunner:
         capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
         return capped_TV
 
-    def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
+    def attend_decode(
+        self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
+    ) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
+        chunks = {
+            chunk: DecodeChunks(
+                block_table_RB, context_lens_R, q_len=q_len, chunk=chunk, block_size=block_size
+            )
+            for chunk in self._chunk_sizes
+        }
 
         def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
-            shape = layer.shape
-            fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
-            out: Tensor = fn(
-                q_THC,
-                kv,
-                block_table_RB,
-                context_lens_R,
-                q_len=q_len,
-                window=shape.window,
-                scale=self._arch.score_scale(shape),
-                softcap=self._arch.attn_softcap,
-                sinks_H=layer.sinks,
-            )
-            return out
+            fn, facts = self._attention("attention_decode", layer)
+
+            def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
+                out: Tensor = fn(q_THC, kv, table_RB, lens_R, q_len=q_len, **facts)
+                return out
+
+            if layer.shape.chunk in chunks:
+                return chunks[layer.shape.chunk].attend(attention)
+            return attention(block_table_RB, context_lens_R)
 
         return attend
 
     def attend_prefill(
-        self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
+        self,
+        block_table_RB: Tensor,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+        *,
+        block_size: int,
     ) -> Attend:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
+        whole = block_table_RB, query_lens, context_lens
+        chunks = {
+            chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
+        }
 
         def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
-            shape = layer.shape
-            fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
-            out: Tensor = fn(
-                q_THC,
-                kv,
-                block_table_RB,
-                query_lens,
-                context_lens,
-                window=shape.window,
-                scale=self._arch.score_scale(shape),
-                softcap=self._arch.attn_softcap,
-                sinks_H=layer.sinks,
-            )
+            fn, facts = self._attention("attention_prefill", layer)
+            operands = whole
+            if layer.shape.chunk in chunks:
+                parts = chunks[layer.shape.chunk]
+                operands = parts.table_RB, parts.query_lens, parts.context_lens
+            out: Tensor = fn(q_THC, kv, *operands, **facts)
             return out
 
         return attend
+
+    def _attention(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+        """Return the attention kernel of a layer and the facts of the layer that it takes."""
+        shape = layer.shape
+        facts = {
+            "window": shape.window,
+            "scale": self._arch.score_scale(shape),
+            "softcap": self._arch.attn_softcap,
+            "sinks_H": layer.sinks,
+        }
+        return self._head_ops[op, _head_key(shape)].kernel.fn, facts
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""

@@ -45,8 +45,10 @@ CONFIGS: dict[str, Any] = {
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
+    "llama4_text": transformers.Llama4TextConfig,
     "gemma3": transformers.Gemma3Config,
     "gemma4": transformers.Gemma4Config,
+    "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen2_vl": transformers.Qwen2VLConfig,
@@ -100,6 +102,19 @@ AROUND: dict[str, dict[str, Any]] = {
         "eoi_token_id": 101,
         "boa_token_id": 102,
         "eoa_token_index": 103,
+    },
+    "llama4": {
+        "vision_config": {
+            **_VISION,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        "image_token_index": 97,
+        "boi_token_index": 98,
+        "eoi_token_index": 99,
     },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
@@ -192,6 +207,16 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# Chunks end within a prompt and between two steps of a decode; queries without a rope grow at 4, 8, ...
+CHUNKED = {
+    "head_dim": 8,
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "num_local_experts": 6,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+}
 ROUTED = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -644,6 +669,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared",
         {**LOCAL_EXPERTS, "shared_intermediate_size": 56, "residual_multiplier": 0.5},
     ),
+    "llama4-scout": (
+        "llama4_text",
+        {**CHUNKED, "no_rope_layers": [1, 0, 1], "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+    ),
+    "llama4-maverick": (
+        "llama4_text",
+        {
+            **CHUNKED,
+            "head_dim": 16,
+            "attention_chunk_size": 7,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+        },
+    ),
+    "llama4-listed-layers": (
+        "llama4_text",
+        {
+            **CHUNKED,
+            "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0, 0],
+            "moe_layers": [1],
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4-vision": ("llama4", {**CHUNKED, "no_rope_layer_interval": 2, "moe_layers": [1, 2]}),
     "granitemoeshared-none": ("granitemoeshared", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
 }
 
