@@ -3,6 +3,21 @@
 from compress.models.arch import MAX_SIZE
 from compress.untrusted.fields import Fields
 
+SAME_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+"""Other names of the decoder's activations (the classes behind `ACT2FN` in `transformers.activations`)."""
+
+
+def activation_of(config: Fields) -> str:
+    """Return the activation of the FFNs by the decoder's name, or the config's own where it has none."""
+    stated = config.text("hidden_act")
+    return SAME_ACTIVATIONS.get(stated, stated)
+
 
 def eos_token_ids(config: Fields) -> list[int]:
     """Return the end-of-sequence ids of a config, which states none, one or a list."""

@@ -21,7 +21,7 @@ from compress.models.config_facts import (
     TRAINING_OF_ROUTERS,
 )
 from compress.models.config_fields import TableFields, field_name, listed
-from compress.models.config_values import eos_token_ids, head_dim_of
+from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FULL,
@@ -198,7 +198,7 @@ class Family:
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
-            activation=facts.pop("activation", config.text("hidden_act")),
+            activation=facts.pop("activation", activation_of(config)),
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),
