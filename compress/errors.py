@@ -38,6 +38,12 @@ class UsageError(CompressError):
     exit_code = 2
 
 
+class QueueFull(UsageError):
+    """An engine holds as many waiting requests as it was told to; trying again later is right."""
+
+    exit_code = 75
+
+
 class RecipeError(UsageError):
     """A recipe or data card is wrong; the message starts with `file:line:column` where that is known."""
 

@@ -5,8 +5,13 @@ from typing import Literal
 
 from compress.errors import UsageError
 
-Reason = Literal["stop", "length", "cancelled"]
-"""Why a request ended: with an end-of-sequence token, with `max_tokens` tokens, or by `Engine.cancel`."""
+Reason = Literal["stop", "length", "cancelled", "deadline"]
+"""Why a request ended: with an end-of-sequence token, with `max_tokens` tokens, by `Engine.cancel`, or at its
+deadline, with the tokens it had by then."""
+MAX_TOP_LOGPROBS = 20
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens of a position and their log probabilities, likeliest first, the lowest id first among
+equals."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,8 @@ class SamplingParams:
 
     `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p` the
     smallest set of likeliest tokens whose probability reaches `top_p` (arXiv 1904.09751). `logprobs` asks for
-    the log probability of each chosen token under the unfiltered softmax.
+    the log probability of each chosen token under the unfiltered softmax, and `top_logprobs` for those of so
+    many of the likeliest tokens beside it. While a request asks for the latter, no step is launched ahead.
 
     Raises:
         UsageError: a value is out of range.
@@ -29,6 +35,7 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         rules = (
@@ -42,6 +49,12 @@ class SamplingParams:
             ("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (off) or a count below 2^31"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
             ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0 (off) and below 1"),
+            (
+                "top_logprobs",
+                self.top_logprobs,
+                0 <= self.top_logprobs <= (MAX_TOP_LOGPROBS if self.logprobs else 0),
+                f"at most {MAX_TOP_LOGPROBS}, and 0 without logprobs",
+            ),
             ("seed", self.seed, 0 <= self.seed < 1 << 63, "in [0, 2^63)"),
         )
         for name, value, holds, meaning in rules:
@@ -51,19 +64,26 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt tokens and how to continue them. The caller chooses `id`, unique among unfinished requests."""
+    """Prompt tokens and how to continue them. The caller chooses `id`, unique among unfinished requests.
+
+    Requests of a lower `priority` are admitted first. A request that is unfinished at `deadline_s`, a moment of
+    `time.perf_counter`, ends there with what it has.
+    """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Finished:
     """The result of a request. `tokens` include the end-of-sequence token if one ended it (`reason` "stop").
 
-    Times are `time.perf_counter` seconds: `arrival_s` of the call of `Engine.add`, `token_times_s` of the
-    moments at which the host had each token, after synchronization with the device.
+    Times are `time.perf_counter` seconds: `arrival_s` of the call of `Engine.add`, `admitted_s` of the step that
+    first took it from the queue (None: none did), `token_times_s` of the moments at which the host had each
+    token, after synchronization with the device. `cached_tokens` of the prompt were taken from the prefix cache.
     """
 
     id: str
@@ -73,3 +93,28 @@ class Finished:
     arrival_s: float
     token_times_s: tuple[float, ...]
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    admitted_s: float | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """What an engine holds at a moment, and what it has done since it was made.
+
+    `reserved_positions` of the `cache_positions` are in blocks of requests, and `live_tokens` of those hold keys
+    and values: the ratio of the last two is the utilization of the cache. `prefix_queried` and `prefix_hits` count
+    prompt tokens.
+    """
+
+    num_running: int
+    num_waiting: int
+    cache_positions: int
+    reserved_positions: int
+    live_tokens: int
+    prefix_queried: int
+    prefix_hits: int
+    evictions: int
+    preemptions: int
+    swapped_out: int
+    swapped_in: int
