@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from compress.data.chat import ChatTemplate, Message, is_conversation, load_chat_template
+from compress.data.continuation import Continuation
 from compress.data.model_tokens import prepended_bos
-from compress.data.text_stream import TextStream
 from compress.data.tokenizer import encode, load_tokenizer
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.checkpoint import MAX_CONFIG_BYTES
 from compress.models.config_values import eos_token_ids
 from compress.runtime.engine import Engine
+from compress.runtime.prompt_logprobs import score_prompt
 from compress.runtime.request import Finished, Request
 from compress.runtime.request import SamplingParams as EngineParams
 from compress.runtime.speculative.speculation import Acceptance
@@ -27,8 +26,6 @@ from compress.untrusted.parse import Malformed, read_json
 
 Prompt = str | Sequence[Message]
 """Text to continue, or a conversation to answer: a list of messages `{"role": ..., "content": ...}`."""
-
-_SCORED_ROWS = 128  # positions whose float32 log-softmax is held at once: 66 MB for 128,256 tokens
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,8 @@ class LLM:
     """A loaded model with its tokenizer: text in, text out. `load` makes one; use it from one thread.
 
     `engine` is the engine that serves it, for callers that work with token ids; `tokenizer` the model's
-    tokenizer (`tokenizers.Tokenizer`); `chat_template` its chat template, None where it has none.
+    tokenizer (`tokenizers.Tokenizer`); `chat_template` its chat template, None where it has none; `end_ids`
+    are all its end-of-sequence tokens.
     """
 
     def __init__(self, engine: Engine, model_dir: Path) -> None:
@@ -169,8 +167,8 @@ class LLM:
         self.chat_template: ChatTemplate | None = load_chat_template(model_dir)
         self._bos = prepended_bos(self.tokenizer, model_dir)
         engine_ends = frozenset(engine.arch.eos_token_ids)
-        self._end_ids = engine_ends | _generation_eos(model_dir)
-        self._has_more_ends = self._end_ids != engine_ends
+        self.end_ids = engine_ends | _generation_eos(model_dir)
+        self._has_more_ends = self.end_ids != engine_ends
         self._num_requests = 0
         self._finished: dict[str, Finished] = {}
 
@@ -251,6 +249,17 @@ class LLM:
             )
         return self._ids(self.chat_template.render(prompt))
 
+    def continuation(self, request: Request, params: SamplingParams) -> Continuation:
+        """Return the text of a request before its first token."""
+        end_ids = frozenset() if params.ignore_eos else self.end_ids
+        return Continuation(self.tokenizer, prompt=request.prompt, stop=params.stop, end_ids=end_ids)
+
+    def may_stop(self, params: SamplingParams) -> bool:
+        """Return whether a text may end by what the engine does not look at: a stop string or a further
+        end-of-sequence token.
+        """
+        return bool(params.stop) or (self._has_more_ends and not params.ignore_eos)
+
     def _ids(self, text: str) -> list[int]:
         return encode(self.tokenizer, [text])[0]
 
@@ -262,18 +271,13 @@ class LLM:
                 self._num_requests += 1
                 request = Request(f"llm-{self._num_requests}", tuple(self.encode(prompt)), each)
                 self.engine.add(request)
-                text = TextStream(self.tokenizer, prompt=request.prompt, stop=each.stop)
-                generations.append(_Generation(prompt, request, text, self._may_stop(each)))
+                generations.append(
+                    _Generation(prompt, request, self.continuation(request, each), self.may_stop(each))
+                )
         except BaseException:
             self._drop(generations)
             raise
         return generations
-
-    def _may_stop(self, params: SamplingParams) -> bool:
-        """Return whether a generation may end by what only this class looks at: a stop string or a further
-        end-of-sequence token.
-        """
-        return bool(params.stop) or (self._has_more_ends and not params.ignore_eos)
 
     def _advance(self, generation: "_Generation") -> str:
         """Run one step of the engine and return the text that it gave this generation."""
@@ -294,22 +298,12 @@ class LLM:
         else:
             tokens = list(finished.tokens[generation.num_read :])
         generation.num_read += len(tokens)
-        text = generation.text
-        num_before_end = len(tokens) if request.params.ignore_eos else self._num_before_end(tokens)
-        piece = text.feed(tokens[:num_before_end])
-        has_end = num_before_end < len(tokens) and not text.stopped
-        if finished is None and not has_end and not text.stopped:
+        piece = generation.text.feed(tokens, last=finished is not None)
+        if (reason := generation.text.reason) is None:
             return piece
-        piece += text.finish()
         finished = finished or self.engine.cancel(request.id)
-        reason: Literal["stop", "length"] = "stop" if has_end or text.stopped else "length"
-        generation.output = _output(generation, finished, text.num_tokens + has_end, reason)
+        generation.output = _output(generation, finished, generation.text.num_tokens, reason)
         return piece
-
-    def _num_before_end(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens come before the first end-of-sequence token."""
-        ends = (idx for idx, token in enumerate(tokens) if token in self._end_ids)
-        return next(ends, len(tokens))
 
     def _drop(self, generations: "Sequence[_Generation]") -> None:
         """Take unfinished generations out of the engine."""
@@ -317,22 +311,13 @@ class LLM:
             if each.output is None and self._finished.pop(each.request.id, None) is None:
                 self.engine.cancel(each.request.id)
 
-    @torch.inference_mode()
     def _score(self, text: str) -> Score:
         ids = self.encode(text)
         if len(ids) < 2:
             raise UsageError(
                 f"a text of {len(ids)} tokens cannot be scored: nothing predicts its first token."
             )
-        tokens_S = torch.tensor(ids, dtype=torch.int64, device=self.engine.device)
-        logits_SV = self.engine.runner.score(tokens_S.unsqueeze(0))[0]
-        parts = [
-            rows_TV.to(torch.float32).log_softmax(dim=-1).gather(1, next_T.unsqueeze(1))[:, 0].cpu()
-            for rows_TV, next_T in zip(
-                logits_SV[:-1].split(_SCORED_ROWS), tokens_S[1:].split(_SCORED_ROWS), strict=True
-            )
-        ]
-        return Score(text, tuple(ids), tuple(torch.cat(parts).tolist()))
+        return Score(text, tuple(ids), score_prompt(self.engine, ids).logprobs)
 
 
 @dataclass
@@ -341,7 +326,7 @@ class _Generation:
 
     prompt: Prompt
     request: Request
-    text: TextStream
+    text: Continuation
     may_stop: bool
     num_read: int = 0
     output: Output | None = None

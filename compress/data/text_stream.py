@@ -46,6 +46,10 @@ class TextStream:
         """Return the text that these tokens complete: "" while it may still change, or may be the beginning
         of a stop string.
         """
+        if not self._stop and len(tokens) > 1:  # no need to look after each token
+            self.num_tokens += len(tokens)
+            self._window += tokens
+            return self._release(self._decoded(), final=False)
         pieces = []
         for token in tokens:
             if self.stopped:
