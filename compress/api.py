@@ -75,6 +75,8 @@ def load(
     max_batch_size: int = 8,
     max_model_len: int | None = None,
     kv_cache_bytes: int | None = None,
+    prefix_cache: bool = False,
+    itl_target_ms: float | None = None,
     offline: bool = False,
     cache_dir: str | Path | None = None,
 ) -> LLM:
@@ -96,6 +98,8 @@ def load(
         max_model_len: the longest sequence, prompt included; by default the model's own limit, or what the
             cache holds.
         kv_cache_bytes: size of the KV cache; by default 80 % of the free GPU memory, or 256 MiB on a CPU.
+        prefix_cache: keep keys and values of earlier prompts for those that begin alike.
+        itl_target_ms: the time between tokens that long prompts must not stretch; they are cut into chunks.
         offline: never use the network.
         cache_dir: where artifacts of a registry are kept, `~/.cache/compress/artifacts` by default.
 
@@ -120,6 +124,8 @@ def load(
         if kv_format is None
         else _named(kv_format, {each: each for each in _KV_FORMATS}, "KV format"),
         speculative=None if speculative is None else _speculative(speculative, path, num_draft_tokens),
+        prefix_cache=prefix_cache,
+        itl_target_ms=itl_target_ms,
     )
     return LLM(Engine(open_weights(path), device=place, config=config), path)
 

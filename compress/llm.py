@@ -3,10 +3,10 @@ streaming are here; batching and the model are the engine's.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from compress.data.chat import ChatTemplate, Message, is_conversation, load_chat_template
 from compress.data.continuation import Continuation
@@ -232,10 +232,10 @@ class LLM:
         """
         return [self._score(text) for text in ([texts] if isinstance(texts, str) else texts)]
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt as `generate` feeds them: a beginning-of-sequence token is added
         to text where the model's tokenizer adds one, and a conversation is rendered by the chat template,
-        which brings its own.
+        which brings its own. `variables` are further names that the template reads.
 
         Raises:
             UsageError: the model has no chat template, or the template refuses the messages.
@@ -247,12 +247,12 @@ class LLM:
                 "this model has no chat template, so it cannot answer a conversation: give it text to "
                 "continue."
             )
-        return self._ids(self.chat_template.render(prompt))
+        return self._ids(self.chat_template.render(prompt, **(variables or {})))
 
-    def continuation(self, request: Request, params: SamplingParams) -> Continuation:
-        """Return the text of a request before its first token."""
-        end_ids = frozenset() if params.ignore_eos else self.end_ids
-        return Continuation(self.tokenizer, prompt=request.prompt, stop=params.stop, end_ids=end_ids)
+    def continuation(self, prompt: Sequence[int], params: SamplingParams) -> Continuation:
+        """Return the text that continues a prompt, before its first token."""
+        end_ids = frozenset[int]() if params.ignore_eos else self.end_ids
+        return Continuation(self.tokenizer, prompt=prompt, stop=params.stop, end_ids=end_ids)
 
     def may_stop(self, params: SamplingParams) -> bool:
         """Return whether a text may end by what the engine does not look at: a stop string or a further
@@ -271,9 +271,8 @@ class LLM:
                 self._num_requests += 1
                 request = Request(f"llm-{self._num_requests}", tuple(self.encode(prompt)), each)
                 self.engine.add(request)
-                generations.append(
-                    _Generation(prompt, request, self.continuation(request, each), self.may_stop(each))
-                )
+                text = self.continuation(request.prompt, each)
+                generations.append(_Generation(prompt, request, text, self.may_stop(each)))
         except BaseException:
             self._drop(generations)
             raise

@@ -26,6 +26,7 @@ from compress.cli import (
     push,
     run,
     schema,
+    serve,
     validate,
     verify,
 )
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "resume": run.resume,
     "validate": validate.validate,
     "generate": generate.generate,
+    "serve": serve.serve,
     "inspect": inspect.inspect,
     "convert": convert.convert,
     "push": push.push,

@@ -1,4 +1,6 @@
-"""The continuation of a prompt: generated tokens become text, up to the token or the stop string that ends it."""
+"""The continuation of a prompt: generated tokens become text, up to the token or the stop string that ends
+it.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal

@@ -13,24 +13,19 @@ _ROWS = 128  # positions whose float32 log-softmax is held at once: 66 MB for 12
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """How well a model predicts a prompt. `logprobs[i]` is the natural logarithm of the probability of token
-    i + 1 after the tokens before it, and `top[i]` the likeliest tokens of that position, where some were asked
-    for: both are one shorter than the prompt.
+    """How well a model predicts a prompt. `logprobs[i]` is the natural logarithm of the probability of
+    token i + 1 after the tokens before it, and `top[i]` the likeliest tokens of that position, where some
+    were asked for: both are one shorter than the prompt.
     """
 
     logprobs: tuple[float, ...]
     top: tuple[TopLogprobs, ...]
 
 
-def logits_bytes(engine: Engine, num_tokens: int) -> int:
-    """Return the bytes that the logits of a prompt take while it is scored."""
-    return 4 * num_tokens * engine.arch.vocab_size
-
-
 @torch.inference_mode()
 def score_prompt(engine: Engine, prompt: Sequence[int], *, num_top: int = 0) -> PromptLogprobs:
-    """Return the log probabilities of a prompt's tokens after the first, and the `num_top` likeliest tokens of
-    each position. No step of the engine may run at the same time.
+    """Return the log probabilities of a prompt's tokens after the first, and the `num_top` likeliest tokens
+    of each position. No step of the engine may run at the same time.
 
     Raises:
         UsageError: the prompt is longer than the engine's longest sequence.
