@@ -25,14 +25,16 @@ async def read_body(request: Request, settings: ServerSettings, held: Shares, cl
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
     parts: list[bytes] = []
-    size = 0
-    stream = request.stream()
+    size = _stated(request)
+    more = True
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            async for part in stream:
-                size += len(part)
-                if size > settings.max_body_bytes or _stated(request) > settings.max_body_bytes:
-                    await _discard(request, settings.max_body_bytes * _DISCARD_FACTOR)
+            while more:
+                part, more = await _next_part(request)
+                size = max(size, sum(map(len, parts)) + len(part))
+                if size > settings.max_body_bytes:
+                    if more:
+                        await _discard(request, settings.max_body_bytes * _DISCARD_FACTOR)
                     raise Refusal(
                         f"the body is longer than {settings.max_body_bytes} bytes.",
                         status=413,
@@ -62,12 +64,19 @@ def _stated(request: Request) -> int:
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 
 
+async def _next_part(request: Request) -> tuple[bytes, bool]:
+    """Return the next part of a body, and whether more will come."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
+
+
 async def _discard(request: Request, max_bytes: int) -> None:
-    left = max_bytes
+    """Read more of a body, and throw it away."""
+    more = True
     with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_DISCARD_S):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
+            while more and max_bytes > 0:
+                part, more = await _next_part(request)
+                max_bytes -= len(part)

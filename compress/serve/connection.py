@@ -1,4 +1,4 @@
-"""Connections with limits: a peer gets its share of them, a request line and headers must arrive in time, and
+"""Connections with limits: a peer gets its share of them, headers are short and must arrive in time, and
 a peer that does not read what it is sent is cut off.
 
 uvicorn's connection, by httptools, has none of these limits; a connection that is cut off reaches the
@@ -14,6 +14,8 @@ from compress.serve.clients import network_of
 from compress.serve.settings import ServerSettings
 from compress.serve.shares import Shares
 
+_MAX_HEADER_BYTES = 64 << 10
+
 
 class Connection(HttpToolsProtocol):
     """One connection; `connection_class` gives it its limits."""
@@ -26,6 +28,7 @@ class Connection(HttpToolsProtocol):
         self._peer: str | None = None
         self._headers_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, if its peer may have one more."""
@@ -55,6 +58,10 @@ class Connection(HttpToolsProtocol):
         if self._headers_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
         super().data_received(data)
+        if self._headers_timer is not None:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > _MAX_HEADER_BYTES:
+                self.transport.abort()
 
     def on_headers_complete(self) -> None:
         """Begin a request, whose headers have arrived."""
@@ -82,6 +89,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _expect_headers(self) -> None:
+        self._num_header_bytes = 0
         self._headers_timer = self.loop.call_later(self.settings.body_timeout_s, self.transport.abort)
 
 

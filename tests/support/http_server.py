@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -67,11 +68,15 @@ def wait_until(condition: Any, timeout_s: float = WAIT_S) -> None:
 
 
 @contextlib.contextmanager
-def running(llm: LLM, name: str = "model", **settings: Any) -> Iterator[Running]:
-    """Serve a model while the block runs."""
+def running(
+    llm: LLM, name: str = "model", *, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Serve a model while the block runs. `send_buffer` are the bytes that the system holds for a client."""
     records: list[Mapping[str, Any]] = []
     ready = threading.Event()
     with listen("127.0.0.1", 0) as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Server(llm, ServerSettings(name, **settings), listener, records.append)
         found = Running(server, records)
 
