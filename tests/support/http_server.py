@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -59,11 +60,11 @@ class Running:
 
 def wait_until(condition: Any, timeout_s: float = WAIT_S) -> None:
     """Wait until a condition holds."""
-    stop = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
         if condition():
             return
-        stop.wait(0.01)
+        time.sleep(0.01)
     raise AssertionError("the condition did not come to hold")
 
 
