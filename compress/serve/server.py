@@ -159,9 +159,8 @@ def serve(
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        with asyncio.Runner(
-            loop_factory=uvicorn.Config(_no_app, log_config=None).get_loop_factory()
-        ) as runner:
+        new_loop = uvicorn.Config(_no_app, log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=new_loop) as runner:
             finished = runner.run(run())
     finally:
         sys.setswitchinterval(before)

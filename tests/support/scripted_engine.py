@@ -14,8 +14,8 @@ from compress.runtime.request import EngineCounts, Finished, Request
 
 @dataclass
 class ScriptedEngine:
-    """Stands in for `Engine` where only its queue and its steps matter. `gate` holds up every step while it is
-    not set; `fails_at` is the step that raises.
+    """Stands in for `Engine` where only its queue and its steps matter. `gate` holds up every step while it
+    is not set; `fails_at` is the step that raises.
     """
 
     max_batch_size: int = 2

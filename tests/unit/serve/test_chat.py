@@ -53,11 +53,8 @@ def test_logprobs_list_each_token_with_its_bytes(chat_client: openai.OpenAI) -> 
     for each in logprobs.content:
         assert each.top_logprobs[0].logprob == pytest.approx(each.logprob, abs=1e-6)
         assert len(each.top_logprobs) == 2
-    chunks = list(
-        chat_client.chat.completions.create(
-            messages=TALK, logprobs=True, top_logprobs=2, stream=True, **GREEDY
-        )
-    )
+    wanted = {"logprobs": True, "top_logprobs": 2, "stream": True, **GREEDY}
+    chunks = list(chat_client.chat.completions.create(messages=TALK, **wanted))
     streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content or []]
     assert [each.token for each in streamed] == [each.token for each in logprobs.content]
 

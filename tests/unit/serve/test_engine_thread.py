@@ -1,4 +1,4 @@
-"""The engine's thread, with an engine that is scripted: what it hears, in which order, and from which thread."""
+"""The engine's thread with a scripted engine: what it hears, in which order, and from which thread."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Nothing that a client sends ends the server, an internal error among its answers, or leaves anything held."""
+"""Nothing that a client sends ends the server, gets an internal error, or leaves anything held."""
 
 import json
 import random
@@ -153,13 +153,14 @@ def test_many_odd_bodies_get_an_answer(chat_llm: compress.LLM, seed: int) -> Non
 def test_endless_headers_are_cut_off(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as peer:
         peer.settimeout(10)
-        with pytest.raises(OSError):  # reset, or no longer connected
-            peer.sendall(b"GET /health HTTP/1.1\r\n")
-            for idx in range(1000):
-                peer.sendall(b"x%d: %s\r\n" % (idx, b"a" * 1000))
-            peer.recv(1)
-            peer.sendall(b"x")
-            raise AssertionError("the server took a megabyte of headers")
+        peer.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            send_headers(peer)
+
+
+def send_headers(peer: socket.socket) -> None:
+    for idx in range(10_000):
+        peer.sendall(b"x%d: %s\r\n" % (idx, b"a" * 1000))
 
 
 @pytest.mark.parametrize(
