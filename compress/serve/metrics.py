@@ -19,8 +19,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TIME_BUCKETS_S = tuple(
     round(digit * 10.0**power, 6)
     for power in range(-4, 3)
-    for digit in (1, 2.5, 5)
-    if 0.00025 <= digit * 10.0**power <= 500
+    for digit in (1, 1.5, 2.5, 4, 6.5)
+    if 0.00025 <= round(digit * 10.0**power, 6) <= 400
 )
 _COUNT_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 REASONS = ("stop", "length", "abort", "error")
