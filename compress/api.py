@@ -124,6 +124,37 @@ def load(
     return LLM(Engine(open_weights(path), device=place, config=config), path)
 
 
+def load_engine(
+    ref: str | Path,
+    config: EngineConfig,
+    *,
+    device: str | None = None,
+    speculative: str | Path | None = None,
+    num_draft_tokens: int = PROPOSED,
+    offline: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Engine:
+    """Load a model for token ids alone; it needs no tokenizer. `config` decides everything but speculation;
+    the other arguments are those of `load`.
+
+    Raises:
+        CompressError: as `load`.
+    """
+    path = _model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
+    if speculative is not None:
+        config = replace(config, speculative=_speculative(speculative, path, num_draft_tokens))
+    return Engine(open_weights(path), device=torch.device(pick_device(device)), config=config)
+
+
+def vocab_size_of(ref: str | Path, *, offline: bool = False) -> int:
+    """Return the number of tokens of a model, without loading its weights.
+
+    Raises:
+        CompressError: as `load`.
+    """
+    return open_weights(_model_dir(str(ref), offline=offline, cache_dir=None)).arch.vocab_size
+
+
 def quantize(
     model: str | Path,
     scheme: str | Mapping[str, Any] = "W4A16_G128",

@@ -16,6 +16,7 @@ import typer
 
 import compress
 from compress.cli import (
+    bench,
     convert,
     doctor,
     generate,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "resume": run.resume,
     "validate": validate.validate,
     "generate": generate.generate,
+    "bench": bench.bench,
     "inspect": inspect.inspect,
     "convert": convert.convert,
     "push": push.push,

@@ -1,8 +1,9 @@
 """When requests arrive.
 
-Open loop: the gaps between arrivals are drawn from a gamma distribution with the shape `burstiness` and the mean
-1 / rate, as `vllm bench serve` draws them. A burstiness of 1 is a Poisson process, less gives bursts, more
-approaches even spacing; the variance of a gap is (1 / rate)^2 / burstiness. The first request arrives at once.
+Open loop: the gaps between arrivals are drawn from a gamma distribution with the shape `burstiness` and the
+mean 1 / rate, as `vllm bench serve` draws them. A burstiness of 1 is a Poisson process, less gives bursts,
+more approaches even spacing; the variance of a gap is (1 / rate)^2 / burstiness. The first request arrives at
+once.
 
 Closed loop: a number of clients, each of which sends its next request when its last one has ended.
 
@@ -38,8 +39,8 @@ class Traffic:
     def __post_init__(self) -> None:
         if not self.request_rate > 0 or not 0 < self.burstiness < math.inf:
             raise UsageError(
-                f"a load of {self.request_rate:g} requests a second with burstiness {self.burstiness:g} cannot be "
-                "made: both must be above zero, and burstiness finite."
+                f"a load of {self.request_rate:g} requests a second with burstiness {self.burstiness:g} "
+                "cannot be made: both must be above zero, and burstiness finite."
             )
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")

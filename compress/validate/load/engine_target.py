@@ -142,7 +142,5 @@ class _EngineRun:
 
     def _sample(self, counts: EngineCounts, now: float) -> None:
         self._samples.append(
-            Sample(
-                now, counts.num_running, counts.num_waiting, counts.reserved_positions, counts.live_tokens
-            )
+            Sample(now, counts.num_running, counts.num_waiting, counts.reserved_positions, counts.live_tokens)
         )

@@ -1,4 +1,5 @@
-"""Lengths of prompts and outputs: lognormal around a median, within limits; a spread of zero is a fixed length.
+"""Lengths of prompts and outputs: lognormal around a median, within limits; a spread of zero is a fixed
+length.
 
     length = clip(rint(lognormal(ln median, spread)), least, most)
 

@@ -1,7 +1,9 @@
 """The numbers of one run, under the names of the result file of `vllm bench serve`.
 
-    TTFT  first token - arrival                        TPOT  (last token - first) / (tokens - 1), a value a request
-    ITL   the time between two consecutive tokens      E2EL  last token - arrival
+    TTFT  first token - arrival
+    TPOT  (last token - first token) / (tokens - 1), one value a request
+    ITL   the time between two consecutive tokens
+    E2EL  last token - arrival
 
 Keys of our own have plain names beside those. Times of failed requests count nowhere; goodput counts requests
 that failed as bad.
@@ -24,8 +26,11 @@ MAX_ERRORS = 5
 SERIES_POINTS = 200
 
 
-def run_metrics(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
-    """Return throughput, the distribution of each time, goodput, and how the engine's cache was used."""
+def run_metrics(run: LoadRun, workload: Workload, objectives: Objectives) -> dict[str, Any]:
+    """Return throughput, the distribution of each time, goodput, and how the engine's cache was used.
+
+    `short_outputs` are completed requests with fewer tokens than asked for: the server ended them itself.
+    """
     completed = run.completed
     duration_s = run.duration_s
     input_tokens = sum(each.prompt_tokens for each in completed)
@@ -61,6 +66,11 @@ def run_metrics(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
     num_chunks = sum(each.num_chunks for each in completed)
     metrics["tokens_per_chunk"] = output_tokens / num_chunks if num_chunks else 0.0
     metrics["inferred_chunks"] = sum(each.inferred for each in completed)
+    metrics["short_outputs"] = sum(
+        len(each.token_times_s) < workload.requests[each.request_idx].output_tokens for each in completed
+    )
+    if run.client_lags_s:
+        metrics["p99_client_lag_ms"] = quantiles(run.client_lags_s, (0.99,))[0] * 1e3
     metrics["errors"] = list(dict.fromkeys(each.error for each in run.served if each.error))[:MAX_ERRORS]
     return metrics | ({} if run.use is None else engine_metrics(run.use))
 

@@ -2,8 +2,8 @@
 
     ttft:200 tpot:50 e2el:5000        the spelling of `vllm bench serve --goodput`
 
-Goodput is the number of requests a second that completed and kept every limit. A request of one token has no TPOT
-and keeps any limit of it.
+Goodput is the number of requests a second that completed and kept every limit. A request of one token has no
+TPOT and keeps any limit of it.
 """
 
 import math
@@ -53,7 +53,8 @@ def request_times_ms(served: ServedRequest) -> dict[str, float | None]:
 
 
 def parse_objectives(texts: Sequence[str]) -> Objectives:
-    """Return the objectives of `name:milliseconds` texts; one text may hold several, apart by spaces or commas.
+    """Return the objectives of `name:milliseconds` texts; one text may hold several, apart by spaces or
+    commas.
 
     Raises:
         UsageError: an unknown name, a name twice, or a limit that is not a positive number.

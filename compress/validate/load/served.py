@@ -16,9 +16,10 @@ Times = tuple[float, ...]
 class ServedRequest:
     """One request: seconds of the target's clock.
 
-    `arrival_s` is when the schedule has it, and times count from there; `sent_s` is when the target got it. In a
-    closed loop both are the moment at which a client was free. `error` is empty for a request that completed.
-    `inferred`: the server did not state how many tokens a chunk has, so that they were divided evenly.
+    `arrival_s` is when the schedule has it, and times count from there; `sent_s` is when the target got it.
+    In a closed loop both are the moment at which a client was free. `error` is empty for a request that
+    completed. `inferred`: the server did not state how many tokens a chunk has, so that they were divided
+    evenly.
     """
 
     request_idx: int
@@ -76,7 +77,9 @@ class EngineUse:
     @property
     def peak_reserved_frac(self) -> float:
         """The largest share of the cache that was reserved."""
-        return max((each.reserved_positions for each in self.samples), default=0) / max(self.cache_positions, 1)
+        return max((each.reserved_positions for each in self.samples), default=0) / max(
+            self.cache_positions, 1
+        )
 
     @property
     def peak_running(self) -> int:
@@ -91,11 +94,14 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """One run of a workload on one target. `use` is None where the engine is out of reach."""
+    """One run of a workload on one target. `use` is None where the engine is out of reach; `client_lags_s` is
+    how late a client that shares its thread with all requests woke up, sampled through the run.
+    """
 
     started_s: float
     served: tuple[ServedRequest, ...]
     use: EngineUse | None = None
+    client_lags_s: Times = ()
 
     @property
     def duration_s(self) -> float:

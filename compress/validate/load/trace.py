@@ -4,9 +4,9 @@
     {"timestamp": 0.25, "prompt_tokens": 374, "output_tokens": 44}        a line of a JSONL file
 
 A timestamp is a number of seconds or a date and time such as `2023-11-16 18:15:46.6805900`; only differences
-count. The columns TIMESTAMP, ContextTokens and GeneratedTokens of the Azure LLM inference traces are read as they
-are. Other columns are passed over. Rows must be in the order of their timestamps. A file whose name ends in .xz
-or .gz is decompressed.
+count. The columns TIMESTAMP, ContextTokens and GeneratedTokens of the Azure LLM inference traces are read as
+they are. Other columns are passed over. Rows must be in the order of their timestamps. A file whose name ends
+in .xz or .gz is decompressed.
 """
 
 import csv
@@ -47,7 +47,8 @@ class Trace:
 
 
 def read_trace(path: Path, *, num_requests: int | None = None, rate_scale: float = 1.0) -> Trace:
-    """Return the first `num_requests` of a trace (None: all), arriving `rate_scale` times as fast as recorded.
+    """Return the first `num_requests` of a trace (None: all), arriving `rate_scale` times as fast as
+    recorded.
 
     Raises:
         UsageError: the file is no trace, a row is malformed, or `rate_scale` is not a positive number.
@@ -60,7 +61,9 @@ def read_trace(path: Path, *, num_requests: int | None = None, rate_scale: float
     for place, row in islice(_rows(path), num_requests):
         time_s = _seconds(row["timestamp"], place)
         if times_s and time_s < times_s[-1]:
-            raise UsageError(f"{place}: this request arrives before the one above it; sort the trace by time.")
+            raise UsageError(
+                f"{place}: this request arrives before the one above it; sort the trace by time."
+            )
         times_s.append(time_s)
         prompts.append(_count(row["prompt_tokens"], "prompt tokens", place))
         outputs.append(_count(row["output_tokens"], "output tokens", place))
@@ -83,7 +86,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _text(path: Path) -> str:
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix)
     try:
-        with open_plain(path) as plain, (plain if opener is None else opener(plain)) as stream:
+        with open_plain(path) as plain, plain if opener is None else opener(plain) as stream:
             data: bytes = stream.read(MAX_TRACE_BYTES + 1)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise UsageError(f"the trace {path} cannot be read: {error}.") from None
@@ -137,7 +140,9 @@ def _seconds(value: Any, place: str) -> float:
 
 
 def _from_date(value: Any, place: str) -> float:
-    """Return seconds of a date and time; digits beyond microseconds, which Python does not read, are added."""
+    """Return seconds of a date and time; digits beyond microseconds, which Python does not read, are
+    added.
+    """
     text = str(value).strip()
     head, point, tail = text.partition(".")
     digits = tail[: len(tail) - len(tail.lstrip("0123456789"))]

@@ -1,9 +1,9 @@
 """A workload: the requests of one run with their tokens and their arrivals, all decided by a seed.
 
-Tokens are drawn as the documented rule of a workload file draws them: a fresh numpy generator of the seed, and
-for each request in order `integers(10, vocab_size - 10, size=prompt_tokens)`, the upper end exclusive. Repeats
-after the first draw from another stream, so that a prefix cache cannot hold their prompts; lengths and arrivals
-are the same in all repeats.
+Tokens are drawn as the documented rule of a workload file draws them: a fresh numpy generator of the seed,
+and for each request in order `integers(10, vocab_size - 10, size=prompt_tokens)`, the upper end exclusive.
+Repeats after the first draw from another stream, so that a prefix cache cannot hold their prompts; lengths
+and arrivals are the same in all repeats.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from compress.digest import digest_bytes
 from compress.errors import UsageError
 from compress.validate.load.arrivals import Mode, Traffic, realized_rate
-from compress.validate.load.lengths import Lengths, LengthLaw, draw_lengths
+from compress.validate.load.lengths import LengthLaw, Lengths, draw_lengths
 from compress.validate.load.trace import Trace
 
 OUTER_TOKENS = 10
@@ -62,6 +62,11 @@ class Workload:
         """Return the same requests under another arrival process."""
         arrivals_s = traffic.arrivals_s(len(self.requests), seed=seed)
         return replace(self, arrivals_s=arrivals_s, traffic=traffic, mode=traffic.mode)
+
+    def cut(self, num: int) -> "Workload":
+        """Return the first `num` requests with their arrivals."""
+        arrivals_s = None if self.arrivals_s is None else self.arrivals_s[:num]
+        return replace(self, requests=self.requests[:num], arrivals_s=arrivals_s)
 
     def first(self, num: int) -> "Workload":
         """Return the first `num` requests, sent without a schedule: a warm-up."""

@@ -4,7 +4,8 @@
      "sha256_of_all_ids_int32_le": "..."}
 
 Tokens follow from `seed` and `vocab` by the rule in `workload.py`; the digest is that of all prompt tokens as
-little-endian 32-bit integers and is checked before anything runs. A request may have `arrival_s`; then all have.
+little-endian 32-bit integers and is checked before anything runs. A request may have `arrival_s`; then all
+have.
 """
 
 from pathlib import Path
@@ -24,7 +25,8 @@ DIGEST_KEY = "sha256_of_all_ids_int32_le"
 
 
 def read_workload(path: Path, *, traffic: Traffic, seed: int = 0) -> Workload:
-    """Return the workload of a file; requests without arrivals of their own follow `traffic`, drawn by `seed`.
+    """Return the workload of a file; requests without arrivals of their own follow `traffic`, drawn by
+    `seed`.
 
     Raises:
         UsageError: the file is no workload, or its tokens have another digest than it states.
@@ -49,8 +51,8 @@ def read_workload(path: Path, *, traffic: Traffic, seed: int = 0) -> Workload:
     found = token_digest(requests).removeprefix("sha256:")
     if found != stated:
         raise UsageError(
-            f"the tokens of the workload {path} have the digest {found}, and the file states {stated}: its lengths, "
-            "its seed or its rule were changed."
+            f"the tokens of the workload {path} have the digest {found}, and the file states {stated}: its "
+            "lengths, its seed or its rule were changed."
         )
     if rows[0].has("arrival_s"):
         arrivals_s = tuple(each.number("arrival_s", 0.0, 1e9) for each in rows)
