@@ -51,7 +51,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--request-rate",
-            help="Requests a second that arrive; several, such as 1,2,4, are a sweep. By default all at once.",
+            help="Requests a second that arrive; several, such as 1,2,4, are a sweep; else all at once.",
             show_default=False,
         ),
     ] = None,

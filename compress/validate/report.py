@@ -38,6 +38,7 @@ LAYOUT = (
     "gates",
     "accuracy",
     "latency",
+    "load",
     "roofline",
     "stages",
     "speculation",

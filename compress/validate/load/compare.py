@@ -9,7 +9,7 @@ states by `stability.py` whether its repeats agree.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,7 @@ class LoadRow:
         numbers = [each for each in values if each is not None]
         if not numbers:
             return None
-        middle = median(numbers)
-        return int(middle) if all(isinstance(each, int) for each in numbers) and middle % 1 == 0 else middle
+        return median_low(numbers) if all(isinstance(each, int) for each in numbers) else median(numbers)
 
     def metrics(self) -> dict[str, Estimate]:
         """Return the numbers that gates may name, with their intervals over repeats."""
@@ -107,7 +106,7 @@ class LoadRow:
         }
         for name in RANGED:
             values = [each[name] for each in self.repeats if each.get(name) is not None]
-            if values:
+            if len(values) > 1:
                 row[f"{name}_least"] = min(values)
                 row[f"{name}_largest"] = max(values)
         return row

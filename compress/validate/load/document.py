@@ -32,11 +32,12 @@ def load_warnings(row: LoadRow) -> list[str]:
         found.append(f"{name}: unstable, proves nothing here: {row.instability}.")
     if failed := row.median("failed"):
         found.append(
-            f"{name}: {failed} of {row.conditions['num_prompts']} requests failed: {row.median('errors')[0]}"
+            f"{name}: {failed} of {row.conditions['num_prompts']} requests failed, the first because "
+            f"{row.median('errors')[0]}"
         )
     if row.median("inferred_chunks"):
         found.append(
-            f"{name}: the server does not state how many tokens a chunk has. They were divided evenly over the "
-            "chunks of a request."
+            f"{name}: the server does not state how many tokens a chunk has. They were divided evenly "
+            "over the chunks of a request."
         )
     return found

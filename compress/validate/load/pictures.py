@@ -35,10 +35,11 @@ def sweep_plot(rows: Sequence[Row]) -> str:
         figure, (ttft, itl, served, traded) = new_grid(2, 2, height=5.4)
         for color, name in zip(_cycle(len(names)), names, strict=True):
             own = sorted((row for row in rows if row["target"] == name), key=load_value)
+            prefix = f"{name}, " if len(names) > 1 else ""
             for axes, (key, title) in zip((ttft, itl), _TIMES, strict=True):
-                _times(axes, own, key, color=color, name=name)
+                _times(axes, own, key, color=color, name=prefix)
                 axes.set_ylabel(f"{title}, ms")
-            _served(served, own, color=color, name=name)
+            _served(served, own, color=color, name=prefix)
             traded.plot(
                 [row["output_throughput"] for row in own],
                 [row["median_itl_ms"] for row in own],
@@ -50,7 +51,7 @@ def sweep_plot(rows: Sequence[Row]) -> str:
             axes.set_xlabel(label)
         served.set_ylabel("requests a second")
         traded.set_xlabel("output tokens a second")
-        traded.set_ylabel("gap between tokens, median, ms")
+        traded.set_ylabel("median gap, ms")
         for axes in (ttft, itl, served, traded):
             axes.grid(axis="y")
             axes.set_ylim(bottom=0)
@@ -124,17 +125,15 @@ def _times(axes: "Axes", rows: Sequence[Row], key: str, *, color: str, name: str
     lines: tuple[tuple[str, str, Any], ...] = (("median", "median", "-"), ("p99", "p99", _DASHES))
     for part, words, dash in lines:
         values = [row[f"{part}_{key}_ms"] for row in rows]
-        axes.plot(x, values, color=color, linestyle=dash, label=f"{name}, {words}", **dots(rows))
+        axes.plot(x, values, color=color, linestyle=dash, label=f"{name}{words}", **dots(rows))
 
 
 def _served(axes: "Axes", rows: Sequence[Row], *, color: str, name: str) -> None:
     x = [load_value(row) for row in rows]
     good = [row["request_goodput"] for row in rows]
-    axes.plot(
-        x, [row["request_throughput"] for row in rows], color=color, alpha=0.45, label=f"{name}, served"
-    )
+    axes.plot(x, [row["request_throughput"] for row in rows], color=color, alpha=0.45, label=f"{name}served")
     if all(each is not None for each in good):
-        axes.plot(x, good, color=color, linestyle=(0, (1, 1.2)), label=f"{name}, good", **dots(rows))
+        axes.plot(x, good, color=color, linestyle=(0, (1, 1.2)), label=f"{name}good", **dots(rows))
 
 
 def _cycle(num: int) -> list[str]:
