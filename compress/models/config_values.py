@@ -10,7 +10,7 @@ SAME_ACTIVATIONS = {
     "gelu_fast": "gelu_pytorch_tanh",
     "gelu_accurate": "gelu_pytorch_tanh",
 }
-"""Other names of the decoder's activations (the classes behind `ACT2FN` in `transformers.activations`)."""
+"""Other names of the decoder's activations, as `transformers.activations` defines them."""
 
 
 def activation_of(config: Fields) -> str:

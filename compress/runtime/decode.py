@@ -26,10 +26,11 @@ from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
 from compress.kernels.step.host_memory import host_visible
 from compress.runtime.decode_run import HostResults, host_results
+from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_rows
-from compress.runtime.scheduler import Generation, Scheduler
+from compress.runtime.scheduler import Scheduler
 
 
 class DecodeState:

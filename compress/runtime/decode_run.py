@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.runtime.scheduler import Generation
+from compress.runtime.generation import Generation
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,28 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import KV_DENSE
+from compress.runtime.batching import Batching
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.deadlines import Deadlines
 from compress.runtime.decode import PlainDecoding
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
+from compress.runtime.generation import Generation
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
-from compress.runtime.request import Finished, Reason, Request
-from compress.runtime.scheduler import Generation, Scheduler
+from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.request import EngineCounts, Finished, Reason, Request, TopLogprobs
+from compress.runtime.sampler import likeliest
+from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.decoding import SpeculativeDecoding
-from compress.runtime.speculative.proposer import CacheSizes
+from compress.runtime.speculative.proposer import CacheSizes, Proposer
 from compress.runtime.speculative.speculation import Acceptance
+from compress.runtime.step_budget import StepBudget
+from compress.runtime.swap import HostSwap
+from compress.runtime.waiting_queue import WaitingQueue
 
 Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
 """A function of requests, the positions of the tokens just chosen for them, and the logits [R, V] they were
@@ -92,12 +101,31 @@ class Engine:
             static_scales=weights.kv_scales,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
+        self._pool = BlockPool(num_blocks)
+        self._prefixes = self._prefix_cache(source, proposer) if config.prefix_cache else None
+        self._swap = (
+            HostSwap(cache, num_bytes=config.swap_bytes, device=device)
+            if config.swap_bytes and (proposer is None or not proposer.kv_bytes_per_token)
+            else None
+        )
+        self._batching = Batching(
+            config.max_batch_size, policy=config.policy, delay_s=config.batch_delay_ms / 1e3
+        )
         self._scheduler = Scheduler(
-            BlockAllocator(num_blocks),
+            self._pool,
+            WaitingQueue(shortest_first=config.order == "shortest", limit=config.max_waiting),
             block_size=self._block_size,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
+            batching=self._batching,
+            prefixes=self._prefixes,
+            short_prompt_tokens=self.runner.short_prompt_rows,
+            num_unsure=0 if speculative is None else speculative.k + 1,
+            swap=self._swap,
         )
+        self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
+        self._deadlines = Deadlines()
+        self._cache_positions = (num_blocks - 1) * self._block_size
         self._speculation: SpeculativeDecoding | None = None
         if speculative is not None and proposer is not None:
             sizes = CacheSizes(num_blocks, self._block_size, self.max_model_len)
@@ -131,8 +159,26 @@ class Engine:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request has lost its blocks and was recomputed."""
+        """How often a request has lost its blocks."""
         return self._scheduler.num_preemptions
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What the engine holds now, and what it has done since it was made."""
+        scheduler, prefixes, swap = self._scheduler, self._prefixes, self._swap
+        return EngineCounts(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            cache_positions=self._cache_positions,
+            reserved_positions=scheduler.reserved_positions,
+            live_tokens=scheduler.live_tokens,
+            prefix_queried=0 if prefixes is None else prefixes.num_queried,
+            prefix_hits=0 if prefixes is None else prefixes.num_hits,
+            evictions=self._pool.num_evictions,
+            preemptions=scheduler.num_preemptions,
+            swapped_out=0 if swap is None else swap.num_out,
+            swapped_in=0 if swap is None else swap.num_in,
+        )
 
     @property
     def acceptance(self) -> Acceptance | None:
@@ -150,6 +196,7 @@ class Engine:
         Raises:
             UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens; the id
                 is in use.
+            QueueFull: `max_waiting` requests wait.
         """
         prompt = request.prompt
         length = len(request.prompt) + request.params.max_tokens
@@ -174,8 +221,32 @@ class Engine:
                 f"request id '{request.id}' is in use by an unfinished request; choose an id that is not."
             )
         generation = Generation(request, time.perf_counter(), list(prompt))
-        self._unfinished[request.id] = generation
         self._scheduler.add(generation)
+        self._unfinished[request.id] = generation
+        self._batching.flush = False
+        self._deadlines.add(request)
+
+    def flush(self) -> None:
+        """Begin a static batch with the requests that wait, full or not. A request that is added later ends
+        this.
+        """
+        self._batching.flush = True
+
+    def logprobs_of(self, request_id: str, *, start: int = 0) -> list[float]:
+        """Return the log probabilities of `tokens_of`, for a request that asked for them.
+
+        Raises:
+            UsageError: no unfinished request has this id.
+        """
+        return self._find(request_id).logprobs[start:]
+
+    def top_logprobs_of(self, request_id: str, *, start: int = 0) -> list[TopLogprobs]:
+        """Return the likeliest tokens beside each of `tokens_of`, for a request that asked for them.
+
+        Raises:
+            UsageError: no unfinished request has this id.
+        """
+        return self._find(request_id).top_logprobs[start:]
 
     def tokens_of(self, request_id: str, *, start: int = 0) -> list[int]:
         """Return the tokens generated so far for an unfinished request, without the first `start`.
@@ -216,20 +287,24 @@ class Engine:
             )
         for request in requests:
             self.add(request)
+        self.flush()
         finished: dict[str, Finished] = {}
         while self.has_work:
             finished.update((each.id, each) for each in self.step())
         return [finished[request.id] for request in requests]
 
     def step(self) -> list[Finished]:
-        """Serve every running request once; return the requests that have finished."""
-        if (run := self._run) is None:
-            return self._scheduled_step() if self._scheduler.has_work else []
-        if not self._scheduler.may_admit and run.launch_next():
-            return self._read_oldest(run)
-        self._run = None
-        finished = self._read_oldest(run)
-        return finished + self._scheduled_step() if self._scheduler.has_work else finished
+        """Serve every running request once; return the requests that have finished. Nothing runs while a
+        group of a static or dynamic batch gathers.
+        """
+        now_s = time.perf_counter()
+        finished = self._end_overdue(now_s)
+        if (run := self._run) is not None:
+            if not self._scheduler.may_admit(now_s) and run.launch_next():
+                return finished + self._read_oldest(run)
+            self._run = None
+            finished += self._read_oldest(run)
+        return finished + self._scheduled_step(now_s) if self._scheduler.has_work else finished
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return which kernel serves what, and why no faster one does.
@@ -244,20 +319,27 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _scheduled_step(self) -> list[Finished]:
-        """Schedule a step and launch it; read it too, unless the next step may be launched before."""
-        batch = self._scheduler.schedule()
+    def _scheduled_step(self, now_s: float) -> list[Finished]:
+        """Schedule a step and launch it; read it too, unless the next step may be launched before.
+
+        On a CPU, where a launch returns when all is computed, decodes are read before prompts are launched.
+        """
+        batch = self._scheduler.schedule(now_s, max_prefill_tokens=self._budget.num_tokens)
         run = DecodeRun(self._decoding, batch.decodes) if batch.decodes else None
-        if run is not None and not batch.prefills and self._overlaps:
+        shows_likeliest = any(each.request.params.top_logprobs for each in batch.decodes)
+        if run is not None and not batch.prefills and self._overlaps and not shows_likeliest:
             self._run = run
             return []
+        finished = self._read_oldest(run) if run is not None and self.device.type == "cpu" else []
         prefilled = self._prefill.launch(batch.prefills) if batch.prefills else None
-        finished = [] if run is None else self._read_oldest(run)
+        if run is not None and self.device.type != "cpu":
+            finished = self._read_oldest(run)
+        self._budget.launched(batch.num_prefill_tokens, beside_decodes=run is not None)
         return finished if prefilled is None else finished + self._read(prefilled.generations, prefilled)
 
     @property
     def _overlaps(self) -> bool:
-        """Whether decode steps are launched ahead."""
+        """Whether decode steps are launched ahead, of requests that do not ask for the likeliest tokens."""
         return (
             self._decoding.runs_ahead
             and self.device.type == "cuda"
@@ -269,7 +351,33 @@ class Engine:
         finished = self._read(run.generations, run.pop_oldest())
         if finished:
             run.stop()
+        self._budget.read(time.perf_counter())
         return finished
+
+    def _end_overdue(self, now_s: float) -> list[Finished]:
+        """End the requests whose deadline has passed."""
+        ended = list[Finished]()
+        for deadline_s, request_id in self._deadlines.passed(now_s):
+            generation = self._unfinished.get(request_id)
+            if generation is not None and generation.request.deadline_s == deadline_s:
+                if self._run is not None:
+                    self._run.stop()
+                ended.append(self._finish(generation, "deadline"))
+        return ended
+
+    def _prefix_cache(self, source: WeightSource, proposer: Proposer | None) -> PrefixCache:
+        """Return an empty prefix cache.
+
+        Raises:
+            UsageError: the engine speculates with a head that needs the hidden states of the whole prompt.
+        """
+        if proposer is not None and proposer.feature_layers:
+            raise UsageError(
+                "an EAGLE-3 head reads the hidden states of every prompt token, which the prefix cache does "
+                "not keep; leave one of them out (prefix_cache: false, or no speculation with a head)."
+            )
+        facts = (source.arch.family, source.arch.config, self.kv_format, self.max_model_len)
+        return PrefixCache(self._pool, block_size=self._block_size, salt="\n".join(map(str, facts)))
 
     def _read(self, generations: Sequence[Generation], pending: PendingTokens) -> list[Finished]:
         """Wait for the tokens of a pass and append them to their requests; return the requests that have
@@ -281,17 +389,31 @@ class Engine:
         self.wait_s += now - started
         tokens = pending.read()
         logprobs = pending.logprobs
+        likely = self._likeliest(generations, pending)
         finished = list[Finished]()
         lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
         for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
             if not generation.blocks:
                 continue  # it ended one step ago: these are the surplus tokens of a step launched ahead
             ended = generation.append(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
+            if row_idx in likely:
+                count = len(generation.generated) - len(generation.top_logprobs)
+                generation.top_logprobs += likely[row_idx][:count]
             if ended is not None:
                 finished.append(self._finish(generation, ended))
         if self.observer is not None:
             self._observe(self.observer, generations, lengths, pending.logits)
         return finished
+
+    @staticmethod
+    def _likeliest(generations: Sequence[Generation], pending: PendingTokens) -> dict[int, list[TopLogprobs]]:
+        """Return, for each row that asks for them, the likeliest tokens at its positions."""
+        wanted = {
+            row_idx: each.request.params.top_logprobs
+            for row_idx, each in enumerate(generations)
+            if each.request.params.top_logprobs
+        }
+        return {row_idx: likeliest(pending.logits[row_idx], count) for row_idx, count in wanted.items()}
 
     def _observe(
         self,
@@ -329,4 +451,7 @@ class Engine:
             arrival_s=generation.arrival_s,
             token_times_s=tuple(generation.token_times_s),
             logprobs=tuple(generation.logprobs) if request.params.logprobs else None,
+            top_logprobs=tuple(generation.top_logprobs) if request.params.top_logprobs else None,
+            admitted_s=generation.admitted_s,
+            cached_tokens=generation.cached_tokens,
         )

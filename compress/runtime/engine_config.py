@@ -3,13 +3,17 @@ memory.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.runtime.batching import POLICIES, Policy
 from compress.runtime.speculative.speculation import Speculative
 
+Order = Literal["arrival", "shortest"]
+ORDERS: tuple[Order, ...] = ("arrival", "shortest")
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
 """Share of the GPU memory free after loading that the cache takes; the rest is for activations and logits."""
@@ -34,6 +38,20 @@ class EngineConfig:
       format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
+    - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
+      (`prefix_cache.py`). Their logits are those of an engine without it within the tolerance of a prefill in
+      other chunks.
+    - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
+    - `order`: whose turn it is among requests of one priority: "arrival", or "shortest" (fewest tokens
+      first).
+    - `policy`: when requests may join a batch (`batching.py`); `batch_delay_ms` is how long the first
+      request of
+      a dynamic group waits for others.
+    - `itl_target_ms`: the time between tokens that prompts must not stretch: they are cut into chunks that
+      fit
+      (`step_budget.py`). None: chunks fill `max_step_tokens`.
+    - `swap_bytes`: host memory for the keys and values of requests that lose their blocks; what does not fit
+      is recomputed. 0: all are recomputed.
 
     Raises:
         UsageError: the sizes contradict one another.
@@ -48,6 +66,13 @@ class EngineConfig:
     kv_format: str | None = None
     sync: bool = False
     speculative: Speculative | None = None
+    prefix_cache: bool = False
+    max_waiting: int | None = None
+    order: Order = "arrival"
+    policy: Policy = "continuous"
+    batch_delay_ms: float = 10.0
+    itl_target_ms: float | None = None
+    swap_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or self.max_step_tokens < self.max_batch_size:
@@ -56,6 +81,17 @@ class EngineConfig:
                 "step must hold one token of each request of a full batch: max_step_tokens >= "
                 "max_batch_size >= 1."
             )
+        rules = (
+            ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
+            ("order", self.order in ORDERS, " or ".join(ORDERS)),
+            ("policy", self.policy in POLICIES, " or ".join(POLICIES)),
+            ("batch_delay_ms", 0 <= self.batch_delay_ms < float("inf"), "0 or a positive number"),
+            ("itl_target_ms", self.itl_target_ms is None or self.itl_target_ms > 0, "a positive number"),
+            ("swap_bytes", self.swap_bytes >= 0, "0 (no swap) or a number of bytes"),
+        )
+        for name, holds, meaning in rules:
+            if not holds:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be {meaning}.")
 
     def dtype_for(self, arch: Arch, device: torch.device) -> torch.dtype:
         """Return the dtype of the activations."""

@@ -7,9 +7,10 @@ an attention product, without another copy. Block 0 belongs to no sequence: bloc
 and padding rows write there. Formats are those of `kernels/operands/paged.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import (
@@ -18,7 +19,6 @@ from compress.kernels.operands.paged import (
     FP8_TOKEN_HEAD,
     INT4_TOKEN_HEAD,
     INT_FORMATS,
-    PADDING_BLOCK,
     TOKEN_HEAD_FORMATS,
     PagedKV,
 )
@@ -114,6 +114,33 @@ class KVCache:
             for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return sum(each[:, 0].nbytes for each in self._bytes_of_blocks())
+
+    def read_blocks(self, blocks_N: Tensor) -> Tensor:
+        """Return the bytes of these blocks, uint8 [N, block_bytes]."""
+        parts = [each.index_select(1, blocks_N).transpose(0, 1) for each in self._bytes_of_blocks()]
+        return torch.cat([each.reshape(len(blocks_N), -1) for each in parts], dim=1)
+
+    def write_blocks(self, blocks_N: Tensor, bytes_NB: Tensor) -> None:
+        """Write what `read_blocks` returned to other blocks."""
+        start = 0
+        for each in self._bytes_of_blocks():
+            num_heads, _, *rest = each.shape
+            size = each[:, 0].nbytes
+            part = bytes_NB[:, start : start + size].reshape(-1, num_heads, *rest)
+            each.index_copy_(1, blocks_N, part.transpose(0, 1).contiguous())
+            start += size
+
+    def _bytes_of_blocks(self) -> Iterator[Tensor]:
+        """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
+        for pages in self._layers:
+            for tensor in (pages.k, pages.v, pages.k_scale, pages.v_scale):
+                if tensor is not None and tensor.dim() > 0:
+                    yield tensor.view(torch.uint8)
+
     def layer(self, layer_idx: int) -> PagedKV:
         """Return the pages of a layer."""
         return self._layers[layer_idx]
@@ -139,31 +166,3 @@ def _make_pages(
             k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales)
         )
     return PagedKV(k, v)
-
-
-class BlockAllocator:
-    """The free blocks. The block freed last is reused first, because its lines are the likeliest to be in the
-    device's cache.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
-        self._held: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Number of free blocks."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks; the caller makes sure that so many are free."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        blocks = [self._free.pop() for _ in range(count)]
-        self._held.update(blocks)
-        return blocks
-
-    def free(self, blocks: list[int]) -> None:
-        """Return blocks that were taken."""
-        assert self._held.issuperset(blocks), "a block is freed that was not taken"
-        self._held.difference_update(blocks)
-        self._free.extend(reversed(blocks))

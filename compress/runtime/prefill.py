@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.runtime.generation import Generation
 from compress.runtime.model_runner import PrefillBatch
 from compress.runtime.sampler import SampledTokens, sample
-from compress.runtime.scheduler import Generation, PrefillChunk
+from compress.runtime.scheduler import PrefillChunk
 
 
 @dataclass(frozen=True)

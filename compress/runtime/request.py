@@ -10,8 +10,7 @@ Reason = Literal["stop", "length", "cancelled", "deadline"]
 deadline, with the tokens it had by then."""
 MAX_TOP_LOGPROBS = 20
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens of a position and their log probabilities, likeliest first, the lowest id first among
-equals."""
+"""The likeliest tokens of a position and their log probabilities, likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class SamplingParams:
 class Request:
     """Prompt tokens and how to continue them. The caller chooses `id`, unique among unfinished requests.
 
-    Requests of a lower `priority` are admitted first. A request that is unfinished at `deadline_s`, a moment of
-    `time.perf_counter`, ends there with what it has.
+    Requests of a lower `priority` are admitted first. A request that is unfinished at `deadline_s`, a
+    moment of `time.perf_counter`, ends there with what it has.
     """
 
     id: str
@@ -81,9 +80,10 @@ class Request:
 class Finished:
     """The result of a request. `tokens` include the end-of-sequence token if one ended it (`reason` "stop").
 
-    Times are `time.perf_counter` seconds: `arrival_s` of the call of `Engine.add`, `admitted_s` of the step that
-    first took it from the queue (None: none did), `token_times_s` of the moments at which the host had each
-    token, after synchronization with the device. `cached_tokens` of the prompt were taken from the prefix cache.
+    Times are `time.perf_counter` seconds: `arrival_s` of the call of `Engine.add`, `admitted_s` of the step
+    that first took it from the queue (None: none did), `token_times_s` of the moments at which the host had
+    each token, after synchronization with the device. `cached_tokens` of the prompt were taken from the
+    prefix cache.
     """
 
     id: str
@@ -102,9 +102,9 @@ class Finished:
 class EngineCounts:
     """What an engine holds at a moment, and what it has done since it was made.
 
-    `reserved_positions` of the `cache_positions` are in blocks of requests, and `live_tokens` of those hold keys
-    and values: the ratio of the last two is the utilization of the cache. `prefix_queried` and `prefix_hits` count
-    prompt tokens.
+    `reserved_positions` of the `cache_positions` are in blocks of requests, and `live_tokens` of those hold
+    keys and values: the ratio of the last two is the utilization of the cache. `prefix_queried` and
+    `prefix_hits` count prompt tokens.
     """
 
     num_running: int

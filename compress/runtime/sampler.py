@@ -29,7 +29,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton
 from compress.kernels.sample.choose import Draw, Filter, choose, choose_drawn
-from compress.runtime.request import SamplingParams
+from compress.runtime.request import SamplingParams, TopLogprobs
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -212,3 +212,11 @@ def _mix(x: Tensor) -> Tensor:
 def _shift_right(x: Tensor, count: int) -> Tensor:
     """Shift right and fill with zeros; torch's `>>` on int64 copies the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def likeliest(logits_TV: Tensor, count: int) -> list[TopLogprobs]:
+    """Return the `count` likeliest tokens of each row under softmax(l), with their log probabilities."""
+    logprobs_TV = logits_TV.to(torch.float32).log_softmax(dim=-1)
+    top = logprobs_TV.topk(min(count, logprobs_TV.shape[-1]), dim=-1)
+    rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [tuple(zip(tokens, values, strict=True)) for tokens, values in rows]

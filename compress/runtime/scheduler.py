@@ -1,84 +1,42 @@
-"""The scheduler: which requests the next step serves. First come, first served, within a budget of tokens.
+"""The scheduler: which requests the next step serves, within a budget of tokens.
 
 - Decodes come first, then prefill chunks. A decode costs one token, a prefill chunk as many as fit into what
   is left of the budget. A long prompt is cut into chunks, so that it never delays running decodes by more
   than one step.
-- A request is admitted when the batch has a free row and all its tokens have blocks, so that no later chunk
-  of it can lack one.
-- A decode that finds no free block preempts the youngest running request. That request loses its blocks,
-  waits at the head of the queue, and its keys and values are recomputed from its tokens when it is admitted
-  again. The oldest request always proceeds, so all finish.
+- Requests are admitted in the order of the queue (`waiting_queue.py`), when the batching policy lets them
+  (`batching.py`), the batch has a free row and all their tokens have blocks, so that no later chunk of them
+  can lack one. Blocks that the prefix cache knows are shared.
+- A decode that finds no free block preempts the running request that was admitted last of those with the
+  highest `priority` value. That request loses its blocks and waits before all others. Its keys and values are
+  recomputed from its tokens when it is admitted again, or taken back from host memory (`swap.py`). The first
+  admitted of the most urgent requests always proceeds, so all finish.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
-from compress.runtime.kv_cache import BlockAllocator
-from compress.runtime.request import Reason, Request
+from compress.runtime.batching import Batching
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.generation import Generation
+from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.waiting_queue import WaitingQueue
 
 
-@dataclass(eq=False)
-class Generation:
-    """A request in progress: its tokens so far, prompt included, and the blocks of its keys and values.
+class Swap(Protocol):
+    """A place outside the cache for the keys and values of requests that lose their blocks."""
 
-    The keys and values of the first `num_computed` tokens are in `blocks`. `prefill_end` tokens are prefilled
-    after the last admission, and later ones are decoded. It may have `end` tokens in all.
-    """
+    def store(self, generation: Generation) -> bool:
+        """Copy the blocks of a request that is about to lose them; return whether there was room."""
 
-    request: Request
-    arrival_s: float
-    tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    prefill_end: int = 0
-    token_times_s: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    end: int = field(init=False)
+    def holds(self, generation: Generation) -> bool:
+        """Return whether the keys and values of a request are here."""
 
-    def __post_init__(self) -> None:
-        self.end = len(self.request.prompt) + self.request.params.max_tokens
+    def restore(self, generation: Generation) -> int:
+        """Copy them into the request's new blocks; return how many tokens they cover."""
 
-    @property
-    def generated(self) -> list[int]:
-        """Tokens generated so far, without the prompt."""
-        return self.tokens[len(self.request.prompt) :]
-
-    @property
-    def num_left(self) -> int:
-        """Number of tokens that may still be generated."""
-        return self.end - len(self.tokens)
-
-    @property
-    def decoding(self) -> bool:
-        """Whether its prefill is complete."""
-        return self.num_computed >= self.prefill_end
-
-    def append(
-        self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None
-    ) -> Reason | None:
-        """Append new tokens, up to one of `eos` or as many as are left; return why the request ended, if it
-        did.
-        """
-        reason: Reason | None = None
-        if len(self.tokens) + len(tokens) >= self.end or not eos.isdisjoint(tokens):
-            tokens, reason = self._until_end(tokens, eos)
-        self.tokens += tokens
-        self.token_times_s += [now_s] * len(tokens)
-        self.num_computed = len(self.tokens) - 1
-        if logprobs is not None:
-            self.logprobs += logprobs[: len(tokens)]
-        return reason
-
-    def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Reason | None]:
-        tokens = tokens[: self.num_left]
-        stops = (
-            []
-            if self.request.params.ignore_eos
-            else [place for place, token in enumerate(tokens) if token in eos]
-        )
-        if stops:
-            return tokens[: stops[0] + 1], "stop"
-        return tokens, "length" if len(tokens) == self.num_left else None
+    def drop(self, generation: Generation) -> None:
+        """Forget a request that has ended, if it is here."""
 
 
 @dataclass(frozen=True)
@@ -101,19 +59,43 @@ class Batch:
     decodes: tuple[Generation, ...]
     prefills: tuple[PrefillChunk, ...]
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of all prefill chunks."""
+        return sum(each.num_tokens for each in self.prefills)
+
 
 class Scheduler:
-    """The queue of waiting requests, the running ones in order of admission, and the blocks they hold."""
+    """The queue of waiting requests, the running ones in order of admission, and the blocks they hold.
+
+    Prompts of more than `short_prompt_tokens` are long (`prefill.py`): those of one step run in one pass.
+    """
 
     def __init__(
-        self, allocator: BlockAllocator, *, block_size: int, max_batch_size: int, max_step_tokens: int
+        self,
+        pool: BlockPool,
+        queue: WaitingQueue | None = None,
+        *,
+        block_size: int,
+        max_batch_size: int,
+        max_step_tokens: int,
+        batching: Batching | None = None,
+        prefixes: PrefixCache | None = None,
+        short_prompt_tokens: int = 0,
+        num_unsure: int = 0,
+        swap: Swap | None = None,
     ) -> None:
         assert max_step_tokens >= max_batch_size, "every running request must be able to decode in one step"
-        self._allocator = allocator
+        self._pool = pool
+        self._waiting = queue if queue is not None else WaitingQueue()
         self._block_size = block_size
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
-        self._waiting: deque[Generation] = deque()
+        self._batching = batching if batching is not None else Batching(max_batch_size)
+        self._prefixes = prefixes
+        self._short_prompt_tokens = short_prompt_tokens
+        self._num_unsure = num_unsure
+        self._swap = swap
         self._running: list[Generation] = []
         self.num_preemptions = 0
 
@@ -123,18 +105,49 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
-    def may_admit(self) -> bool:
-        """Whether a request waits and the batch has a free row."""
-        return bool(self._waiting) and len(self._running) < self._max_batch_size
+    def num_running(self) -> int:
+        """Number of requests that have a row of the batch."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def reserved_positions(self) -> int:
+        """Positions in blocks that requests hold."""
+        return self._pool.num_held * self._block_size
+
+    @property
+    def live_tokens(self) -> int:
+        """Positions among those that hold keys and values of a request; a shared block counts once."""
+        unused = sum(len(each.blocks) * self._block_size - each.num_computed for each in self._running)
+        return self.reserved_positions - unused
+
+    def may_admit(self, now_s: float) -> bool:
+        """Whether the next step would take a request from the queue."""
+        if not self._waiting or len(self._running) >= self._max_batch_size:
+            return False
+        if not self._batching.is_open(self._waiting, len(self._running), now_s):
+            return False
+        return self._fits(head := self._waiting.head(), self._found(head))
 
     def add(self, generation: Generation) -> None:
-        """Append a generation to the queue."""
-        self._waiting.append(generation)
+        """Append a generation to the queue.
+
+        Raises:
+            QueueFull: as many requests wait as may.
+        """
+        self._waiting.add(generation)
 
     def finish(self, generation: Generation) -> None:
         """Remove a generation from the queue or from the running set, and free its blocks."""
         (self._running if generation in self._running else self._waiting).remove(generation)
         self._release(generation)
+        self._batching.left(len(self._waiting))
+        if self._swap is not None:
+            self._swap.drop(generation)
 
     def extend(self, generation: Generation, num_tokens: int) -> bool:
         """Give a running generation the blocks for `num_tokens` tokens, as far as any are free; return
@@ -142,59 +155,116 @@ class Scheduler:
         """
         missing = -(-num_tokens // self._block_size) - len(generation.blocks)
         if missing > 0:
-            generation.blocks += self._allocator.allocate(min(missing, self._allocator.num_free))
+            generation.blocks += self._pool.allocate(min(missing, self._pool.num_free))
         return num_tokens <= len(generation.blocks) * self._block_size
 
-    def schedule(self) -> Batch:
-        """Choose what the next step serves, and allocate its blocks."""
+    def schedule(self, now_s: float = 0.0, *, max_prefill_tokens: int | None = None) -> Batch:
+        """Choose what the next step serves, and allocate its blocks. Beside decodes, prefill
+        chunks have at most `max_prefill_tokens` in all (None: what the budget leaves).
+
+        What is chosen runs at once: later requests of the same step may share its blocks.
+        """
+        if self._prefixes is not None:
+            self._prefixes.begin_step()
         preemptions = self.num_preemptions
         decodes = self._schedule_decodes()
         budget = self._max_step_tokens - len(decodes)
-        if preemptions == self.num_preemptions:  # blocks just taken from a request are not for a younger one
-            unfinished = [each for each in self._running if not each.decoding]
-            self._admit(budget - sum(each.prefill_end - each.num_computed for each in unfinished))
+        if decodes and max_prefill_tokens is not None:
+            budget = min(budget, max_prefill_tokens)
         prefills: list[PrefillChunk] = []
-        for generation in self._running:
-            if not generation.decoding and budget > 0:
-                num_tokens = min(generation.prefill_end - generation.num_computed, budget)
-                prefills.append(PrefillChunk(generation, num_tokens))
-                budget -= num_tokens
+        prefilling = self._prefilling(now_s, admits=preemptions == self.num_preemptions)
+        while budget > 0 and (generation := next(prefilling, None)) is not None:
+            num_tokens = min(generation.prefill_end - generation.num_computed, budget)
+            prefills.append(PrefillChunk(generation, num_tokens))
+            budget -= num_tokens
+            self._know(generation, generation.num_computed + num_tokens, computed=False)
         return Batch(tuple(decodes), tuple(prefills))
+
+    def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:
+        """Yield the running requests whose prefill is not complete, then admit others, one at a time.
+
+        Blocks just taken from a request are not for a younger one: then none is admitted.
+        """
+        yield from [each for each in self._running if not each.decoding]
+        while admits and (generation := self._admit(now_s)) is not None:
+            if not generation.decoding:
+                yield generation
 
     def _schedule_decodes(self) -> list[Generation]:
         decodes: list[Generation] = []
         for generation in [each for each in self._running if each.decoding]:
-            while generation.blocks and self._num_missing(generation) > self._allocator.num_free:
-                self._preempt(self._running[-1])
-            if generation.blocks:  # otherwise it was preempted, for an older request or as the youngest
-                generation.blocks += self._allocator.allocate(self._num_missing(generation))
+            while generation.blocks and self._num_missing(generation) > self._pool.num_free:
+                self._preempt(max(reversed(self._running), key=lambda each: each.request.priority))
+            if generation.blocks:  # otherwise it was preempted itself
+                generation.blocks += self._pool.allocate(self._num_missing(generation))
                 decodes.append(generation)
-        return decodes
+        return [each for each in decodes if each.blocks]
 
-    def _admit(self, budget: int) -> None:
-        """Admit requests from the head of the queue while rows, blocks and budget last; never skip one that
-        does not fit.
+    def _admit(self, now_s: float) -> Generation | None:
+        """Admit the request whose turn it is, where row and blocks are free; never skip one that does not
+        fit.
         """
-        while self._waiting and budget > 0 and len(self._running) < self._max_batch_size:
-            generation = self._waiting[0]
-            if self._num_missing(generation) > self._allocator.num_free:
-                return
-            self._waiting.popleft()
-            generation.blocks = self._allocator.allocate(self._num_missing(generation))
-            generation.prefill_end = len(generation.tokens)
-            self._running.append(generation)
-            budget -= generation.prefill_end
+        if not self._waiting or len(self._running) >= self._max_batch_size:
+            return None
+        if not self._batching.is_open(self._waiting, len(self._running), now_s):
+            return None
+        generation = self._waiting.head()
+        found = self._found(generation)
+        if not self._fits(generation, found):
+            return None
+        self._waiting.take()
+        self._batching.admitted()
+        self._pool.share(found)
+        generation.blocks = found
+        generation.blocks += self._pool.allocate(self._num_missing(generation))
+        generation.prefill_end = len(generation.tokens)
+        self._running.append(generation)
+        generation.num_computed = generation.num_known * self._block_size
+        if self._swap is not None and self._swap.holds(generation):
+            generation.num_computed = generation.prefill_end = self._swap.restore(generation)
+        if generation.admitted_s is None:
+            generation.admitted_s = now_s
+            generation.cached_tokens = generation.num_computed
+            if self._prefixes is not None:
+                self._prefixes.count(generation)
+        return generation
+
+    def _found(self, generation: Generation) -> list[int]:
+        """Return the blocks of the prefix cache that hold the beginning of a waiting request."""
+        generation.num_known = 0
+        if self._prefixes is None or (self._swap is not None and self._swap.holds(generation)):
+            return []
+        found = self._prefixes.find(generation, long=self._is_long(generation))
+        generation.num_known = len(found)
+        return found
+
+    def _fits(self, generation: Generation, found: list[int]) -> bool:
+        missing = self._num_missing(generation) - len(found)
+        return missing <= self._pool.num_free - self._pool.num_kept_of(found)
+
+    def _is_long(self, generation: Generation) -> bool:
+        return len(generation.request.prompt) > self._short_prompt_tokens
 
     def _num_missing(self, generation: Generation) -> int:
         return -(-len(generation.tokens) // self._block_size) - len(generation.blocks)
 
     def _preempt(self, generation: Generation) -> None:
         self._running.remove(generation)
+        if self._swap is not None and generation.decoding:
+            self._swap.store(generation)
         self._release(generation)
         generation.num_computed = 0
-        self._waiting.appendleft(generation)
+        self._waiting.put_back(generation)
         self.num_preemptions += 1
 
+    def _know(self, generation: Generation, num_tokens: int, *, computed: bool) -> None:
+        """Tell the prefix cache which tokens have keys and values, or will with this step."""
+        if self._prefixes is not None:
+            long = None if computed else self._is_long(generation)
+            self._prefixes.know(generation, num_tokens, long=long)
+
     def _release(self, generation: Generation) -> None:
-        self._allocator.free(generation.blocks)
+        if generation.blocks:
+            self._know(generation, generation.num_computed - self._num_unsure, computed=True)
+        self._pool.free(generation.blocks)
         generation.blocks = []

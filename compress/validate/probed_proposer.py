@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from compress.runtime.scheduler import Generation
+from compress.runtime.generation import Generation
 from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, ProposerSetting
 from compress.runtime.speculative.state import SpeculativeState
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from compress.runtime.decode import DecodeState
+from compress.runtime.generation import Generation
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.sampler import SampledTokens
-from compress.runtime.scheduler import Generation
 from compress.runtime.speculative.state import SpeculativeState
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compress.runtime.engine import Engine
+from compress.runtime.generation import Generation
 from compress.runtime.model_runner import Features, PrefillBatch
-from compress.runtime.scheduler import Generation
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.speculative.state import SpeculativeState

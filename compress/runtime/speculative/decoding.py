@@ -15,9 +15,10 @@ from torch import Tensor
 
 from compress.runtime.decode_run import HostResults
 from compress.runtime.deployment import Deployment
+from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
-from compress.runtime.scheduler import Generation, Scheduler
+from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, Proposer
 from compress.runtime.speculative.speculation import Acceptance, Speculative
 from compress.runtime.speculative.state import SpeculativeState

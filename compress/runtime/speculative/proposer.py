@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.runtime.deployment import Deployment
+from compress.runtime.generation import Generation
 from compress.runtime.model_runner import Features, PrefillBatch
-from compress.runtime.scheduler import Generation
 from compress.runtime.speculative.state import SpeculativeState
 
 

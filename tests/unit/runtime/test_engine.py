@@ -196,7 +196,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(
         device=CPU,
         config=EngineConfig(max_batch_size=3, max_model_len=192, kv_cache_bytes=1 << 20),
     )
-    num_free = engine._scheduler._allocator.num_free
+    num_free = engine._pool.num_free
     for request in make_requests(8):
         engine.add(request)
     finished = [each for _ in range(after) for each in engine.step()]
@@ -211,7 +211,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(
         assert each.tokens == expected[each.id][: len(each.tokens)]
         assert len(each.tokens) == len(each.token_times_s)
     assert all(each.tokens == expected[each.id] for each in finished)
-    assert engine._scheduler._allocator.num_free == num_free
+    assert engine._pool.num_free == num_free
     with pytest.raises(UsageError, match="no unfinished request has the id '7'"):
         engine.cancel("7")
 

@@ -7,7 +7,8 @@ from compress.errors import UsageError
 from compress.kernels.operands.paged import PADDING_BLOCK, dequantized
 from compress.kernels.problem import Problem
 from compress.kernels.select import candidates, select
-from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from tests.support.tiny_decoder import tiny_arch
 
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ def test_a_block_size_that_attention_cannot_chunk_is_refused() -> None:
 
 
 def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
-    allocator = BlockAllocator(8)
+    allocator = BlockPool(8)
     first = allocator.allocate(3)
     second = allocator.allocate(4)
     assert sorted(first + second) == [1, 2, 3, 4, 5, 6, 7]
@@ -107,7 +108,7 @@ def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
 
 
 def test_a_block_is_freed_by_its_holder_only() -> None:
-    allocator = BlockAllocator(4)
+    allocator = BlockPool(4)
     blocks = allocator.allocate(2)
     allocator.free(blocks)
     for not_held in (blocks[:1], [PADDING_BLOCK]):

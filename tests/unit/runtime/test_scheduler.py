@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.runtime.kv_cache import BlockAllocator
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.generation import Generation
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Batch, Generation, Scheduler
+from compress.runtime.scheduler import Batch, Scheduler
 
 BLOCK_SIZE = 16
 
@@ -20,7 +21,7 @@ class Bench:
     """A scheduler driven without a model: every row that samples appends token 0."""
 
     scheduler: Scheduler
-    allocator: BlockAllocator
+    allocator: BlockPool
     done: list[str]
 
     def add(self, name: str, prompt_len: int, max_tokens: int = 50) -> None:
@@ -51,7 +52,7 @@ class Bench:
 
 
 def bench(*, num_blocks: int = 100, max_batch_size: int = 4, max_step_tokens: int = 32) -> Bench:
-    allocator = BlockAllocator(num_blocks + 1)
+    allocator = BlockPool(num_blocks + 1)
     scheduler = Scheduler(
         allocator, block_size=BLOCK_SIZE, max_batch_size=max_batch_size, max_step_tokens=max_step_tokens
     )

@@ -323,7 +323,7 @@ def test_a_full_cache_limits_proposals_ends_runs_and_loses_nothing(
         assert [(each.tokens, each.reason) for each in finished] == [
             (each.tokens, each.reason) for each in plain
         ]
-        assert engine._scheduler._allocator.num_free == num_blocks - 1
+        assert engine._pool.num_free == num_blocks - 1
         preempted += engine.num_preemptions
     assert preempted
     assert launched

@@ -1,0 +1,85 @@
+"""The blocks of a KV cache: which are free, how many requests hold each, and which hold a prefix worth
+keeping.
+
+A block is held by one request or by several that share a prefix (`prefix_cache.py`). One that nobody holds
+any longer is free, or, where the prefix cache knows its tokens, kept until its place is needed: the one
+that was let go first is evicted first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from compress.kernels.operands.paged import PADDING_BLOCK
+
+
+class BlockPool:
+    """The blocks but the padding block. The free block that was let go last is taken first, because its
+    lines are the likeliest to be in the device's cache.
+
+    `on_eviction` is called with each kept block that is taken for other tokens.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        self._holders: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self.on_eviction: Callable[[int], None] = lambda block: None
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that can be taken, the kept ones among them."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that some request holds."""
+        return len(self._holders)
+
+    def num_kept_of(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks are kept and held by nobody: sharing them makes as many fewer
+        free.
+        """
+        return sum(block in self._kept for block in blocks)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks for new tokens; the caller makes sure that so many are free."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        self._holders.update(dict.fromkeys(blocks, 1))
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a holder to each of these blocks, whose tokens are known."""
+        for block in blocks:
+            assert block in self._known, "a block is shared whose tokens nobody knows"
+            self._kept.pop(block, None)
+            self._holders[block] = self._holders.get(block, 0) + 1
+
+    def know(self, block: int) -> None:
+        """Keep this held block when its last holder lets it go."""
+        assert block in self._holders, "a block is to be kept that nobody holds"
+        self._known.add(block)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Take a holder from each of these blocks. Later blocks of a sequence are evicted before earlier
+        ones.
+        """
+        for block in reversed(blocks):
+            assert block in self._holders, "a block is freed that was not taken"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            del self._holders[block]
+            if block in self._known:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._kept.popitem(last=False)
+        self._known.remove(block)
+        self.num_evictions += 1
+        self.on_eviction(block)
+        return block

@@ -1,0 +1,76 @@
+"""A request in progress: its tokens, its blocks, and how far it has come."""
+
+from dataclasses import dataclass, field
+
+from compress.runtime.request import Reason, Request, TopLogprobs
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request in progress: its tokens so far, prompt included, and the blocks of its keys and values.
+
+    The keys and values of the first `num_computed` tokens are in `blocks`. `prefill_end` tokens are
+    prefilled after the last admission, and later ones are decoded. It may have `end` tokens in all. It was
+    admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; that cache
+    knows the first `num_known` blocks, by `block_keys`.
+    """
+
+    request: Request
+    arrival_s: float
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    prefill_end: int = 0
+    token_times_s: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    admitted_s: float | None = None
+    cached_tokens: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    num_known: int = 0
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = len(self.request.prompt) + self.request.params.max_tokens
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens generated so far, without the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that may still be generated."""
+        return self.end - len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prefill is complete."""
+        return self.num_computed >= self.prefill_end
+
+    def append(
+        self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None
+    ) -> Reason | None:
+        """Append new tokens, up to one of `eos` or as many as are left; return why the request ended, if it
+        did.
+        """
+        reason: Reason | None = None
+        if len(self.tokens) + len(tokens) >= self.end or not eos.isdisjoint(tokens):
+            tokens, reason = self._until_end(tokens, eos)
+        self.tokens += tokens
+        self.token_times_s += [now_s] * len(tokens)
+        self.num_computed = len(self.tokens) - 1
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(tokens)]
+        return reason
+
+    def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Reason | None]:
+        tokens = tokens[: self.num_left]
+        stops = (
+            []
+            if self.request.params.ignore_eos
+            else [place for place, token in enumerate(tokens) if token in eos]
+        )
+        if stops:
+            return tokens[: stops[0] + 1], "stop"
+        return tokens, "length" if len(tokens) == self.num_left else None

@@ -1,0 +1,95 @@
+"""The prefix cache: blocks that hold the keys and values of a sequence's beginning, found by its tokens.
+
+The key of a block is a digest of the key of the block before it and of its own tokens, so it stands for the
+whole sequence up to there. The first block follows a salt that names the model and the format of its keys
+and values. The tokens of a block are compared as well, so that not even a collision could give a request
+another's keys. Only full blocks are shared, and nobody writes to them.
+
+A block is known from the step that is to compute it. Within that step a pass writes the keys and values of
+all its rows before any row attends to them, layer by layer, so another request of the same pass may share
+it at once: a burst of prompts with one beginning computes it once. Long prompts of a step are one pass;
+others are not (`prefill.py`).
+"""
+
+import hashlib
+from array import array
+
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.generation import Generation
+
+
+class PrefixCache:
+    """The known blocks of a pool by the tokens they stand for.
+
+    `num_queried` and `num_hits` count the tokens of prompts that were looked up and found.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, salt: str) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._salt = hashlib.sha256(salt.encode()).digest()
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._of_this_step: dict[int, bool] = {}
+        self.num_queried = 0
+        self.num_hits = 0
+        pool.on_eviction = self._forget
+
+    def begin_step(self) -> None:
+        """Note that blocks known so far are computed before any pass of the next step."""
+        self._of_this_step.clear()
+
+    def find(self, generation: Generation, *, long: bool) -> list[int]:
+        """Return the blocks that hold the beginning of a sequence, its last token left out: the model must
+        see it to choose the next.
+
+        Blocks of the step under way are found by long prompts only, and only where a long prompt computes
+        them.
+        """
+        found: list[int] = []
+        for idx in range((len(generation.tokens) - 1) // self._block_size):
+            block = self._blocks.get(self._key(generation, idx))
+            if block is None or self._entries[block][1] != self._tokens(generation, idx):
+                break
+            if block in self._of_this_step and not (long and self._of_this_step[block]):
+                break
+            found.append(block)
+        return found
+
+    def count(self, generation: Generation) -> None:
+        """Count the prompt of a request that was just admitted."""
+        self.num_queried += len(generation.request.prompt)
+        self.num_hits += generation.cached_tokens
+
+    def know(self, generation: Generation, num_tokens: int, *, long: bool | None = None) -> None:
+        """Know the full blocks of the first `num_tokens` tokens of a sequence. `long` says whether a long
+        prompt of the step under way computes them; None: they are computed.
+        """
+        for idx in range(generation.num_known, num_tokens // self._block_size):
+            generation.num_known = idx + 1
+            key = self._key(generation, idx)
+            block = generation.blocks[idx]
+            if key in self._blocks or block in self._entries:
+                continue  # another request computed the same tokens at the same time
+            self._blocks[key] = block
+            self._entries[block] = (key, self._tokens(generation, idx))
+            self._pool.know(block)
+            if long is not None:
+                self._of_this_step[block] = long
+
+    def _key(self, generation: Generation, idx: int) -> bytes:
+        keys = generation.block_keys
+        while len(keys) <= idx:
+            before = keys[-1] if keys else self._salt
+            own = array("q", self._tokens(generation, len(keys))).tobytes()
+            keys.append(hashlib.sha256(before + own).digest())
+        return keys[idx]
+
+    def _tokens(self, generation: Generation, idx: int) -> tuple[int, ...]:
+        start = idx * self._block_size
+        return tuple(generation.tokens[start : start + self._block_size])
+
+    def _forget(self, block: int) -> None:
+        key, _ = self._entries.pop(block)
+        del self._blocks[key]
+        self._of_this_step.pop(block, None)
