@@ -121,6 +121,14 @@ def bench(
     max_step_tokens: Annotated[
         int, typer.Option("--max-step-tokens", min=1, help="Tokens of a step of an engine here.")
     ] = 2048,
+    itl_target: Annotated[
+        float | None,
+        typer.Option(
+            "--itl-target",
+            help="Gap in ms that prompts must not stretch, for engines here.",
+            show_default=False,
+        ),
+    ] = None,
     kv_format: Annotated[
         str | None,
         typer.Option("--kv-format", help="KV cache of engines here: DENSE, ...", show_default=False),
@@ -129,13 +137,9 @@ def bench(
         int | None, typer.Option("--kv-cache-bytes", min=1, help="Size of that cache.", show_default=False)
     ] = None,
     prefix_cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefix-cache/--no-prefix-cache",
-            help="Of engines here; by default on, and off for a workload file, whose repeats are the same.",
-            show_default=False,
-        ),
-    ] = None,
+        bool,
+        typer.Option("--prefix-cache", help="Engines here share the keys and values of common prefixes."),
+    ] = False,
     speculative: Annotated[
         str | None,
         typer.Option(
@@ -223,9 +227,9 @@ def bench(
         "max_model_len": sweep.longest,
         "kv_format": _kv_format(kv_format),
         "kv_cache_bytes": kv_cache_bytes,
+        "prefix_cache": prefix_cache,
+        "itl_target_ms": itl_target,
     }
-    if prefix_cache is not None or not sweep.fresh:
-        options["prefix_cache"] = bool(prefix_cache)
     loaded = {
         each.name: _url_target(each, model, api_key)
         if each.is_url

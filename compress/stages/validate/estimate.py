@@ -123,13 +123,13 @@ def check_load_gates(spec: Validate) -> None:
             continue
         if spec.load is None:
             raise UsageError(
-                f"validate: the gate '{gate.name}' needs requests under load to be measured: add a section such as "
-                "load: {request_rate: 4}."
+                f"validate: the gate '{gate.name}' needs requests under load to be measured: add such "
+                "as load: {request_rate: 4}."
             )
         if metric == "goodput" and not spec.load.goodput:
             raise UsageError(
-                f"validate: the gate '{gate.name}' needs limits of a good request: add such as load: {{goodput: "
-                "{ttft: 200, tpot: 50}}."
+                f"validate: the gate '{gate.name}' needs limits of a good request: add such as load: "
+                "{goodput: {ttft: 200, tpot: 50}}."
             )
 
 

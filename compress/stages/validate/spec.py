@@ -80,7 +80,7 @@ class Load(Spec):
         0.0,
         ge=0,
         le=3,
-        description="standard deviation of the logarithm of lengths, which end at four medians; 0: fixed lengths",
+        description="deviation of the logarithm of lengths, which end at four medians; 0: fixed",
     )
     max_batch_size: BatchSize = Field(8, description="requests that run at once; more wait")
     repeats: int = Field(3, ge=2, le=1_000, description="measured repeats, with other tokens each")

@@ -22,7 +22,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True)
 class Completion:
-    """What a whole stream brought. `prompt_tokens` is None where the server states no usage."""
+    """The tokens of a whole stream. `prompt_tokens` is None where the server states no usage."""
 
     token_times_s: tuple[float, ...]
     prompt_tokens: int | None
@@ -48,7 +48,7 @@ class CompletionStream:
         """Take a piece of the body.
 
         Raises:
-            StorageError: an event is not what the interface says, or the server sent an error.
+            StorageError: an event has another form than the interface has, or the server sent an error.
         """
         self._buffer += content
         if len(self._buffer) > MAX_EVENT_BYTES:

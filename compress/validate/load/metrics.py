@@ -5,7 +5,7 @@
     ITL   the time between two consecutive tokens
     E2EL  last token - arrival
 
-Keys of our own have plain names beside those. Times of failed requests count nowhere; goodput counts requests
+Keys of our own have plain names. Times of failed requests count nowhere; goodput counts requests
 that failed as bad.
 """
 

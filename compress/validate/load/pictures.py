@@ -79,7 +79,8 @@ def bars_plot(rows: Sequence[Row]) -> str:
         figure, (ttft, itl, tokens) = new_grid(1, 3, height=0.9 + 0.42 * len(rows))
         for axes, (key, title) in zip((ttft, itl), _TIMES, strict=True):
             for place, row in enumerate(rows):
-                median, p99 = row[f"median_{key}_ms"], row[f"p99_{key}_ms"]
+                median = row[f"median_{key}_ms"]
+                p99 = row[f"p99_{key}_ms"]
                 color = _cycle(len(rows))[place]
                 axes.barh(place, median, height=0.62, color=color)
                 axes.plot([median, p99], [place, place], color=color, linewidth=1.0)
@@ -99,7 +100,7 @@ def bars_plot(rows: Sequence[Row]) -> str:
 
 def use_plot(series: Sequence[Row], *, name: str) -> str:
     """Return the share of the cache that is reserved and that is live, and the requests that run and wait,
-    over the time of a run; `name` tells the pictures of a page apart.
+    over the time of a run; no two pictures of a page share a `name`.
     """
     times_s = [row["time_s"] for row in series]
     with style():

@@ -1,4 +1,4 @@
-"""What a target gives back: the times of each request's tokens, and samples of what the engine held.
+"""The results of a run: the times of each request's tokens, and samples of what the engine held.
 
 A token has the time at which its bytes were here. Tokens that came in one chunk (one step of an engine that
 speculates, one event of a server) have the same time, so gaps between tokens are zero inside a chunk and the
@@ -45,7 +45,7 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """What an engine held at a moment."""
+    """The contents of an engine at a moment."""
 
     time_s: float
     num_running: int
@@ -105,7 +105,7 @@ class LoadRun:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the end of the last request."""
+        """The seconds from the start to the end of the last request."""
         return max((each.ended_s for each in self.served), default=self.started_s) - self.started_s
 
     @property

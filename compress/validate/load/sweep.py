@@ -1,4 +1,4 @@
-"""What a benchmark serves: a list of loads on the same requests, from random lengths, a trace or a workload
+"""The loads of a benchmark on the same requests, from random lengths, a trace or a workload
 file.
 """
 
@@ -21,11 +21,10 @@ Load = Callable[[int], Workload]
 
 @dataclass(frozen=True)
 class Sweep:
-    """The loads of a benchmark, the longest request of all, and whether repeats have fresh tokens."""
+    """The loads of a benchmark, and the tokens of the longest request of all, prompt and output."""
 
     loads: tuple[Load, ...]
     longest: int
-    fresh: bool = True
 
     def warmup(self, num_requests: int) -> Workload | None:
         """Return a workload that is not counted; None where it has no requests."""
@@ -69,10 +68,8 @@ def file_sweep(
             raise UsageError(
                 f"the requests of {path} have arrivals of their own; leave the request rate out."
             )
-        return Sweep((lambda repeat: workload,), workload.longest, fresh=False)
-    return Sweep(
-        tuple(_fixed(workload.under(each, seed=seed)) for each in traffics), workload.longest, fresh=False
-    )
+        return Sweep((lambda repeat: workload,), workload.longest)
+    return Sweep(tuple(_fixed(workload.under(each, seed=seed)) for each in traffics), workload.longest)
 
 
 def trace_sweep(

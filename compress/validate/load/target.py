@@ -1,4 +1,4 @@
-"""What serves a workload, and the clock that it runs on."""
+"""The protocol of what serves a workload, and the clock that it runs on."""
 
 import time
 from dataclasses import dataclass

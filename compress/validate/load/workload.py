@@ -110,7 +110,7 @@ def draw_requests(
 
 @dataclass(frozen=True)
 class RandomWorkload:
-    """What is drawn: lengths, tokens and arrivals of a workload."""
+    """The laws of a workload: lengths, tokens and arrivals."""
 
     num_requests: int
     prompt: LengthLaw

@@ -77,7 +77,8 @@ class LoadPart(Part):
         )
         note = (
             f"{number(first['num_prompts'])} requests a repeat, {load_text(first)}; medians over "
-            f"{first['repeats']} repeats, both models in turn. Times in milliseconds, the wait in the queue included."
+            f"{first['repeats']} repeats, both models in turn. Times in milliseconds, the wait in the queue "
+            "included."
         )
         return [
             "## Under load",
