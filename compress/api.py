@@ -31,6 +31,7 @@ from compress.export import PROPOSED, open_weights
 from compress.export.draft import draft_within, open_draft
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
+from compress.models.arch import Arch
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
 from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.recipe import dump_yaml, parse_model_ref
@@ -146,13 +147,13 @@ def load_engine(
     return Engine(open_weights(path), device=torch.device(pick_device(device)), config=config)
 
 
-def vocab_size_of(ref: str | Path, *, offline: bool = False) -> int:
-    """Return the number of tokens of a model, without loading its weights.
+def read_arch(ref: str | Path, *, offline: bool = False) -> Arch:
+    """Return the shapes of a model, without loading its weights.
 
     Raises:
         CompressError: as `load`.
     """
-    return open_weights(_model_dir(str(ref), offline=offline, cache_dir=None)).arch.vocab_size
+    return open_weights(_model_dir(str(ref), offline=offline, cache_dir=None)).arch
 
 
 def quantize(

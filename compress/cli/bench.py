@@ -13,6 +13,7 @@ from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import CompressError, StorageError, UsageError
 
 if TYPE_CHECKING:
+    from compress.models.arch import Arch
     from compress.validate.load.arrivals import Traffic
     from compress.validate.load.compare import LoadRow
     from compress.validate.load.sweep import Sweep
@@ -199,7 +200,8 @@ def bench(
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; name a new page with --out.")
     traffics = _traffics(_numbers(request_rate, "--request-rate"), max_concurrency, burstiness)
-    known_vocab = vocab_size or _vocab_size(places, offline=offline)
+    shapes = _shapes(places, offline=offline)
+    known_vocab = vocab_size or min((each.vocab_size for each in shapes.values()), default=_SMALL_VOCAB)
     if workload is not None:
         sweep = file_sweep(workload, traffics, num_requests=num_prompts, seed=seed)
     elif trace is not None:
@@ -221,6 +223,7 @@ def bench(
             seed=seed,
             prefix_tokens=prefix_tokens,
         )
+    _check_lengths(shapes, sweep.longest)
     options = {
         "max_batch_size": max_batch_size,
         "max_step_tokens": max_step_tokens,
@@ -331,13 +334,22 @@ def _kv_format(name: str | None) -> str | None:
     return kv_format_named(name)
 
 
-def _vocab_size(places: Sequence[_Place], *, offline: bool) -> int:
-    """Return the smallest vocabulary of the models that are served here."""
-    from compress.api import vocab_size_of
+def _shapes(places: Sequence[_Place], *, offline: bool) -> "dict[str, Arch]":
+    """Return the shapes of the models that are served here, by name."""
+    from compress.api import read_arch
 
-    return min(
-        (vocab_size_of(each.ref, offline=offline) for each in places if not each.is_url), default=_SMALL_VOCAB
-    )
+    return {each.name: read_arch(each.ref, offline=offline) for each in places if not each.is_url}
+
+
+def _check_lengths(shapes: "dict[str, Arch]", longest: int) -> None:
+    """Raise UsageError where a model is too short for a request."""
+    for name, arch in shapes.items():
+        if longest > arch.max_position:
+            raise UsageError(
+                f"the longest request has {longest:,} tokens, prompt and output, and {name} has "
+                f"{arch.max_position:,} positions; ask for shorter ones, or with --num-prompts for the first "
+                "requests of the file."
+            )
 
 
 def _engine_target(

@@ -11,7 +11,7 @@ def load_document(rows: Sequence[LoadRow], *, seed: int, environment: Mapping[st
     """Return rows, samples of engines, warnings, and the facts of this machine."""
     shown = [each.as_json() for each in rows]
     return {
-        "title": ", ".join(dict.fromkeys(each.target for each in rows)),
+        "title": ", ".join(dict.fromkeys(each.model for each in rows)),
         "seed": seed,
         "date": rows[0].date,
         "warnings": [warning for each in rows for warning in load_warnings(each)],

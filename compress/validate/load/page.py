@@ -60,6 +60,7 @@ def _any(rows: list[Json]) -> dict[str, Any]:
     return {
         "goodput": any(row["request_goodput"] is not None for row in rows),
         "use": any(row.get("kv_utilization") is not None for row in rows),
+        "preempted": any(row.get("preemptions") for row in rows),
         "failed": any(row["failed"] for row in rows),
         "chunks": [row for row in rows if row["backend"] != "compress" and row["tokens_per_chunk"] > 1.005],
         "inferred": any(row["inferred_chunks"] for row in rows),
