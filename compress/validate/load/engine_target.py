@@ -30,6 +30,8 @@ class Stepped(Protocol):
 
     def add(self, request: Request) -> None: ...
 
+    def flush(self) -> None: ...
+
     def step(self) -> "list[Finished]": ...
 
 
@@ -73,6 +75,8 @@ class _EngineRun:
         started_s = self._free_s = self._clock.now()
         while self._waiting or self._engine.has_work:
             self._add_due(started_s)
+            if not self._waiting or self._is_full:
+                self._engine.flush()  # a group of static batching that no request can join any more
             if self._engine.has_work:
                 self._step()
             elif self._waiting and self._workload.arrivals_s is not None:
@@ -95,8 +99,7 @@ class _EngineRun:
     def _add_due(self, started_s: float) -> None:
         """Add every request that has arrived and that the limit of concurrency admits."""
         arrivals_s = self._workload.arrivals_s
-        limit = self._workload.max_concurrency
-        while self._waiting and (limit is None or len(self._open) < limit):
+        while self._waiting and not self._is_full:
             idx = self._waiting[0]
             now = self._clock.now()
             arrival_s = self._free_s if arrivals_s is None else started_s + arrivals_s[idx]
@@ -104,6 +107,12 @@ class _EngineRun:
                 return
             self._waiting.popleft()
             self._add(idx, arrival_s, now)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no request may be sent before another has ended."""
+        limit = self._workload.max_concurrency
+        return limit is not None and len(self._open) >= limit
 
     def _add(self, idx: int, arrival_s: float, now: float) -> None:
         own = self._workload.requests[idx]

@@ -21,7 +21,9 @@ def gaps(traffic: Traffic, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("rate", [0.5, 40.0])
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_mean_of_the_rate_and_the_variance_of_the_burstiness(rate: float, burstiness: float) -> None:
+def test_gaps_have_the_mean_of_the_rate_and_the_variance_of_the_burstiness(
+    rate: float, burstiness: float
+) -> None:
     gaps_s = gaps(Traffic(rate, burstiness))
     deviation = 1 / (rate * math.sqrt(burstiness))  # of a gamma with shape b and mean 1 / rate
     assert abs(gaps_s.mean() - 1 / rate) < 4 * deviation / math.sqrt(NUM)

@@ -107,7 +107,9 @@ def test_a_workload_file_gives_its_requests_back(file: Path) -> None:
 
 def test_a_file_with_arrivals_keeps_them(file: Path) -> None:
     rows = json.loads(file.read_text())["requests"]
-    changed(file, requests=[row | {"arrival_s": time_s} for row, time_s in zip(rows, (0, 0.5, 2), strict=True)])
+    changed(
+        file, requests=[row | {"arrival_s": time_s} for row, time_s in zip(rows, (0, 0.5, 2), strict=True)]
+    )
     sweep = file_sweep(file, [Traffic()])
     workload = sweep.loads[0](0)
     assert (workload.mode, workload.arrivals_s) == ("trace", (0.0, 0.5, 2.0))
