@@ -26,7 +26,8 @@ class LoadPart(Part):
         """Return the rows, and samples of the candidate's engine over its first run."""
         if not self.rows:
             return {}
-        return {"load": {"rows": [row.as_json() for row in self.rows], "series": list(self.rows[-1].series)}}
+        rows = [{name: value for name, value in row.as_json().items() if name != "date"} for row in self.rows]
+        return {"load": {"rows": rows, "series": list(self.rows[-1].series)}}
 
     def warnings(self) -> list[str]:
         """Return one warning that names the rows which prove nothing, with the reasons."""
