@@ -2,41 +2,26 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.cli.load_targets import check_lengths, engine_target, shapes_of, target_names, url_target
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import CompressError, StorageError, UsageError
 
 if TYPE_CHECKING:
-    from compress.models.arch import Arch
     from compress.validate.load.arrivals import Traffic
     from compress.validate.load.compare import LoadRow
     from compress.validate.load.sweep import Sweep
     from compress.validate.load.target import LoadTarget
 
 _OBJECTIVE = re.compile(r"(ttft|tpot|e2el):[\d.]+")
-_URL = re.compile(r"https?://")
 _SMALL_VOCAB = 1000
 """Token ids below this number are in the vocabulary of every model, as far as a server's is not known."""
 _MAX_COUNT = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One target before it is loaded: a server, or a model and the policy of its engine."""
-
-    name: str
-    ref: str
-    policy: str | None = None
-
-    @property
-    def is_url(self) -> bool:
-        return _URL.match(self.ref) is not None
 
 
 def bench(
@@ -192,7 +177,7 @@ def bench(
 
     named = [each for each in targets if not _OBJECTIVE.fullmatch(each)]
     objectives = parse_objectives([*(goodput or ()), *(each for each in targets if each not in named)])
-    places = _places(named, policy or [])
+    places = target_names(named, policy or [])
     if trace is not None and (workload is not None or request_rate):
         raise UsageError("--trace brings lengths and arrivals; leave --workload and --request-rate out.")
     if rate_scale and trace is None:
@@ -200,11 +185,13 @@ def bench(
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; name a new page with --out.")
     traffics = _traffics(_numbers(request_rate, "--request-rate"), max_concurrency, burstiness)
-    shapes = _shapes(places, offline=offline)
+    shapes = shapes_of(places, offline=offline)
     known_vocab = vocab_size or min((each.vocab_size for each in shapes.values()), default=_SMALL_VOCAB)
     if workload is not None:
         sweep = file_sweep(workload, traffics, num_requests=num_prompts, seed=seed)
     elif trace is not None:
+        if len(traffics) > 1:
+            raise UsageError("--trace takes one --max-concurrency; several --rate-scale are a sweep.")
         sweep = trace_sweep(
             trace,
             _numbers(rate_scale, "--rate-scale") or [1.0],
@@ -223,7 +210,7 @@ def bench(
             seed=seed,
             prefix_tokens=prefix_tokens,
         )
-    _check_lengths(shapes, sweep.longest)
+    check_lengths(shapes, sweep.longest)
     options = {
         "max_batch_size": max_batch_size,
         "max_step_tokens": max_step_tokens,
@@ -234,9 +221,9 @@ def bench(
         "itl_target_ms": itl_target,
     }
     loaded = {
-        each.name: _url_target(each, model, api_key)
+        each.name: url_target(each, model, api_key)
         if each.is_url
-        else _engine_target(each, options, device=device, speculative=speculative, offline=offline)
+        else engine_target(each, options, device=device, speculative=speculative, offline=offline)
         for each in places
     }
     rows = _measure(loaded, sweep, objectives, repeats=repeats, num_warmups=num_warmups)
@@ -285,29 +272,13 @@ def _measure(
     return rows
 
 
-def _places(refs: Sequence[str], policies: Sequence[str]) -> list[_Place]:
-    """Return the targets with names of their own; models once for each policy."""
-    if not refs:
-        raise UsageError("name what serves: an artifact, a model or the URL of a server.")
-    places = []
-    for ref in dict.fromkeys(refs):
-        short = ref if _URL.match(ref) or "://" in ref else Path(ref).name or ref
-        name = short if [Path(each).name for each in refs].count(short) <= 1 else ref
-        if _URL.match(ref) or not policies:
-            places.append(_Place(name, ref))
-        else:
-            each_name = (lambda policy, name=name: f"{name} {policy}") if len(policies) > 1 else None
-            places += [_Place(each_name(each) if each_name else name, ref, each) for each in policies]
-    return places
-
-
 def _traffics(
     rates: Sequence[float], concurrency: Sequence[str] | None, burstiness: float
 ) -> "list[Traffic]":
     """Return one arrival process a rate, or one a number of clients."""
     from compress.validate.load.arrivals import Traffic
 
-    limits = [int(each) for each in _numbers(concurrency, "--max-concurrency") if each == int(each)]
+    limits = [round(each) for each in _numbers(concurrency, "--max-concurrency", whole=True)]
     if rates and len(limits) > 1:
         raise UsageError(
             "--request-rate takes one --max-concurrency; several of them are a sweep without a rate."
@@ -317,7 +288,7 @@ def _traffics(
     return [Traffic(max_concurrency=each) for each in limits] or [Traffic()]
 
 
-def _numbers(words: Sequence[str] | None, option: str) -> list[float]:
+def _numbers(words: Sequence[str] | None, option: str, *, whole: bool = False) -> list[float]:
     """Return the numbers of an option that may be repeated or hold several, apart by commas."""
     try:
         found = [float(each) for word in words or () for each in word.replace(",", " ").split()]
@@ -325,6 +296,8 @@ def _numbers(words: Sequence[str] | None, option: str) -> list[float]:
         raise UsageError(f"{option} {' '.join(words or ())}: write numbers, such as 1,2,4.") from None
     if any(not each > 0 for each in found):
         raise UsageError(f"{option} {' '.join(words or ())}: numbers must be above zero.")
+    if whole and any(not each.is_integer() for each in found):
+        raise UsageError(f"{option} {' '.join(words or ())}: numbers must be whole.")
     return found
 
 
@@ -332,44 +305,6 @@ def _kv_format(name: str | None) -> str | None:
     from compress.stages.validate.spec import kv_format_named
 
     return kv_format_named(name)
-
-
-def _shapes(places: Sequence[_Place], *, offline: bool) -> "dict[str, Arch]":
-    """Return the shapes of the models that are served here, by name."""
-    from compress.api import read_arch
-
-    return {each.name: read_arch(each.ref, offline=offline) for each in places if not each.is_url}
-
-
-def _check_lengths(shapes: "dict[str, Arch]", longest: int) -> None:
-    """Raise UsageError where a model is too short for a request."""
-    for name, arch in shapes.items():
-        if longest > arch.max_position:
-            raise UsageError(
-                f"the longest request has {longest:,} tokens, prompt and output, and {name} has "
-                f"{arch.max_position:,} positions; ask for shorter ones, or with --num-prompts for the first "
-                "requests of the file."
-            )
-
-
-def _engine_target(
-    place: _Place, options: dict[str, Any], *, device: str | None, speculative: str | None, offline: bool
-) -> "LoadTarget":
-    from compress.api import load_engine
-    from compress.runtime.engine_config import EngineConfig
-    from compress.validate.load.engine_target import EngineTarget
-
-    own: dict[str, Any] = {} if place.policy is None else {"policy": place.policy}
-    config = EngineConfig(**options, **own)
-    engine = load_engine(place.ref, config, device=device, speculative=speculative, offline=offline)
-    return EngineTarget(engine, place.ref)
-
-
-def _url_target(place: _Place, model: str | None, api_key: str | None) -> "LoadTarget":
-    from compress.validate.load.url_target import UrlTarget, served_model
-
-    served = model if model is not None else served_model(place.ref, api_key=api_key)
-    return UrlTarget(place.ref, served, api_key=api_key)
 
 
 def _failure(rows: "list[LoadRow]") -> CompressError | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compress.cli.app import main
-from compress.cli.bench import _places
+from compress.cli.load_targets import target_names
 from compress.errors import UsageError
 from tests.support.completion_server import Answer, completion_server
 from tests.support.tiny_model import write_tiny_model
@@ -104,6 +104,7 @@ def test_a_server_that_answers_nothing_is_a_failure_with_the_numbers(
         (["x", "--goodput", "itl:5"], "unknown objective"),
         (["x", "--request-rate", "fast"], "write numbers"),
         (["x", "--request-rate", "0"], "above zero"),
+        (["x", "--max-concurrency", "1.5"], "must be whole"),
         (["x", "--rate-scale", "2"], "without one"),
         (["x", "--trace", "t.csv", "--request-rate", "2"], "leave --workload and --request-rate out"),
         (["x", "--request-rate", "2", "--max-concurrency", "1,2"], "takes one --max-concurrency"),
@@ -126,11 +127,11 @@ def test_a_request_that_is_longer_than_the_model_is_refused(
 
 
 def test_targets_have_names_of_their_own() -> None:
-    assert [each.name for each in _places(["a/x", "b/x", "http://h:1/v1"], [])] == [
+    assert [each.name for each in target_names(["a/x", "b/x", "http://h:1/v1"], [])] == [
         "a/x",
         "b/x",
         "http://h:1/v1",
     ]
-    assert [each.name for each in _places(["a/x"], ["static"])] == ["x"]
+    assert [each.name for each in target_names(["a/x"], ["static"])] == ["x"]
     with pytest.raises(UsageError, match="name what serves"):
-        _places([], [])
+        target_names([], [])
