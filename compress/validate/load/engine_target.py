@@ -146,7 +146,8 @@ class _EngineRun:
             )
         if finished:
             self._free_s = now
-        if not self._samples or now - self._samples[-1].time_s >= SAMPLE_S:
+        idle = not self._engine.has_work  # the sample holds until the next request
+        if idle or not self._samples or now - self._samples[-1].time_s >= SAMPLE_S:
             self._sample(self._engine.counts, now)
 
     def _sample(self, counts: EngineCounts, now: float) -> None:

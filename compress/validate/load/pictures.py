@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compress.validate.plots import SHADES, Row, dots, new_grid, style, svg
+from compress.validate.plots import CANDIDATE, SHADES, SOURCE, Row, dots, new_grid, style, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,22 +72,24 @@ def sweep_plot(rows: Sequence[Row]) -> str:
 
 def bars_plot(rows: Sequence[Row]) -> str:
     """Return bars of the targets under one load: TTFT and ITL from the median to p99, and output tokens a
-    second.
+    second. Targets named source and candidate have the colours that they have in every picture of a report.
     """
     names = [row["target"] for row in rows]
+    own = {"source": SOURCE, "candidate": CANDIDATE}
+    colors = [own.get(name, color) for name, color in zip(names, _cycle(len(rows)), strict=True)]
     with style():
         figure, (ttft, itl, tokens) = new_grid(1, 3, height=0.9 + 0.42 * len(rows))
         for axes, (key, title) in zip((ttft, itl), _TIMES, strict=True):
             for place, row in enumerate(rows):
                 median = row[f"median_{key}_ms"]
                 p99 = row[f"p99_{key}_ms"]
-                color = _cycle(len(rows))[place]
+                color = colors[place]
                 axes.barh(place, median, height=0.62, color=color)
                 axes.plot([median, p99], [place, place], color=color, linewidth=1.0)
                 axes.plot([p99], [place], marker="|", color=color)
             axes.set_xlabel(f"{title}, ms")
         for place, row in enumerate(rows):
-            tokens.barh(place, row["output_throughput"], height=0.62, color=_cycle(len(rows))[place])
+            tokens.barh(place, row["output_throughput"], height=0.62, color=colors[place])
         tokens.set_xlabel("output tokens a second")
         for axes in (ttft, itl, tokens):
             axes.set_yticks(range(len(names)), names if axes is ttft else [""] * len(names))
