@@ -41,6 +41,8 @@ class CompletionServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     open_now: int = 0
     most_open: int = 0
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    """Requests with a prompt of one token, by which a client finds out what the server takes."""
 
 
 def one_by_one(num: int, body: dict[str, Any]) -> Answer:
@@ -49,8 +51,12 @@ def one_by_one(num: int, body: dict[str, Any]) -> Answer:
 
 
 @contextmanager
-def completion_server(script: Script = one_by_one) -> Iterator[CompletionServer]:
-    """Serve on a free port of this machine while the block runs."""
+def completion_server(
+    script: Script = one_by_one, *, takes_stated: bool = True
+) -> Iterator[CompletionServer]:
+    """Serve on a free port of this machine while the block runs. Without `takes_stated` a request for the
+    usage with every chunk is refused.
+    """
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,13 +73,16 @@ def completion_server(script: Script = one_by_one) -> Iterator[CompletionServer]
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            is_probe = len(body["prompt"]) == 1
             with lock:
                 num = len(found.bodies)
-                found.bodies.append(body)
+                (found.probes if is_probe else found.bodies).append(body)
                 found.headers.append(dict(self.headers))
                 found.open_now += 1
                 found.most_open = max(found.most_open, found.open_now)
-            answer = script(num, body)
+            answer = Answer((1,)) if is_probe else script(num, body)
+            if not takes_stated and "continuous_usage_stats" in body["stream_options"]:
+                answer = Answer((), status=400)
             if answer.status != 200:
                 content = json.dumps({"error": {"message": "not now"}}).encode()
                 self.send_response(answer.status)

@@ -3,15 +3,16 @@ prompts.
 
 All requests run on one event loop of this thread. A request opens a connection of its own, which its TTFT
 holds. The server is asked to pass over end-of-sequence tokens (`ignore_eos`, as vLLM, SGLang and `compress
-serve` take it), to state the usage and the usage so far with every chunk. A heartbeat measures how late this
-client itself was: where `p99_client_lag_ms` is not far below the times that are read, the client was too slow
-for the load.
+serve` take it) and to state the usage, also the usage so far with every chunk unless it refuses that, which
+one request before the first run finds out. A heartbeat measures how late this client itself was: where
+`p99_client_lag_ms` is not far below the times that are read, the client was too slow for the load.
 """
 
 import asyncio
 import json
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from compress.errors import CompressError, StorageError, UsageError
@@ -20,7 +21,7 @@ from compress.untrusted.parse import Malformed, parse_json
 from compress.validate.load.completion_chunks import CompletionStream
 from compress.validate.load.http_stream import Reply, parse_address, send
 from compress.validate.load.served import LoadRun, ServedRequest
-from compress.validate.load.workload import Workload
+from compress.validate.load.workload import LoadRequest, Workload
 
 MAX_ANSWER_BYTES = 4 << 20
 SHOWN_BYTES = 300
@@ -42,9 +43,14 @@ class UrlTarget:
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         self._headers |= _authorization(api_key)
         self._temperature = temperature
+        self._states_chunks: bool | None = (
+            None  # whether it takes continuous_usage_stats; None: not asked yet
+        )
 
     def run(self, workload: Workload) -> LoadRun:
         """Serve a workload to its end; what a server refuses or breaks off is a failed request."""
+        if self._states_chunks is None:
+            self._states_chunks = not asyncio.run(self._refuses_stated_chunks(workload))
         return asyncio.run(_UrlRun(self, workload).serve())
 
     def body(self, workload: Workload, idx: int) -> bytes:
@@ -57,9 +63,26 @@ class UrlTarget:
             "temperature": self._temperature,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "stream_options": {"include_usage": True},
         }
+        if self._states_chunks is not False:
+            content["stream_options"]["continuous_usage_stats"] = True
         return json.dumps(content).encode()
+
+    async def _refuses_stated_chunks(self, workload: Workload) -> bool:
+        """Return whether the server refuses a request for one token because of what it asks to be stated. Any
+        other failure is left to the run itself."""
+        prompt = workload.requests[0].prompt[:1]
+        one = replace(workload, requests=(LoadRequest(prompt, 1),), arrivals_s=None)
+        body = self.body(one, 0)
+        try:
+            async with send(self.address, "POST", "/completions", headers=self._headers, body=body) as reply:
+                refused = reply.status in (400, 422)
+                async for _ in reply.pieces():
+                    pass
+                return refused
+        except CompressError:
+            return False
 
     async def complete(self, body: bytes) -> CompletionStream:
         """Send one request and return its whole stream.

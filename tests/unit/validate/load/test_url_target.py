@@ -40,6 +40,20 @@ def test_every_request_gets_its_tokens_and_is_sent_as_token_ids() -> None:
         assert list(each.token_times_s) == sorted(each.token_times_s)
 
 
+def test_a_server_that_refuses_to_state_chunks_is_asked_without() -> None:
+    target_load = load(OFFLINE, 2, 3)
+    with completion_server(
+        lambda num, body: Answer((1,) * body["max_tokens"], stated=False), takes_stated=False
+    ) as server:
+        target = UrlTarget(server.url, "scripted")
+        runs = [target.run(target_load), target.run(target_load)]
+    assert len(server.probes) == 1
+    assert all(body["stream_options"] == {"include_usage": True} for body in server.bodies)
+    for run in runs:
+        assert [len(each.token_times_s) for each in run.served] == [2, 3]
+        assert not any(each.error or each.inferred for each in run.served)
+
+
 def test_waits_of_the_server_are_in_the_times() -> None:
     delay_s = 0.02
     with completion_server(lambda num, body: Answer((1, 1, 1), delay_s)) as server:
