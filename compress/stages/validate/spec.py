@@ -85,8 +85,10 @@ class Load(Spec):
     max_batch_size: BatchSize = Field(8, description="requests that run at once; more wait")
     repeats: int = Field(3, ge=2, le=1_000, description="measured repeats, with other tokens each")
     warmups: int = Field(4, ge=0, le=MAX_SAMPLES, description="requests before them that are not counted")
-    goodput: Annotated[dict[str, float], checked_by(objectives_of)] = Field(
-        default_factory=dict, description="limits of a good request in ms, of `ttft`, `tpot` and `e2el`"
+    goodput: Annotated[dict[str, Annotated[float, Field(gt=0, le=MAX_FACTOR)]], checked_by(objectives_of)] = (
+        Field(
+            default_factory=dict, description="limits of a good request in ms, of `ttft`, `tpot` and `e2el`"
+        )
     )
 
     def law(self, median: int) -> LengthLaw:
