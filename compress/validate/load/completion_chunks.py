@@ -16,7 +16,7 @@ from compress.untrusted.fields import Fields, shown
 from compress.untrusted.parse import Malformed, parse_json
 
 MAX_EVENT_BYTES = 16 << 20
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 20
 DONE = b"[DONE]"
 
 

@@ -135,3 +135,40 @@ def test_an_address_is_a_server_and_a_path() -> None:
 def test_what_is_no_url_of_a_server_is_refused(bad: str) -> None:
     with pytest.raises(UsageError):
         parse_address(bad)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "choices",
+                    "usage",
+                    "completion_tokens",
+                    "text",
+                    "finish_reason",
+                    "logprobs",
+                    "tokens",
+                    "error",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(JSON, max_size=4))
+def test_any_events_are_a_completion_or_refused(found: list[Any]) -> None:
+    try:
+        done = whole(
+            b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in found) + b"data: [DONE]\n\n"
+        )
+    except StorageError:
+        return
+    assert len(done.token_times_s) >= 1

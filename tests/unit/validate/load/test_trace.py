@@ -5,6 +5,8 @@ import lzma
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compress.errors import UsageError
 from compress.validate.load.sweep import trace_sweep
@@ -107,3 +109,29 @@ def test_a_malformed_line_is_refused_by_one_sentence(tmp_path: Path, line: str, 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_trace(tmp_path / "none.csv")
+
+
+CELLS = st.one_of(
+    st.integers(-(10**20), 10**20).map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["", "2023-11-16 18:15:46.68", "0001-01-01", "9999-12-31T23:59:59.999999999-12:00", '"', "\0"]
+    ),
+    st.text(max_size=8),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(CELLS, min_size=1, max_size=4), max_size=4), st.sampled_from(["csv", "jsonl"]))
+def test_any_text_is_a_trace_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], kind: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any.{kind}"
+    lines = [",".join(row) if kind == "csv" else f"[{','.join(row)}]" for row in rows]
+    path.write_text("\n".join([HEAD.strip() if kind == "csv" else "", *lines]), "utf-8", "surrogatepass")
+    try:
+        trace = read_trace(path)
+    except UsageError:
+        return
+    assert trace.arrivals_s[0] == 0.0
+    assert list(trace.arrivals_s) == sorted(trace.arrivals_s)
