@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DASHES = (0, (3, 2))
+_APART = (0, 2, 3, 1, 4)
+"""The order in which targets take the shades: neighbours differ most."""
 _TIMES = (("ttft", "time to first token"), ("itl", "gap between tokens"))
 
 
@@ -140,4 +142,4 @@ def _served(axes: "Axes", rows: Sequence[Row], *, color: str, name: str) -> None
 
 
 def _cycle(num: int) -> list[str]:
-    return [SHADES[idx % len(SHADES)] for idx in range(num)]
+    return [SHADES[_APART[idx % len(_APART)]] for idx in range(num)]
