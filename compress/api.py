@@ -31,6 +31,7 @@ from compress.export import PROPOSED, open_weights
 from compress.export.draft import draft_within, open_draft
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
+from compress.models.arch import Arch
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
 from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.recipe import dump_yaml, parse_model_ref
@@ -128,6 +129,37 @@ def load(
         itl_target_ms=itl_target_ms,
     )
     return LLM(Engine(open_weights(path), device=place, config=config), path)
+
+
+def load_engine(
+    ref: str | Path,
+    config: EngineConfig,
+    *,
+    device: str | None = None,
+    speculative: str | Path | None = None,
+    num_draft_tokens: int = PROPOSED,
+    offline: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Engine:
+    """Load a model for token ids alone; it needs no tokenizer. `config` decides everything but speculation;
+    the other arguments are those of `load`.
+
+    Raises:
+        CompressError: as `load`.
+    """
+    path = _model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
+    if speculative is not None:
+        config = replace(config, speculative=_speculative(speculative, path, num_draft_tokens))
+    return Engine(open_weights(path), device=torch.device(pick_device(device)), config=config)
+
+
+def read_arch(ref: str | Path, *, offline: bool = False) -> Arch:
+    """Return the shapes of a model, without loading its weights.
+
+    Raises:
+        CompressError: as `load`.
+    """
+    return open_weights(_model_dir(str(ref), offline=offline, cache_dir=None)).arch
 
 
 def quantize(

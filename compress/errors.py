@@ -39,7 +39,7 @@ class UsageError(CompressError):
 
 
 class QueueFull(UsageError):
-    """An engine holds as many waiting requests as it was told to; trying again later is right."""
+    """The queue of an engine is full; trying again later is right."""
 
     exit_code = 75
 

@@ -74,14 +74,15 @@ def model_dtype(device: torch.device) -> torch.dtype:
 
 
 def write_results(
-    path: Path,
+    path: Path | None,
     rows: Sequence[dict[str, Any]],
     *,
     device: torch.device,
     commit: str | None,
     facts: dict[str, Any],
-) -> None:
-    """`facts` are measured rates and conditions that hold for all rows."""
+) -> dict[str, Any]:
+    """Return the document of a result file, written where there is a path. `facts` are measured rates and
+    conditions that hold for all rows."""
     environment = environment_facts(device)
     head = ["git", "rev-parse", "--verify", "HEAD"]
     versions = {
@@ -104,8 +105,10 @@ def write_results(
         **facts,
         "rows": list(rows),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return document
 
 
 def _triton_version() -> str | None:

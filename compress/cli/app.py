@@ -16,6 +16,7 @@ import typer
 
 import compress
 from compress.cli import (
+    bench,
     convert,
     doctor,
     generate,
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "validate": validate.validate,
     "generate": generate.generate,
     "serve": serve.serve,
+    "bench": bench.bench,
     "inspect": inspect.inspect,
     "convert": convert.convert,
     "push": push.push,

@@ -1,4 +1,4 @@
-"""`compress serve`: a model behind OpenAI's HTTP interface, until a signal ends it."""
+"""`compress serve`: a model with OpenAI's HTTP interface, until a signal ends it."""
 
 import json
 import os

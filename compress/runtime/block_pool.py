@@ -1,9 +1,8 @@
-"""The blocks of a KV cache: which are free, how many requests hold each, and which hold a prefix worth
-keeping.
+"""The blocks of a KV cache: which are free, how many requests hold each, and which are cached.
 
-A block is held by one request or by several that share a prefix (`prefix_cache.py`). One that nobody holds
-any longer is free, or, where the prefix cache knows its tokens, kept until its place is needed: the one
-that was let go first is evicted first.
+A block is held by one request, or by several that share a prefix (`prefix_cache.py`). One without a holder is
+free, or, where the prefix cache can find it, evictable: it keeps its content until the place is needed. The
+block that was freed first is evicted first.
 """
 
 from collections import OrderedDict
@@ -13,35 +12,35 @@ from compress.kernels.operands.paged import PADDING_BLOCK
 
 
 class BlockPool:
-    """The blocks but the padding block. The free block that was let go last is taken first, because its
-    lines are the likeliest to be in the device's cache.
+    """The blocks but the padding block. The block freed last is reused first, because its lines are the
+    likeliest to be in the device's cache.
 
-    `on_eviction` is called with each kept block that is taken for other tokens.
+    `on_eviction` is called with each cached block that is taken for other tokens.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
         self._holders: dict[int, int] = {}
-        self._known: set[int] = set()
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._cached: set[int] = set()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self.on_eviction: Callable[[int], None] = lambda block: None
         self.num_evictions = 0
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken, the kept ones among them."""
-        return len(self._free) + len(self._kept)
+        """Number of blocks that can be taken, the evictable ones among them."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_held(self) -> int:
         """Number of blocks that some request holds."""
         return len(self._holders)
 
-    def num_kept_of(self, blocks: Sequence[int]) -> int:
+    def num_evictable_of(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks are kept and held by nobody: sharing them makes as many fewer
         free.
         """
-        return sum(block in self._kept for block in blocks)
+        return sum(block in self._evictable for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks for new tokens; the caller makes sure that so many are free."""
@@ -51,16 +50,16 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a holder to each of these blocks, whose tokens are known."""
+        """Add a holder to each of these blocks, which are cached."""
         for block in blocks:
-            assert block in self._known, "a block is shared whose tokens nobody knows"
-            self._kept.pop(block, None)
+            assert block in self._cached, "a block is shared that is not cached"
+            self._evictable.pop(block, None)
             self._holders[block] = self._holders.get(block, 0) + 1
 
-    def know(self, block: int) -> None:
+    def cache(self, block: int) -> None:
         """Keep this held block when its last holder lets it go."""
-        assert block in self._holders, "a block is to be kept that nobody holds"
-        self._known.add(block)
+        assert block in self._holders, "a block is to be cached that nobody holds"
+        self._cached.add(block)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Take a holder from each of these blocks. Later blocks of a sequence are evicted before earlier
@@ -72,14 +71,14 @@ class BlockPool:
             if self._holders[block]:
                 continue
             del self._holders[block]
-            if block in self._known:
-                self._kept[block] = None
+            if block in self._cached:
+                self._evictable[block] = None
             else:
                 self._free.append(block)
 
     def _evict(self) -> int:
-        block, _ = self._kept.popitem(last=False)
-        self._known.remove(block)
+        block, _ = self._evictable.popitem(last=False)
+        self._cached.remove(block)
         self.num_evictions += 1
         self.on_eviction(block)
         return block

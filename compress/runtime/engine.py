@@ -164,8 +164,10 @@ class Engine:
 
     @property
     def counts(self) -> EngineCounts:
-        """What the engine holds now, and what it has done since it was made."""
-        scheduler, prefixes, swap = self._scheduler, self._prefixes, self._swap
+        """The requests and positions that the engine holds now, and counts since it was made."""
+        scheduler = self._scheduler
+        prefixes = self._prefixes
+        swap = self._swap
         return EngineCounts(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -241,7 +243,8 @@ class Engine:
         return self._find(request_id).logprobs[start:]
 
     def top_logprobs_of(self, request_id: str, *, start: int = 0) -> list[TopLogprobs]:
-        """Return the likeliest tokens beside each of `tokens_of`, for a request that asked for them.
+        """Return the likeliest tokens at the position of each of `tokens_of`, for a request that asked for
+        them.
 
         Raises:
             UsageError: no unfinished request has this id.

@@ -11,8 +11,8 @@ class Generation:
 
     The keys and values of the first `num_computed` tokens are in `blocks`. `prefill_end` tokens are
     prefilled after the last admission, and later ones are decoded. It may have `end` tokens in all. It was
-    admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; that cache
-    knows the first `num_known` blocks, by `block_keys`.
+    admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; its first
+    `num_cached_blocks` blocks are in that cache, by `block_keys`.
     """
 
     request: Request
@@ -27,7 +27,7 @@ class Generation:
     admitted_s: float | None = None
     cached_tokens: int = 0
     block_keys: list[bytes] = field(default_factory=list)
-    num_known: int = 0
+    num_cached_blocks: int = 0
     end: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
 """The prefix cache: blocks that hold the keys and values of a sequence's beginning, found by its tokens.
 
-The key of a block is a digest of the key of the block before it and of its own tokens, so it stands for the
-whole sequence up to there. The first block follows a salt that names the model and the format of its keys
-and values. The tokens of a block are compared as well, so that not even a collision could give a request
-another's keys. Only full blocks are shared, and nobody writes to them.
+The key of a block is a digest of the key of the block before it and of its own tokens, so it depends on the
+whole sequence up to there. The first block follows a salt made of the model and the format of its keys and
+values. The tokens of a block are compared as well, so that not even a collision could give a request
+another's keys. Only full blocks are shared, and no request writes to them.
 
-A block is known from the step that is to compute it. Within that step a pass writes the keys and values of
+A block is cached from the step that is to compute it. Within that step a pass writes the keys and values of
 all its rows before any row attends to them, layer by layer, so another request of the same pass may share
 it at once: a burst of prompts with one beginning computes it once. Long prompts of a step are one pass;
 others are not (`prefill.py`).
@@ -19,7 +19,7 @@ from compress.runtime.generation import Generation
 
 
 class PrefixCache:
-    """The known blocks of a pool by the tokens they stand for.
+    """The cached blocks of a pool by the tokens of the sequences up to their ends.
 
     `num_queried` and `num_hits` count the tokens of prompts that were looked up and found.
     """
@@ -36,7 +36,7 @@ class PrefixCache:
         pool.on_eviction = self._forget
 
     def begin_step(self) -> None:
-        """Note that blocks known so far are computed before any pass of the next step."""
+        """Note that the blocks cached so far are computed before any pass of the next step."""
         self._of_this_step.clear()
 
     def find(self, generation: Generation, *, long: bool) -> list[int]:
@@ -61,19 +61,20 @@ class PrefixCache:
         self.num_queried += len(generation.request.prompt)
         self.num_hits += generation.cached_tokens
 
-    def know(self, generation: Generation, num_tokens: int, *, long: bool | None = None) -> None:
-        """Know the full blocks of the first `num_tokens` tokens of a sequence. `long` says whether a long
-        prompt of the step under way computes them; None: they are computed.
+    def insert(self, generation: Generation, num_tokens: int, *, long: bool | None = None) -> None:
+        """Cache the full blocks of the first `num_tokens` tokens of a sequence.
+
+        `long` is whether a long prompt of the step under way computes them; None: they are computed.
         """
-        for idx in range(generation.num_known, num_tokens // self._block_size):
-            generation.num_known = idx + 1
+        for idx in range(generation.num_cached_blocks, num_tokens // self._block_size):
+            generation.num_cached_blocks = idx + 1
             key = self._key(generation, idx)
             block = generation.blocks[idx]
             if key in self._blocks or block in self._entries:
                 continue  # another request computed the same tokens at the same time
             self._blocks[key] = block
             self._entries[block] = (key, self._tokens(generation, idx))
-            self._pool.know(block)
+            self._pool.cache(block)
             if long is not None:
                 self._of_this_step[block] = long
 

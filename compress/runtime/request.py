@@ -17,10 +17,11 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class SamplingParams:
     """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
 
-    `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p` the
-    smallest set of likeliest tokens whose probability reaches `top_p` (arXiv 1904.09751). `logprobs` asks for
-    the log probability of each chosen token under the unfiltered softmax, and `top_logprobs` for those of so
-    many of the likeliest tokens beside it. While a request asks for the latter, no step is launched ahead.
+    `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p`
+    the smallest set of likeliest tokens whose probability reaches `top_p` (arXiv 1904.09751). `logprobs`
+    asks for the log probability of each chosen token under the unfiltered softmax, and `top_logprobs` for
+    those of so many of the likeliest tokens at its position. While a request asks for the latter, no step
+    is launched ahead.
 
     Raises:
         UsageError: a value is out of range.
@@ -100,7 +101,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """What an engine holds at a moment, and what it has done since it was made.
+    """The requests and positions that an engine holds at a moment, and counts since it was made.
 
     `reserved_positions` of the `cache_positions` are in blocks of requests, and `live_tokens` of those hold
     keys and values: the ratio of the last two is the utilization of the cache. `prefix_queried` and

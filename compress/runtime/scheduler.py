@@ -5,7 +5,7 @@
   than one step.
 - Requests are admitted in the order of the queue (`waiting_queue.py`), when the batching policy lets them
   (`batching.py`), the batch has a free row and all their tokens have blocks, so that no later chunk of them
-  can lack one. Blocks that the prefix cache knows are shared.
+  can lack one. Blocks that the prefix cache finds are shared.
 - A decode that finds no free block preempts the running request that was admitted last of those with the
   highest `priority` value. That request loses its blocks and waits before all others. Its keys and values are
   recomputed from its tokens when it is admitted again, or taken back from host memory (`swap.py`). The first
@@ -126,7 +126,7 @@ class Scheduler:
         return self.reserved_positions - unused
 
     def may_admit(self, now_s: float) -> bool:
-        """Whether the next step would take a request from the queue."""
+        """Return whether the next step would admit a request from the queue."""
         if not self._waiting or len(self._running) >= self._max_batch_size:
             return False
         if not self._batching.is_open(self._waiting, len(self._running), now_s):
@@ -177,7 +177,7 @@ class Scheduler:
             num_tokens = min(generation.prefill_end - generation.num_computed, budget)
             prefills.append(PrefillChunk(generation, num_tokens))
             budget -= num_tokens
-            self._know(generation, generation.num_computed + num_tokens, computed=False)
+            self._insert(generation, generation.num_computed + num_tokens, computed=False)
         return Batch(tuple(decodes), tuple(prefills))
 
     def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:
@@ -219,7 +219,7 @@ class Scheduler:
         generation.blocks += self._pool.allocate(self._num_missing(generation))
         generation.prefill_end = len(generation.tokens)
         self._running.append(generation)
-        generation.num_computed = generation.num_known * self._block_size
+        generation.num_computed = generation.num_cached_blocks * self._block_size
         if self._swap is not None and self._swap.holds(generation):
             generation.num_computed = generation.prefill_end = self._swap.restore(generation)
         if generation.admitted_s is None:
@@ -231,16 +231,16 @@ class Scheduler:
 
     def _found(self, generation: Generation) -> list[int]:
         """Return the blocks of the prefix cache that hold the beginning of a waiting request."""
-        generation.num_known = 0
+        generation.num_cached_blocks = 0
         if self._prefixes is None or (self._swap is not None and self._swap.holds(generation)):
             return []
         found = self._prefixes.find(generation, long=self._is_long(generation))
-        generation.num_known = len(found)
+        generation.num_cached_blocks = len(found)
         return found
 
     def _fits(self, generation: Generation, found: list[int]) -> bool:
         missing = self._num_missing(generation) - len(found)
-        return missing <= self._pool.num_free - self._pool.num_kept_of(found)
+        return missing <= self._pool.num_free - self._pool.num_evictable_of(found)
 
     def _is_long(self, generation: Generation) -> bool:
         return len(generation.request.prompt) > self._short_prompt_tokens
@@ -257,14 +257,14 @@ class Scheduler:
         self._waiting.put_back(generation)
         self.num_preemptions += 1
 
-    def _know(self, generation: Generation, num_tokens: int, *, computed: bool) -> None:
-        """Tell the prefix cache which tokens have keys and values, or will with this step."""
+    def _insert(self, generation: Generation, num_tokens: int, *, computed: bool) -> None:
+        """Cache the blocks of tokens that have keys and values, or will have them with this step."""
         if self._prefixes is not None:
             long = None if computed else self._is_long(generation)
-            self._prefixes.know(generation, num_tokens, long=long)
+            self._prefixes.insert(generation, num_tokens, long=long)
 
     def _release(self, generation: Generation) -> None:
         if generation.blocks:
-            self._know(generation, generation.num_computed - self._num_unsure, computed=True)
+            self._insert(generation, generation.num_computed - self._num_unsure, computed=True)
         self._pool.free(generation.blocks)
         generation.blocks = []

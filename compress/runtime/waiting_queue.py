@@ -2,7 +2,7 @@
 
 Requests that lost their blocks come first, in the order in which they were admitted. Of the others, a lower
 `priority` comes first, and among equals the one that came first or, with `shortest_first`, the one with the
-fewest tokens, prompt and continuation together. Whoever has waited longest is overtaken by at most
+fewest tokens, prompt and continuation added. The request that has waited longest is overtaken by at most
 `MAX_OVERTAKES` requests: then it is next, so nobody starves.
 """
 

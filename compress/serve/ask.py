@@ -1,4 +1,4 @@
-"""What a request asks for, whichever endpoint it came to."""
+"""An ask: the prompts of a request and how they are to be continued, for every endpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

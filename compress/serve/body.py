@@ -19,7 +19,7 @@ async def read_body(request: Request, settings: ServerSettings, held: Shares, cl
     """Return the body of a request. What is read counts as held by the client until the caller gives it back.
 
     Raises:
-        Refusal: it is no JSON by its type, too long, too slow, or all bodies together are too long.
+        Refusal: it is no JSON by its type, too long, too slow, or all bodies in sum are too long.
         ClientDisconnect: the client has gone.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

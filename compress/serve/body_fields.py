@@ -64,7 +64,7 @@ class BodyFields(Fields):
 
 
 def parse_body(data: bytes, known: frozenset[str]) -> BodyFields:
-    """Return the fields of a body; `known` are those of the endpoint beside the common ones.
+    """Return the fields of a body; `known` are those of the endpoint, in addition to the common ones.
 
     Raises:
         Refusal: it is not a JSON object, or has a field that would change the answer and is not supported.

@@ -150,7 +150,7 @@ class Call:
         return sum(each.cached_tokens for each in finished if each is not None)
 
     def log_record(self) -> dict[str, Any]:
-        """Return what the log says of the request."""
+        """Return the record of the request for the log."""
         firsts = [each.first_s - self.arrival_s for each in self.choices if each.first_s is not None]
         tpots = [each.tpot_s for each in self.choices if each.tpot_s is not None]
         steps = sum(each.num_steps for each in self.choices)

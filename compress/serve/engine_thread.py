@@ -27,7 +27,7 @@ _GATHERING_WAIT_S = 0.001
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step of the engine gave a job.
+    """The outcome of one step of the engine for a job.
 
     `tokens` came at `now_s`, a moment of `time.perf_counter`, in a step that served `batch_size` requests;
     `logprobs` and `top_logprobs` are theirs where the request asked for them. `prompt_logprobs` come once,

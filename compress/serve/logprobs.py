@@ -31,7 +31,7 @@ class CompletionLogprobs:
         top: Sequence[TopLogprobs | None],
     ) -> dict[str, Any]:
         """Return the object of the next tokens. `top_logprobs` are null where none were asked for, and have
-        the token itself beside the likeliest ones.
+        the token itself in addition to the likeliest ones.
         """
         offsets = []
         for token in tokens:

@@ -46,7 +46,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """The address on which the server listens."""
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

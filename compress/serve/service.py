@@ -1,4 +1,4 @@
-"""The service behind the endpoints: it admits calls, prepares them away from the event loop, and ends in
+"""The service that all endpoints use: it admits calls, prepares them away from the event loop, and ends in
 order.
 """
 
@@ -185,7 +185,7 @@ class Service:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Return what a client is told of an error; what is no refusal is an internal error without details."""
+    """Return the refusal that a client gets for an error; an internal error comes without details."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):

@@ -7,11 +7,11 @@ from compress.errors import UsageError
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server accepts.
+    """The name, the keys and the limits of a server.
 
     - `model_name`: the name that clients give as `model`.
     - `api_keys`: a client must present one of them; without any, every client is served.
-    - `max_queued`: texts that may wait for the engine, beside those that run.
+    - `max_queued`: texts that may wait for the engine, in addition to those that run.
     - `max_calls`: HTTP requests that are served at once, waiting ones included.
     - `max_connections`: open connections, idle ones included.
     - `max_body_bytes`: of one request; `max_held_bytes` of all bodies that are being read.

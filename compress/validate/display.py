@@ -25,11 +25,13 @@ _LABELS = {
     "size_ratio": "Size ratio",
     "ttft_ms_p50": "Time to first token, median (ms)",
     "ttft_ms_p95": "Time to first token, p95 (ms)",
+    "ttft_ms_p99": "Time to first token, p99 (ms)",
     "tpot_ms_p50": "Time per token, median (ms)",
     "tpot_ms_p95": "Time per token, p95 (ms)",
     "tpot_ms_p99": "Time per token, p99 (ms)",
     "itl_ms_p99": "Gap between tokens, p99 (ms)",
     "output_tokens_per_s": "Output tokens per second",
+    "goodput": "Good requests per second",
     "floor_frac": "Share of the floor",
     "acceptance_length": "Acceptance length",
     "speedup": "Speed-up by speculation",
@@ -88,9 +90,13 @@ def signed_percent(value: float) -> str:
 
 
 def label(name: str) -> str:
-    """Return words for the name of a metric or fact; `<stage>.<metric>` is the effect of that stage alone."""
+    """Return words for the name of a metric or fact; `<stage>.<metric>` is the effect of that stage alone,
+    and `load.<metric>` a number measured under load.
+    """
     stage, _, metric = name.rpartition(".")
     words = _LABELS.get(metric, metric.replace("_", " ").capitalize())
+    if stage == "load":
+        return f"{words}, under load"
     return f"{words}, {stage} alone" if stage else words
 
 

@@ -40,11 +40,13 @@ METRICS: Mapping[str, Metric] = {
     "size_ratio": Metric("<="),
     "ttft_ms_p50": Metric("<=", per_device=True),
     "ttft_ms_p95": Metric("<=", per_device=True),
+    "ttft_ms_p99": Metric("<=", per_device=True),
     "tpot_ms_p50": Metric("<=", per_device=True),
     "tpot_ms_p95": Metric("<=", per_device=True),
     "tpot_ms_p99": Metric("<=", per_device=True),
     "itl_ms_p99": Metric("<=", per_device=True),
     "output_tokens_per_s": Metric(">=", per_device=True),
+    "goodput": Metric(">=", per_device=True),
     "floor_frac": Metric(">=", per_device=True),
     "acceptance_length": Metric(">="),
     "speedup": Metric(">=", per_device=True),
@@ -54,7 +56,8 @@ _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 
 @dataclass(frozen=True)
 class Gate:
-    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage.
+    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage or by
+    one measurement of several (`load.itl_ms_p99`).
 
     `device` None: on every device.
     """

@@ -38,6 +38,7 @@ LAYOUT = (
     "gates",
     "accuracy",
     "latency",
+    "load",
     "roofline",
     "stages",
     "speculation",
@@ -87,12 +88,12 @@ def render_html(report: Json) -> str:
         blocks = _blocks(part, report)
         tiles.append(blocks.get("tiles", ""))
         sections.append(blocks["section"])
-    page = _environment().get_template("report.html.j2")
+    page = template_environment().get_template("report.html.j2")
     return page.render(report=report, tiles=tiles, sections=sections)
 
 
 @cache
-def _environment() -> "jinja2.Environment":
+def template_environment() -> "jinja2.Environment":
     """Return the templates' environment, made once: each template is compiled when it is first used."""
     import jinja2
 
@@ -119,7 +120,7 @@ def _template(part: type[Part]) -> "jinja2.Template":
     """Return the template of a part: the file of the same name."""
     file = sys.modules[part.__module__].__file__
     assert file is not None
-    return _environment().from_string(Path(file).with_suffix(".html.j2").read_text(encoding="utf-8"))
+    return template_environment().from_string(Path(file).with_suffix(".html.j2").read_text(encoding="utf-8"))
 
 
 def _blocks(part: type[Part], report: Json) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _blocks(part: type[Part], report: Json) -> dict[str, Any]:
         "report": report,
         # Markup is trusted here: matplotlib wrote it and escapes the text that it is given.
         "plots": {name: Markup(svg) for name, svg in part.plots(report).items()},
-        "macros": _environment().get_template("macros.html.j2").module,
+        "macros": template_environment().get_template("macros.html.j2").module,
         **part.values(report),
     }
     return {

@@ -8,6 +8,7 @@ from compress.validate.acceptance import AcceptanceRow
 from compress.validate.accuracy import measure_accuracy
 from compress.validate.gates import evaluate, parse_gates
 from compress.validate.latency import LatencyRow
+from compress.validate.load.objectives import Objectives
 from compress.validate.parts import Part
 from compress.validate.parts.accuracy import AccuracyPart
 from compress.validate.parts.artifact import ArtifactPart
@@ -19,6 +20,7 @@ from compress.validate.parts.kernels import KernelsPart
 from compress.validate.parts.kv_cache import KVCachePart
 from compress.validate.parts.latency import LatencyPart
 from compress.validate.parts.layers import LayersPart
+from compress.validate.parts.load import LoadPart
 from compress.validate.parts.mixed import MixedPart
 from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
@@ -29,6 +31,7 @@ from compress.validate.payoff import SpeedRow, predicted
 from compress.validate.roofline import Work, roofline
 from compress.validate.speculation import SpeculationEvidence
 from compress.validate.stats import Estimate
+from tests.support.scripted_load import ScriptedTarget, load_rows
 
 KERNEL = {
     "linear": "attn.q+attn.k+attn.v",
@@ -124,6 +127,13 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
     return {
         "gates": GatesPart(evaluate(gates, accuracy.metrics(), device="cpu")),
         "accuracy": AccuracyPart(accuracy),
+        "load": LoadPart(
+            load_rows(
+                ScriptedTarget("source", 0.03),
+                ScriptedTarget("candidate", 0.02, factors=(1.0, 1.01, 1.02)),
+                objectives=Objectives(ttft=200.0),
+            )
+        ),
         "latency": LatencyPart(
             [latency_row(1, 4.0), latency_row(4, 5.0)], [latency_row(1, 2.0), latency_row(4, 3.0)]
         ),

@@ -6,7 +6,7 @@ be served. A model that was quantized by tensor name runs through transformers i
 
     spec.py        the stage's keys in a recipe
     by_name.py     the report of a model that was quantized by tensor name, measured through transformers
-    measure.py     all measurements: accuracy, speed.py (latency, roofline), proposers.py (speculation)
+    measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data
     journey.py     one row for each model between source and candidate
     estimate.py    memory and work, for `plan`
@@ -46,7 +46,7 @@ from compress.stages.validate.evidence import (
 from compress.stages.validate.journey import Journey
 from compress.stages.validate.measure import Measured, measure
 from compress.stages.validate.proposers import draft_facts, draft_method, draft_path
-from compress.stages.validate.spec import QUANTIZE, Speculation, Validate, read_gates
+from compress.stages.validate.spec import LOAD, QUANTIZE, Speculation, Validate, read_gates
 from compress.validate import stats
 from compress.validate.card import render_markdown_card
 from compress.validate.display import shell_word
@@ -61,6 +61,7 @@ from compress.validate.parts.kernels import KernelsPart
 from compress.validate.parts.kv_cache import KVCachePart
 from compress.validate.parts.latency import LatencyPart
 from compress.validate.parts.layers import LayersPart
+from compress.validate.parts.load import LoadPart
 from compress.validate.parts.mixed import MixedPart
 from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
@@ -153,6 +154,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             environment=environment_facts(device),
         ),
     ]
+    if measured.load:
+        parts.append(LoadPart(measured.load))
     if kv_cache is not None:
         parts.append(KVCachePart(kv_cache))
     if measured.speculation is not None:
@@ -190,8 +193,10 @@ def _gates(
 ) -> list[GateResult]:
     """Compare what was measured with the limits of the recipe.
 
-    Gates on latency look at the first batch size, those on size at the model without its draft. `quantized`:
-    the recipe has quantized, and what it quantized is the source unless other weights were measured too.
+    Gates on latency look at the first batch size, those on size at the model without its draft. A metric that
+    latency and load both measure is that of latency, and with `load.` before its name that of load.
+    `quantized`: the recipe has quantized, and what it quantized is the source unless other weights were
+    measured too.
     """
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}
     whole = measured.accuracy["source", "candidate"]
@@ -203,6 +208,12 @@ def _gates(
     if latency := measured.latency.get("candidate"):
         metrics |= latency[0].metrics()
         unproven |= latency[0].unproven()
+    for row in (each for each in measured.load if each.target == "candidate"):
+        for name, value in row.metrics().items():
+            reason = row.unproven().get(name)
+            own = (f"{LOAD}.{name}", *((name,) if name not in metrics else ()))
+            metrics |= dict.fromkeys(own, value)
+            unproven |= dict.fromkeys(own, reason) if reason else {}
     if measured.speculation is not None:
         metrics |= measured.speculation.metrics
         unproven |= measured.speculation.unproven

@@ -11,8 +11,10 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
-from compress.stages.validate.spec import Validate, read_gates
+from compress.stages.validate.spec import Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
+from compress.validate.latency import LATENCY_METRICS
+from compress.validate.load.compare import LOAD_GATES
 from compress.validate.transformers_model import check_causal
 
 NUM_MODELS = 2
@@ -27,6 +29,12 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
         UsageError: a sequence is longer; names the keys of the recipe, and numbers that fit.
     """
     check_seq_len(spec.seq_len, "validate: seq_len", arch)
+    if spec.load is not None and spec.load.longest > arch.max_position:
+        raise UsageError(
+            f"validate: load.prompt_tokens {spec.load.prompt_tokens} and load.output_tokens "
+            f"{spec.load.output_tokens} make requests of up to {spec.load.longest} tokens, and the model has "
+            f"{arch.max_position} positions. Set smaller ones, or spread: 0."
+        )
     parts = {"latency": spec.latency, "speculative": spec.speculative if speculates else None}
     for key, part in parts.items():
         if part is None or part.prompt_tokens + part.output_tokens <= arch.max_position:
@@ -65,6 +73,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             "before export, or speculative: "
             "{kind: ngram}."
         )
+    check_load_gates(spec)
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
     num_models = 2 + num_between
     num_params = arch.num_params * (1 + num_between) + source_arch.num_params
@@ -84,7 +93,44 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         notes.append(f"speculation on {', '.join(spec.prompt_data)}")
     if not spec.gates:
         notes.append("no gates: nothing can fail")
-    return Estimate(peak, 1_000_000, 2.0 * num_params * num_tokens, notes=tuple(notes))
+    flops = 2.0 * num_params * num_tokens
+    if (load := spec.load) is not None:
+        num_runs = load.repeats * NUM_MODELS
+        flops += (
+            2.0
+            * num_params
+            / num_models
+            * num_runs
+            * load.num_requests
+            * (load.prompt_tokens + load.output_tokens)
+        )
+        notes.append(f"load: {num_runs} runs of {load.num_requests} requests{_schedule(load, num_runs)}")
+    return Estimate(peak, 1_000_000, flops, notes=tuple(notes))
+
+
+def _schedule(load: Load, num_runs: int) -> str:
+    """Return how long the arrivals alone take, in words; nothing where no rate sets it."""
+    if load.request_rate is None:
+        return ""
+    return f", which arrive over {num_runs * load.num_requests / load.request_rate:.0f} s"
+
+
+def check_load_gates(spec: Validate) -> None:
+    """Raise UsageError for a gate on what no load of this spec measures."""
+    for gate in read_gates(spec.gates):
+        stage, _, metric = gate.name.rpartition(".")
+        if metric not in LOAD_GATES or (not stage and metric in LATENCY_METRICS and spec.latency is not None):
+            continue
+        if spec.load is None:
+            raise UsageError(
+                f"validate: the gate '{gate.name}' needs requests under load to be measured: add such "
+                "as load: {request_rate: 4}."
+            )
+        if metric == "goodput" and not spec.load.goodput:
+            raise UsageError(
+                f"validate: the gate '{gate.name}' needs limits of a good request: add such as load: "
+                "{goodput: {ttft: 200, tpot: 50}}."
+            )
 
 
 def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:

@@ -18,11 +18,13 @@ from compress.export import open_weights
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
 from compress.stages.validate.estimate import check_lengths
+from compress.stages.validate.load import load_models
 from compress.stages.validate.proposers import proposers_of, speculate
 from compress.stages.validate.spec import Validate
 from compress.stages.validate.speed import time_models
 from compress.validate.accuracy import Accuracy, measure_pairs
 from compress.validate.latency import LatencyRow
+from compress.validate.load.compare import LoadRow
 from compress.validate.roofline import RooflineRow
 from compress.validate.speculation import SpeculationEvidence
 
@@ -34,7 +36,8 @@ class Measured:
     Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were
     quantized.
 
-    `latency` and `roofs` are empty where the recipe has `latency: null`; `conditions` are those of
+    `latency` and `roofs` are empty where the recipe has `latency: null`, and `load` where it has no load;
+    `conditions` are those of
     `speculation`, for the report.
     """
 
@@ -45,6 +48,7 @@ class Measured:
     accuracy: dict[tuple[str, str], Accuracy]
     latency: dict[str, list[LatencyRow]]
     roofs: list[RooflineRow]
+    load: list[LoadRow]
     speculation: SpeculationEvidence | None
     conditions: dict[str, Any]
 
@@ -60,7 +64,8 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     device = torch.device(ctx.device)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
     proposers = proposers_of(spec.speculative, inputs)
-    num_steps = 2 + (len(spec.latency.batch_sizes) if spec.latency is not None else 0) + bool(proposers)
+    num_timed = len(spec.latency.batch_sizes) if spec.latency is not None else 0
+    num_steps = 2 + num_timed + (spec.load is not None) + bool(proposers)
     steps = count()
     for path in paths.values():
         check_lengths(spec, open_weights(path).arch, speculates=bool(proposers))
@@ -86,6 +91,10 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
             seed=ctx.seed,
             progress=lambda size: ctx.boundary(next(steps), num_steps, f"latency at batch {size}"),
         )
+    load: list[LoadRow] = []
+    if spec.load is not None:
+        ctx.boundary(next(steps), num_steps, f"load of {spec.load.num_requests} requests")
+        load = load_models(engines, spec.load, seed=ctx.seed)
     del engines  # frees the source: engines that speculate need the memory
     speculation = None
     conditions = dict[str, Any]()
@@ -95,7 +104,9 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
             spec, inputs, open_weights(candidate_path), candidate, proposers, ctx, step=step
         )
     ctx.progress.update(num_steps, num_steps, "done")
-    return Measured(paths, candidate, tokens, data_facts, accuracy, latency, roofs, speculation, conditions)
+    return Measured(
+        paths, candidate, tokens, data_facts, accuracy, latency, roofs, load, speculation, conditions
+    )
 
 
 def _dense_path(inputs: Inputs) -> dict[str, Path]:

@@ -14,29 +14,38 @@ from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.speculation import MAX_K
 from compress.validate.accuracy import ACCURACY_METRICS
 from compress.validate.gates import Gate, parse_gates
+from compress.validate.load.compare import LOAD_GATES
+from compress.validate.load.lengths import LengthLaw
+from compress.validate.load.objectives import objectives_of
 
 KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
 
 
 QUANTIZE = "quantize"
+LOAD = "load"
 
 
 def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Return gates on the artifact, and as `quantize.<metric>` on the change that quantization alone made.
+    """Return gates on the artifact, as `quantize.<metric>` on the change that quantization alone made, and as
+    `load.<metric>` on what was measured under load.
 
     Raises:
         UsageError: as `parse_gates`, or of quantization alone something else than accuracy.
     """
-    gates = parse_gates(raw, stages=(QUANTIZE,))
+    gates = parse_gates(raw, stages=(QUANTIZE, LOAD))
     for gate in gates:
         stage, _, metric = gate.name.rpartition(".")
-        if stage and metric not in ACCURACY_METRICS:
+        if stage == QUANTIZE and metric not in ACCURACY_METRICS:
             raise UsageError(
                 f"gate '{gate.name}': of {stage} alone accuracy is measured: {', '.join(ACCURACY_METRICS)}."
             )
+        if stage == LOAD and metric not in LOAD_GATES:
+            raise UsageError(f"gate '{gate.name}': under load these are measured: {', '.join(LOAD_GATES)}.")
     return gates
 
 
+MAX_MEDIANS = 4
+"""The longest prompt or output under load, in medians of its law."""
 BatchSize = Annotated[int, Field(ge=1, le=1024)]
 
 
@@ -52,6 +61,44 @@ class Latency(Spec):
     output_tokens: int = Field(32, ge=2, le=MAX_SEQ_LEN, description="tokens generated for each request")
     repeats: int = Field(5, ge=2, le=1_000, description="measured rounds of each batch size")
     warmups: int = Field(1, ge=0, le=1_000, description="rounds before them that are not counted")
+
+
+class Load(Spec):
+    """Requests that arrive while others are served: at `request_rate`, or from `max_concurrency` clients, or
+    all at once where both are left out.
+    """
+
+    request_rate: float | None = Field(None, gt=0, le=MAX_FACTOR, description="requests a second that arrive")
+    burstiness: float = Field(
+        1.0, gt=0, le=1_000, description="of arrivals: 1 is Poisson, less gives bursts, more even spacing"
+    )
+    max_concurrency: BatchSize | None = Field(None, description="unfinished requests at most")
+    num_requests: int = Field(32, ge=2, le=MAX_SAMPLES, description="requests of a repeat")
+    prompt_tokens: int = Field(128, ge=1, le=MAX_SEQ_LEN, description="median tokens of prompts")
+    output_tokens: int = Field(32, ge=2, le=MAX_SEQ_LEN, description="median tokens of outputs")
+    spread: float = Field(
+        0.0,
+        ge=0,
+        le=3,
+        description="deviation of the logarithm of lengths, which end at four medians; 0: fixed",
+    )
+    max_batch_size: BatchSize = Field(8, description="requests that run at once; more wait")
+    repeats: int = Field(3, ge=2, le=1_000, description="measured repeats, with other tokens each")
+    warmups: int = Field(4, ge=0, le=MAX_SAMPLES, description="requests before them that are not counted")
+    goodput: Annotated[dict[str, Annotated[float, Field(gt=0, le=MAX_FACTOR)]], checked_by(objectives_of)] = (
+        Field(
+            default_factory=dict, description="limits of a good request in ms, of `ttft`, `tpot` and `e2el`"
+        )
+    )
+
+    def law(self, median: int) -> LengthLaw:
+        """Return the law of lengths around a median."""
+        return LengthLaw(median, self.spread, 1, MAX_MEDIANS * median)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that can be drawn, prompt and output."""
+        return self.law(self.prompt_tokens).longest + self.law(self.output_tokens).longest
 
 
 EMBEDDED = "builtin://python-eval"
@@ -98,6 +145,7 @@ class Validate(Spec):
         "the model's dtype where it states nothing",
     )
     latency: Latency | None = Field(Latency(), description="what is timed; `null` measures no latency")
+    load: Load | None = Field(None, description="requests that arrive one by one; by default none")
     speculative: Speculation | None = Field(
         Speculation(), description="measured where the artifact has a draft; null: not at all"
     )
@@ -126,9 +174,16 @@ class Validate(Spec):
         """
         latency = self.latency
         own = self.speculative if speculates else None
-        batch_sizes = (1, *(latency.batch_sizes if latency else ()), *(own.batch_sizes if own else ()))
+        load = self.load
+        batch_sizes = (
+            1,
+            *(latency.batch_sizes if latency else ()),
+            *(own.batch_sizes if own else ()),
+            *((load.max_batch_size,) if load else ()),
+        )
         lengths = [
             self.seq_len,
+            *((load.longest,) if load else ()),
             *(each.prompt_tokens + each.output_tokens for each in (latency, own) if each is not None),
         ]
         return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))

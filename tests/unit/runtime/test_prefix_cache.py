@@ -130,7 +130,7 @@ def test_a_collision_of_keys_gives_no_request_the_blocks_of_another(monkeypatch:
         for name, prompt in (("a", (1, 2, 3, 4, 5)), ("b", (1, 2, 3, 9, 5)))
     )
     first.blocks = pool.allocate(2)
-    cache.know(first, 5)
+    cache.insert(first, 5)
     assert cache.find(first, long=True) == first.blocks[:1]
     assert cache.find(second, long=True) == []
 
@@ -143,7 +143,7 @@ def test_caches_of_other_salts_find_nothing() -> None:
     for cache in caches:
         generation = Generation(request("0", prompt), 0.0, list(prompt))
         generation.blocks = pool.allocate(2)
-        cache.know(generation, 4)
+        cache.insert(generation, 4)
         keys.append(generation.block_keys)
     assert keys[0] != keys[1]
 
@@ -153,7 +153,7 @@ def test_a_short_prompt_does_not_share_with_a_long_one_of_the_same_step() -> Non
     cache = PrefixCache(pool, block_size=4, salt="")
     generation = Generation(request("0", tuple(range(12))), 0.0, list(range(12)))
     generation.blocks = pool.allocate(3)
-    cache.know(generation, 12, long=True)
+    cache.insert(generation, 12, long=True)
     assert cache.find(generation, long=True) == generation.blocks[:2]
     assert cache.find(generation, long=False) == []
     cache.begin_step()

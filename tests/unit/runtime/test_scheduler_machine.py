@@ -1,0 +1,220 @@
+"""Any order of arrivals, steps and cancellations: no block leaks, none is freed twice, nobody starves, and
+every row attends to the keys and values of its own sequence.
+
+A cache without a model stands for the real one: a position holds the digest of all tokens up to it, written
+when its row is computed. What a row reads must be the digests of its own sequence, whoever wrote them.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from compress.errors import QueueFull
+from compress.runtime.batching import POLICIES, Batching
+from compress.runtime.block_pool import BlockPool
+from compress.runtime.generation import Generation
+from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.scheduler import Batch, Scheduler
+from compress.runtime.waiting_queue import WaitingQueue
+
+BLOCK = 4
+SHORT = 6
+"""Prompts up to this length run in passes of their own, before the long ones."""
+
+
+class Cells:
+    """What each position of each block holds, and the host memory that blocks are swapped to."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.cells: dict[tuple[int, int], int] = {}
+        self._num_slots = num_slots
+        self._held: dict[Generation, tuple[list[list[int]], int]] = {}
+
+    def write(self, generation: Generation, start: int, end: int) -> None:
+        for position in range(start, end):
+            place = (generation.blocks[position // BLOCK], position % BLOCK)
+            self.cells[place] = hash(tuple(generation.tokens[: position + 1]))
+
+    def check(self, generation: Generation, end: int) -> None:
+        for position in range(end):
+            place = (generation.blocks[position // BLOCK], position % BLOCK)
+            assert self.cells[place] == hash(tuple(generation.tokens[: position + 1]))
+
+    def store(self, generation: Generation) -> bool:
+        used = generation.blocks[: -(-generation.num_computed // BLOCK)]
+        if self.num_used + len(used) > self._num_slots:
+            return False
+        contents = [[self.cells.get((block, idx), 0) for idx in range(BLOCK)] for block in used]
+        self._held[generation] = (contents, generation.num_computed)
+        return True
+
+    def holds(self, generation: Generation) -> bool:
+        return generation in self._held
+
+    def restore(self, generation: Generation) -> int:
+        contents, num_tokens = self._held.pop(generation)
+        for block, content in zip(generation.blocks, contents, strict=False):
+            self.cells.update({(block, idx): cell for idx, cell in enumerate(content)})
+        return num_tokens
+
+    def drop(self, generation: Generation) -> None:
+        self._held.pop(generation, None)
+
+    @property
+    def num_used(self) -> int:
+        return sum(len(contents) for contents, _ in self._held.values())
+
+
+class ClearingPool(BlockPool):
+    """A pool whose blocks hold nothing when they are taken."""
+
+    cells: Cells
+
+    def allocate(self, count: int) -> list[int]:
+        blocks = super().allocate(count)
+        for place in [(block, idx) for block in blocks for idx in range(BLOCK)]:
+            self.cells.cells.pop(place, None)
+        return blocks
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, steps and cancellations over one scheduler with settings of any kind."""
+
+    @initialize(
+        num_blocks=st.integers(8, 16),
+        batch_size=st.integers(2, 5),
+        budget=st.integers(5, 40),
+        shortest_first=st.booleans(),
+        prefixes=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from(["continuous", "continuous", *POLICIES]),
+        num_slots=st.sampled_from([0, 3, 50]),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        batch_size: int,
+        budget: int,
+        shortest_first: bool,
+        prefixes: bool,
+        policy: str,
+        num_slots: int,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.pool = ClearingPool(num_blocks + 1)
+        self.pool.cells = self.cells = Cells(num_slots)
+        self.batching = Batching(batch_size, policy=policy, delay_s=3.0)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            self.pool,
+            WaitingQueue(shortest_first=shortest_first, limit=6),
+            block_size=BLOCK,
+            max_batch_size=batch_size,
+            max_step_tokens=max(budget, batch_size),
+            batching=self.batching,
+            prefixes=PrefixCache(self.pool, block_size=BLOCK, salt="") if prefixes else None,
+            short_prompt_tokens=SHORT,
+            swap=self.cells if num_slots else None,
+        )
+        self.now_s = 0.0
+        self.alive: list[Generation] = []
+        self.num_arrived = 0
+        self.num_done = 0
+
+    @rule(
+        lengths=st.lists(st.integers(1, 18), min_size=1, max_size=4),
+        last=st.sampled_from([(), (), (1,)]),
+        max_tokens=st.integers(1, 6),
+        priority=st.integers(-1, 1),
+    )
+    def arrive(self, lengths: list[int], last: tuple[int, ...], max_tokens: int, priority: int) -> None:
+        """Some requests come, most of which begin alike."""
+        for length in lengths:
+            self._arrive((7,) * length + last, max_tokens, priority)
+
+    def _arrive(self, prompt: tuple[int, ...], max_tokens: int, priority: int) -> None:
+        request = Request(str(self.num_arrived), prompt, SamplingParams(max_tokens), priority=priority)
+        generation = Generation(request, self.now_s, list(prompt))
+        self.num_arrived += 1
+        try:
+            self.scheduler.add(generation)
+        except QueueFull:
+            self.num_arrived -= 1
+            return
+        self.alive.append(generation)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        generation = data.draw(st.sampled_from(self.alive))
+        self._end(generation)
+
+    @rule(most=st.sampled_from([None, 1, 5]))
+    def step(self, most: int | None) -> None:
+        self.now_s += 1.0
+        self._run(self.scheduler.schedule(self.now_s, max_prefill_tokens=most))
+
+    def _run(self, batch: Batch) -> None:
+        for generation in batch.decodes:
+            assert generation.generated  # its prompt chose the first token
+            length = len(generation.tokens)
+            self.cells.write(generation, length - 1, length)
+            self.cells.check(generation, length)
+        short = [each for each in batch.prefills if len(each.generation.request.prompt) <= SHORT]
+        for chunks in (short, [each for each in batch.prefills if each not in short]):
+            spans = [
+                (each.generation, each.generation.num_computed, each.num_tokens, each.is_last)
+                for each in chunks
+            ]
+            for generation, start, count, _ in spans:
+                assert count > 0
+                self.cells.write(generation, start, start + count)
+            for generation, start, count, _ in spans:
+                self.cells.check(generation, start + count)
+            for generation, start, count, _ in spans:
+                generation.num_computed = start + count
+            chosen = [generation for generation, _, _, is_last in spans if is_last]
+            self._append(chosen)
+        self._append(batch.decodes)
+
+    def _append(self, generations: list[Generation] | tuple[Generation, ...]) -> None:
+        for generation in generations:
+            if generation.append([7], self.now_s, frozenset()) is not None:
+                self._end(generation)
+
+    def _end(self, generation: Generation) -> None:
+        self.scheduler.finish(generation)
+        self.alive.remove(generation)
+        self.num_done += 1
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        held = {block for each in self.alive for block in each.blocks}
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_held + self.pool.num_free == self.num_blocks
+        assert 0 not in held
+        assert 0 <= self.scheduler.live_tokens <= self.scheduler.reserved_positions
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+
+    def teardown(self) -> None:
+        """Everybody who waits or runs ends, and nothing is left."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.batching.flush = True
+        for _ in range(3_000):
+            if not self.scheduler.has_work:
+                break
+            self.step(None)
+            self.every_block_is_in_one_place()
+        assert not self.alive
+        assert self.num_done == self.num_arrived
+        assert self.pool.num_free == self.num_blocks
+        assert self.cells.num_used == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=250,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
