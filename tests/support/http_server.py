@@ -40,6 +40,12 @@ class Running:
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=WAIT_S)
 
+    def record_of(self, response: httpx.Response) -> Mapping[str, Any]:
+        """The record of an answered request, which is logged after its answer was sent."""
+        request_id = response.headers["x-request-id"]
+        wait_until(lambda: any(each.get("id") == request_id for each in list(self.records)))
+        return next(each for each in self.records if each.get("id") == request_id)
+
     def samples(self) -> dict[str, float]:
         """The values of all metrics, summed over labels other than `finished_reason`."""
         values: dict[str, float] = {}

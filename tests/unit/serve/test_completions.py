@@ -165,15 +165,16 @@ def test_ignore_eos_goes_on(client: openai.OpenAI) -> None:
 def test_a_prompt_seen_before_comes_from_the_prefix_cache(server: Running, llm: compress.LLM) -> None:
     prompt = list(range(100, 180))
     server.post(prompt=prompt, max_tokens=2, temperature=0)
-    usage = server.post(prompt=prompt, max_tokens=2, temperature=0).json()["usage"]
+    response = server.post(prompt=prompt, max_tokens=2, temperature=0)
+    usage = response.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 64
-    assert server.records[-1]["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert server.record_of(response)["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_every_answer_names_its_request(server: Running) -> None:
     response = server.post(prompt="a", max_tokens=1)
     assert response.headers["x-request-id"] == response.json()["id"]
-    assert server.records[-1]["id"] == response.json()["id"]
+    assert server.record_of(response)["completion_tokens"] == 1
 
 
 def test_the_other_paths_answer(server: Running, client: openai.OpenAI) -> None:

@@ -78,6 +78,7 @@ def test_metrics_add_up_with_what_was_asked(llm: compress.LLM) -> None:
             usages.append(server.post(**{"temperature": 0, "ignore_eos": True, **body}).json()["usage"])
         refused = server.post(prompt="a", max_tokens=-1)
         assert refused.status_code == 400
+        wait_until(lambda: len(server.records) == 5 and server.is_idle())
         values = server.samples()
         assert values["vllm:generation_tokens_total"] == sum(each["completion_tokens"] for each in usages)
         prompts = sum(each["prompt_tokens"] for each in usages)
