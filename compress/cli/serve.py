@@ -75,7 +75,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_queued: Annotated[int, typer.Option("--max-queued", min=1, help="Texts that may wait.")] = 1024,
+    max_queued: Annotated[int, typer.Option("--max-queued", min=1, help="Texts that may wait.")] = 2048,
     max_body_bytes: Annotated[
         int, typer.Option("--max-body-bytes", min=1024, help="Longest request body.")
     ] = 4 << 20,

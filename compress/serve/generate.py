@@ -23,6 +23,7 @@ from compress.serve.refusal import Refusal
 from compress.serve.service import Service, refusal_of
 
 _LOG = logging.getLogger("compress.serve")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -167,6 +168,4 @@ def _log_defect(error: Exception) -> None:
 
 
 def _json(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    return _ENCODER.encode(document).encode("utf-8", "replace")

@@ -28,9 +28,9 @@ class ServerSettings:
 
     model_name: str
     api_keys: tuple[str, ...] = ()
-    max_queued: int = 1024
-    max_calls: int = 1024
-    max_connections: int = 2048
+    max_queued: int = 2048
+    max_calls: int = 4096
+    max_connections: int = 8192
     max_body_bytes: int = 4 << 20
     max_held_bytes: int = 256 << 20
     max_choices: int = 128
