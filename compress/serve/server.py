@@ -23,7 +23,7 @@ from compress.serve.settings import ServerSettings
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep Python's lock from another that wants it. With 64 streams over steps of 2 ms,
-on two cores of a shared AMD host, a step took 3.2 ms (median); with Python's default of 5 ms it took 7.6 ms."""
+on two cores of a shared AMD host, a step took 3.2 ms (median); with Python's default of 5 ms it took 7.6."""
 _END_S = 5
 _BACKLOG = 2048
 _OTHER_FILES = 256
