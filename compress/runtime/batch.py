@@ -1,4 +1,4 @@
-"""What a pass through a model takes and gives besides logits.
+"""The operands of a pass through a model, and its results besides logits.
 
 Shapes: T rows, D hidden, E = several D, B blocks of the longest sequence, R sequences, W rows wanted, V
 vocabulary.

@@ -34,7 +34,7 @@ where a graph reads them) -> the stream [T, D] after the last layer."""
 
 @dataclass(frozen=True)
 class _Key:
-    """What a graph is captured for."""
+    """A graph is captured for one of these."""
 
     num_rows: int
     short: bool

@@ -57,7 +57,8 @@ class FixedLists:
 
     def load(self, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> None:
         """Bring the lists of these chunks to where those of the last ones were."""
-        self.query_lens, self.context_lens = query_lens, context_lens
+        self.query_lens = query_lens
+        self.context_lens = context_lens
         for size, tiles in self._tiles.items():
             self._load_tiles(size, tiles)
         for block_size, places in self._blocks.items():
