@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
@@ -314,9 +315,14 @@ class LayerRunner:
         return attend
 
     def attend_prefill(
-        self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
+        self,
+        block_table_RB: Tensor,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+        lists: FixedLists | None = None,
     ) -> Attend:
-        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
+        those of the chunks, for a CUDA graph (`takes_lists`)."""
 
         def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
             shape = layer.shape
@@ -331,10 +337,18 @@ class LayerRunner:
                 scale=self._arch.score_scale(shape),
                 softcap=self._arch.attn_softcap,
                 sinks_H=layer.sinks,
+                **({} if lists is None else {"lists": lists}),
             )
             return out
 
         return attend
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether prefill attention can be captured in a CUDA graph."""
+        return all(
+            bound.kernel.takes_lists for (op, _), bound in self._head_ops.items() if op == "attention_prefill"
+        )
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged import PADDING_BLOCK
-from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.batch import PrefillBatch
 from compress.runtime.sampler import SampledTokens, sample
 from compress.runtime.scheduler import Generation, PrefillChunk
 
