@@ -11,6 +11,7 @@ is not launched as a programmatic dependent is complete as a whole.
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,25 @@ _SUMS = 128
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The rotation of queries and new keys, for rows as the projection gave them, [T, (H + 2 K) C]: tables
+    [P, C], and for each q and k head a weight of its norm [H + K, C], in the rows' dtype or float32, or
+    None."""
+
+    cos_PC: Tensor
+    sin_PC: Tensor
+    norm_HC: Tensor | None
+    eps: float
+
+    @property
+    def macro(self) -> int:
+        """TURN of lanes.cu."""
+        if self.norm_HC is None:
+            return 1
+        return 3 if self.norm_HC.dtype == torch.float32 else 2
+
+
+@dataclass(frozen=True)
 class Variant:
     """The constants that the kernel is compiled with."""
 
@@ -43,6 +63,7 @@ class Variant:
     cluster: int
     long_table: bool
     long_lens: bool
+    turn: int = 0
 
     @property
     def coded(self) -> bool:
@@ -82,6 +103,7 @@ class Variant:
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,
+            "TURN": self.turn,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
@@ -96,11 +118,13 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "norm")),
+        ("row_stride", ctypes.c_longlong),
         *(
             (name, ctypes.c_int)
             for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")
         ),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
     ]
 
 
@@ -123,7 +147,7 @@ def attention_decode(
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
-    dealt = {
+    dealt: dict[str, Any] = {
         "row_eights": row_eights,
         "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim),
     }
@@ -178,10 +202,13 @@ def attend(
     scale: float,
     row_eights: int,
     cluster: int,
+    turn: Turn | None = None,
 ) -> Tensor:
-    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit."""
+    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit. With
+    `turn`, rows are those of the projection, whose keys and values it also writes to the cache."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
-    (num_rows, num_heads, _) = q_THC.shape
+    num_rows = len(q_THC)
+    num_heads = q_THC[0].numel() // head_dim - (0 if turn is None else 2 * num_kv_heads) if num_rows else 0
     num_requests = num_rows // q_len
     group = num_heads // num_kv_heads
     device = q_THC.device
@@ -191,17 +218,28 @@ def attend(
     assert kv.k.stride() == kv.v.stride()
     assert block_table_RB.stride(1) == 1
     assert context_lens_R.is_contiguous()
-    out_THC = torch.empty_like(q_THC)
+    out_THC = q_THC.new_empty(num_rows, num_heads, head_dim)
     if num_requests == 0:
         return out_THC
     index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
-    variant = Variant(q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types)
+    variant = Variant(
+        q_THC.dtype,
+        kv.format,
+        head_dim,
+        block_size,
+        row_eights,
+        cluster,
+        *index_types,
+        0 if turn is None else turn.macro,
+    )
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
         block_table_RB.stride(0),
         kv.k.stride(0) * kv.k.element_size(),
         kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
+        *((None, None, None) if turn is None else pointers_of(turn)),
+        q_THC.stride(0),
         *(
             block_table_RB.shape[1],
             q_len,
@@ -211,6 +249,7 @@ def attend(
             variant.sent_bytes(q_len * group),
         ),
         scale,
+        0.0 if turn is None else turn.eps,
     )
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
@@ -221,6 +260,13 @@ def attend(
     )
     _function(variant, device)(launch, arguments, device=device)
     return out_THC
+
+
+def pointers_of(turn: Turn) -> tuple[int | None, ...]:
+    """Return the addresses of a rotation's tables and weights."""
+    tensors = (turn.cos_PC, turn.sin_PC, turn.norm_HC)
+    assert all(each is None or each.is_contiguous() for each in tensors)
+    return tuple(None if each is None else each.data_ptr() for each in tensors)
 
 
 @functools.cache
