@@ -253,6 +253,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
 
     const int key_lane = ONE_BLOCK ? 0 : lane % KEYS;  // of a slice's keys the one whose slot this thread looks up
+#if TURN
+    // The launch before may still run when this one begins, and those before it, too: what they may write is read ahead only to have it near.
+    {
+        const int key = own * KEYS + key_lane, entry = load_index(table + min(key / S, args.num_columns - 1));
+        const int lines = (ONE_BLOCK ? KEYS : 1) * ROW_BYTES / 128;
+        if (own * KEYS < load_index(args.lens + request))
+            for (int i = ONE_BLOCK ? lane : 0; i < lines; i += ONE_BLOCK ? 32 : 1) {
+                const long long at = ((long long)entry * S + key % S) * ROW_BYTES + i * 128;
+                prefetch(k_head + at), prefetch(v_head + at);
+            }
+    }
+    await_launches();
+    let_next_start();  // not before the wait: the next launch may be another of this kernel
+#endif
     const int first_entry = load_index(table + min((own * KEYS + key_lane) / S, args.num_columns - 1));  // beside the length, not after it
     const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
@@ -358,9 +372,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     commit();
     if (first < end_slice) load_rows(v_tile, v_head, first, slot, 0, old_len);
     commit();
-#endif
     await_launches();
     let_next_start();  // not before the wait: the next launch may be another of this kernel
+#endif
 #if TURN
     const bool incomplete = false;
     if (first < end_slice) load_slice(k_tile, k_head, first, slot);
