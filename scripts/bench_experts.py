@@ -28,6 +28,7 @@ from torch import Tensor
 
 from compress.kernels.experts import fused, launch, packed, reference, slices
 from compress.kernels.operands.matrices import Matrices
+from compress.kernels.operands.matrix_product import Tile
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -249,7 +250,7 @@ def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool
         bns = (8,) if not plan.sort else (8, 16)
         sizes = [(bm, bn, count, stages) for bm, count, stages in shapes for bn in bns]
     for (bm, bn, *pipeline), bk in itertools.product(sizes, columns):
-        tile = launch.Tile(bm, bn, bk, *pipeline)
+        tile = Tile(bm, bn, bk, *pipeline)
         yield replace(plan, gate_up=tile, down=tile)
 
 
@@ -270,7 +271,7 @@ Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
 
 def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool) -> Iterator[Plan]:
     """Yield how rows are served, and other ways where a sweep is wanted."""
-    prefill = rows > fused.MAX_DECODE_ROWS
+    prefill = rows > launch.MAX_DECODE_ROWS
     if ready.format == "w4" and not prefill:
         served = slices.tiles_of(rows)
         yield "served", slices.decode, {"tiles": served}
@@ -340,7 +341,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                     yield row | {"error": str(error)[:200]}
                     continue
                 same = None
-                if rows <= fused.MAX_DECODE_ROWS:
+                if rows <= launch.MAX_DECODE_ROWS:
                     expected = out if expected is None else expected
                     same = torch.equal(out, expected)
                     same = same and (fewer is None or torch.equal(out[: len(fewer)], fewer))
@@ -367,7 +368,7 @@ def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[d
     ]
     for rows in args.rows:
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
-        fn = warps.route if rows <= slices.MAX_DECODE_ROWS else router_fused.route_many
+        fn = warps.route if rows <= launch.MAX_DECODE_ROWS else router_fused.route_many
         timing = time_launches(
             [partial(fn, x, each, facts) for each in routers], device, replays=args.replays
         )

@@ -14,14 +14,12 @@ from torch import Tensor
 def pack(codes_OI: Tensor, num_bits: int) -> Tensor:
     """Pack int8 codes [O, I] into int32 words [O, ceil(I * b / 32)], along the last axis."""
     per_word = 32 // num_bits
-    unsigned = codes_OI.to(torch.int64) + (1 << (num_bits - 1))
-    missing = -unsigned.shape[-1] % per_word
-    if missing:
-        unsigned = torch.nn.functional.pad(unsigned, (0, missing))
-    lanes = unsigned.view(*unsigned.shape[:-1], -1, per_word)
-    shifts = torch.arange(per_word, device=codes_OI.device, dtype=torch.int64) * num_bits
-    words = (lanes << shifts).sum(dim=-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    zero = 1 << (num_bits - 1)
+    words = codes_OI.new_zeros((*codes_OI.shape[:-1], -(-codes_OI.shape[-1] // per_word)), dtype=torch.int32)
+    for idx in range(per_word):
+        codes = codes_OI[..., idx::per_word]
+        words[..., : codes.shape[-1]] |= (codes.to(torch.int32) + zero) << (idx * num_bits)
+    return words
 
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:

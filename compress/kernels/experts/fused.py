@@ -11,20 +11,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.launch import Plan, Tile, run
+from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, Plan, run
 from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.operands.matrices import Matrices
+from compress.kernels.operands.matrix_product import MIN_NATIVE_COLUMNS, Tile
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-
-MAX_PAIRED_ROWS = 4
-"""Rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the last
-program of an output tile combines (one program reads K numbers of every row)."""
-MAX_DECODE_ROWS = 512
-MIN_NATIVE_COLUMNS = 32
-"""Columns of a step on tensor cores that multiply e4m3."""
 
 
 def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:

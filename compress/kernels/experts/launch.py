@@ -11,23 +11,16 @@ from compress.kernels.experts.grouped import combine, down, gate_up
 from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
 from compress.kernels.operands.matrices import FORMATS, Matrices
-from compress.kernels.operands.matrix_product import e4m3_factors
+from compress.kernels.operands.matrix_product import Tile, e4m3_factors
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import quantize_rows
 
+MAX_PAIRED_ROWS = 4
+"""Decode rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the
+last program of some outputs combines (one program reads K numbers of every row)."""
+MAX_DECODE_ROWS = 512
 SPAN = 1024
 """Outputs of a program that adds the choices of a row."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The outputs, tokens and columns of a program's product, its warps, and the stages of its pipeline."""
-
-    bm: int
-    bn: int
-    bk: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True)

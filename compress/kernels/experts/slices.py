@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.launch import add_choices
+from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, add_choices
 from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
 from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-
-MAX_PAIRED_ROWS = 4
-MAX_DECODE_ROWS = 512
 
 
 def tiles_of(num_rows: int) -> tuple[Tile, Tile]:

@@ -6,7 +6,6 @@ A program owns `bm` outputs of `bn` rows and sums over all of I in an order that
 (`matrix_product.py`). `slices.py` serves decode rows.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,24 +23,10 @@ from compress.kernels.compilers.triton import (
 )
 from compress.kernels.linear.blocks import REPACKS, as_blocks, refusal
 from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat
-from compress.kernels.operands.matrix_product import e4m3_factors, product
+from compress.kernels.operands.matrix_product import MIN_NATIVE_COLUMNS, Tile, e4m3_factors, product
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-
-MIN_NATIVE_COLUMNS = 32
-"""Columns of a step on tensor cores that multiply e4m3."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The outputs, rows and columns of a program's product, its warps, and the stages of its pipeline."""
-
-    bm: int
-    bn: int
-    bk: int
-    num_warps: int
-    num_stages: int
 
 
 def tile_of(matrices: Matrices) -> Tile:

@@ -10,6 +10,8 @@ sum of 128 terms, for prompts; otherwise exactly, widened to float16 by the GPU'
 or in integer arithmetic where it has none ("bits").
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl, triton
@@ -23,6 +25,21 @@ def e4m3_factors(device: torch.device, *, native: bool) -> str:
     if native and sm == 90 and not interpreted():
         return "native"
     return "converted" if sm >= FP8_SM else "bits"
+
+
+MIN_NATIVE_COLUMNS = 32
+"""Columns of a step on tensor cores that multiply e4m3."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The outputs, rows and columns of a program's product, its warps, and the stages of its pipeline."""
+
+    bm: int
+    bn: int
+    bk: int
+    num_warps: int
+    num_stages: int
 
 
 @jit()

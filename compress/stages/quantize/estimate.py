@@ -38,8 +38,6 @@ COLUMNS_PER_LAUNCH = 128
 LOSS_COST = {"cpu": 1.0, "cuda": 1.5}
 """Cost of a product of a weight with its statistic that decides or reports, in products at the assumed rate;
 on a GPU it is three products in bf16 with what surrounds them."""
-PACK_BYTES = 24
-"""Bytes that packing takes for a code while it goes through 64-bit integers."""
 ROUNDING_LIBRARY_BYTES = 20_000_000
 """Bytes that libraries and threads take on a CPU when they first round; nothing loads those of products."""
 EXACT_COST = {"cpu": 1.0, "cuda": 5.0}
@@ -101,8 +99,8 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     time.
 
     A CPU holds what is outside of the layers, which is written while the first layer is rounded, the layer
-    that is read ahead, the layer that is rounded and its codes, and what packs the codes of one linear. A
-    GPU holds the layer that is rounded, and the copies of one linear.
+    that is read ahead, the layer that is rounded and its codes. A GPU holds the layer that is rounded, and
+    the float32 copies of one linear.
     """
     arch = facts.arch
     head = spec.head_scheme
@@ -110,13 +108,10 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     shapes = [[each.linear_shape(name, arch.hidden_size) for name in each.linears] for each in arch.layers]
     sizes = [[rows * columns for rows, columns in of_layer] for of_layer in shapes]
     layer = max(map(sum, sizes))
-    largest = max(map(max, sizes))
-    packs = scheme is not None and any(each.num_bits < 8 for each in scheme.all)
-    copies = PACK_BYTES * largest if packs else 0
     if facts.device == "cpu":
-        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer + copies
+        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer
     else:
-        peak = (2 + 1) * layer + max(copies, 4 * STACK_COPIES * largest)
+        peak = (2 + 1) * layer + 4 * STACK_COPIES * max(map(max, sizes))
     note = "no calibration text and no forward pass: read, round, write"
     head_moved = 0 if head is None else 2 * outer_bytes(arch, None)  # it is read again, and written in codes
     return Estimate(

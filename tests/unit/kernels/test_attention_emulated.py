@@ -16,6 +16,7 @@ from compress.kernels.rope_store.reference import rope_store
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
+from tests.unit.kernels.test_experts import randn
 
 LENS = (5, 150, 33, 16)
 Q_LEN = 3
@@ -26,10 +27,6 @@ CASES = [
     slow("FP8_STATIC", 80, 64, 2, 2, None, torch.float16),
     slow("BF16", 96, 32, 8, 1, 20, torch.bfloat16),
 ]
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
