@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
+from compress.kernels.operands.turn import Turn
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
@@ -30,25 +31,6 @@ rest of the group is idle (`linear/stream_plan.py`)."""
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The rotation of queries and new keys, for rows as the projection gave them, [T, (H + 2 K) C]: tables
-    [P, C], and for each q and k head a weight of its norm [H + K, C], in the rows' dtype or float32, or
-    None."""
-
-    cos_PC: Tensor
-    sin_PC: Tensor
-    norm_HC: Tensor | None
-    eps: float
-
-    @property
-    def macro(self) -> int:
-        """TURN of lanes.cu."""
-        if self.norm_HC is None:
-            return 1
-        return 3 if self.norm_HC.dtype == torch.float32 else 2
 
 
 @dataclass(frozen=True)
@@ -119,7 +101,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "norm")),
-        ("row_stride", ctypes.c_longlong),
+        *((name, ctypes.c_longlong) for name in ("row_stride", "last_position")),
         *(
             (name, ctypes.c_int)
             for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")
@@ -139,19 +121,40 @@ def attention_decode(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
-    without a position gives zeros."""
+    without a position gives zeros. With `turn`, rows are those of the projection, [T, (H + 2 K) C], and the
+    launch writes their keys and values itself."""
     assert softcap is None
     assert sinks_H is None
-    num_kv_heads = kv.k.shape[0]
-    (num_rows, num_heads, head_dim) = q_THC.shape
-    row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
+    (num_kv_heads, _, _, head_dim) = kv.k.shape
+    num_rows = len(q_THC)
+    row_eights = row_eights_of(q_len * num_heads_of(q_THC, kv, turn) // num_kv_heads)
     dealt: dict[str, Any] = {
         "row_eights": row_eights,
         "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim),
     }
-    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
+    return attend(
+        *(q_THC, kv, block_table_RB, context_lens_R),
+        q_len=q_len,
+        window=window,
+        scale=scale,
+        turn=turn,
+        **dealt,
+    )
+
+
+def num_heads_of(rows: Tensor, kv: PagedKV, turn: Turn | None) -> int:
+    """Return the number of query heads of rows that are queries, or with `turn` those of the projection."""
+    (num_kv_heads, _, _, head_dim) = kv.k.shape
+    return rows.shape[1] if turn is None else rows.shape[1] // head_dim - 2 * num_kv_heads
+
+
+def turns(problem: Problem, turn: Turn) -> bool:
+    """Return whether the launch can turn heads itself: a thread has the partners of a rotation, in two tiles
+    of 16 channels."""
+    return problem.n % 32 == 0 and turn.of_heads_alone
 
 
 def row_eights_of(num_rows: int) -> int:
@@ -208,12 +211,12 @@ def attend(
     `turn`, rows are those of the projection, whose keys and values it also writes to the cache."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
     num_rows = len(q_THC)
-    num_heads = q_THC[0].numel() // head_dim - (0 if turn is None else 2 * num_kv_heads) if num_rows else 0
+    num_heads = num_heads_of(q_THC, kv, turn)
     num_requests = num_rows // q_len
     group = num_heads // num_kv_heads
     device = q_THC.device
     assert num_rows == num_requests * q_len
-    assert q_THC.is_contiguous()
+    assert q_THC.is_contiguous() if turn is None else q_THC.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
     assert block_table_RB.stride(1) == 1
@@ -230,7 +233,7 @@ def attend(
         row_eights,
         cluster,
         *index_types,
-        0 if turn is None else turn.macro,
+        turn_macro(turn),
     )
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
     arguments = _Arguments(
@@ -239,7 +242,7 @@ def attend(
         kv.k.stride(0) * kv.k.element_size(),
         kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
         *((None, None, None) if turn is None else pointers_of(turn)),
-        q_THC.stride(0),
+        *(q_THC.stride(0), 0 if turn is None else len(turn.cos_PC) - 1),
         *(
             block_table_RB.shape[1],
             q_len,
@@ -262,9 +265,17 @@ def attend(
     return out_THC
 
 
+def turn_macro(turn: Turn | None) -> int:
+    """Return TURN of lanes.cu."""
+    if turn is None or turn.qk_norm is None:
+        return int(turn is not None)
+    return 3 if turn.qk_norm.dtype == torch.float32 else 2
+
+
 def pointers_of(turn: Turn) -> tuple[int | None, ...]:
     """Return the addresses of a rotation's tables and weights."""
-    tensors = (turn.cos_PC, turn.sin_PC, turn.norm_HC)
+    tensors = (turn.cos_PC, turn.sin_PC, turn.qk_norm)
+    assert turn.of_heads_alone
     assert all(each is None or each.is_contiguous() for each in tensors)
     return tuple(None if each is None else each.data_ptr() for each in tensors)
 
@@ -301,5 +312,6 @@ register(
         priority=20,
         supports=supports,
         fn=attention_decode,
+        turns=turns,
     )
 )

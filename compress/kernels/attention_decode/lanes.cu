@@ -46,7 +46,7 @@ struct Args {
     const u16* cos;  // [P, C], as `sin`
     const u16* sin;
     const void* norm;  // [H + K, C]
-    long long row_stride;  // of q, numbers
+    long long row_stride, last_position;  // of q, numbers; of the tables
     int num_columns, q_len, group, num_kv_heads, window, sent_bytes;  // sent by one warp to one block
     float scale, eps;
 };
@@ -210,7 +210,8 @@ __device__ __forceinline__ u32 weighed(u32 pair, float root, const Args& args, i
 }
 // Two neighbours and their partners, turned by the angles of a position.
 __device__ __forceinline__ void turn(u32& first, u32& second, const Args& args, int position, int channel) {
-    const u16 *cos = args.cos + (long long)position * C + channel, *sin = args.sin + (long long)position * C + channel;
+    const long long at = min((long long)position, args.last_position) * C + channel;  // what lies past it is never kept
+    const u16 *cos = args.cos + at, *sin = args.sin + at;
     const u32 cos_first = *(const u32*)cos, cos_second = *(const u32*)(cos + C / 2), sin_first = *(const u32*)sin, sin_second = *(const u32*)(sin + C / 2);
     const u32 x = first, y = second;
     first = narrow_pair(rounded(low(x) * low(cos_first)) - rounded(low(y) * low(sin_first)),

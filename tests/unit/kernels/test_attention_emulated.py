@@ -12,6 +12,7 @@ from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import FP8
+from compress.kernels.operands.turn import Turn
 from compress.kernels.rope_store.reference import rope_store
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
@@ -126,7 +127,7 @@ def test_queries_and_new_keys_are_turned_as_by_a_launch_of_their_own(
     q = rope_store(qkv, *tables, positions, slots, first, num_heads=num_heads, qk_norm=norm, eps=1e-6)
     expected = reference_decode(q, first, table.long(), lens.long(), q_len=Q_LEN, **facts)
     eights = hopper.row_eights_of(Q_LEN * num_heads // num_kv_heads)
-    turn = hopper.Turn(*tables, norm, 1e-6)
+    turn = Turn(*tables, norm, 1e-6)
 
     def attend(rows: Tensor, q_len: int, ends: Tensor, kv: PagedKV) -> Tensor:
         return hopper.attend(
