@@ -1,6 +1,6 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
-    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
+    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x))), in one launch where a kernel does both
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
@@ -27,6 +27,7 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
+from compress.kernels.operands.turn import Turn
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
 from compress.models.arch import BLOCKS, NORMS, Arch
@@ -37,9 +38,9 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
-Attend = Callable[[LayerWeights, Tensor, PagedKV], Tensor]
-"""Attention of one pass: (layer, q [T, H, C], the layer's pages with all keys and values written) ->
-[T, H, C]."""
+Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor, PagedKV], Tensor]
+"""Attention of one pass: (layer, q, k and v side by side [T, F], positions [T], slots [T], the layer's pages)
+-> [T, H, C]. Keys and values are in the pages afterwards."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
@@ -176,8 +177,7 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, side by side in `qkv_TF`, and the stream
         before it. `ffn_rows` are given where the FFN reads the same input as attention.
         """
-        q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
+        attended_TF = attend(layer, qkv_TF, positions_T, slots_T, kv).reshape(qkv_TF.shape[0], -1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -244,25 +244,34 @@ class LayerRunner:
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
         """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache."""
-        shape = layer.shape
+        turn = self._turn(layer)
+        q_THC: Tensor = self._head_ops["rope_store", _head_key(layer.shape)].kernel.fn(
+            *(qkv_TF, turn.cos_PC, turn.sin_PC, positions_T, slots_T, kv),
+            num_heads=layer.shape.num_heads,
+            qk_norm=turn.qk_norm,
+            eps=turn.eps,
+            whole=turn.whole,
+            centered=turn.centered,
+            growth_P=turn.growth_P,
+            v_norm=turn.v_norm,
+        )
+        return q_THC
+
+    def _turn(self, layer: LayerWeights) -> Turn:
+        """Return how the heads of a layer are normed and turned."""
         norm = layer.qk_norm
-        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
-        tables = self._rope_tables[_rope_key(shape)]
-        q_THC: Tensor = rope_store(
-            qkv_TF,
-            *tables,
-            positions_T,
-            slots_T,
-            kv,
-            num_heads=shape.num_heads,
-            qk_norm=None if norm is None else norm.weight,
-            eps=self._arch.norm_eps,
+        cos_PC, sin_PC = self._rope_tables[_rope_key(layer.shape)]
+        return Turn(
+            cos_PC,
+            sin_PC,
+            None if norm is None else norm.weight,
+            self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
             centered=norm is not None and norm.centered,
             growth_P=self._growth_P,
             v_norm=self._arch.v_norm,
+            keys_are_values=layer.shape.keys_are_values,
         )
-        return q_THC
 
     def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
         """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
@@ -296,11 +305,15 @@ class LayerRunner:
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
 
-        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        def attend(
+            layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
+        ) -> Tensor:
             shape = layer.shape
-            fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
-            out: Tensor = fn(
-                q_THC,
+            bound = self._head_ops["attention_decode", _head_key(shape)]
+            turn = self._turn(layer)
+            fuses = bound.kernel.turns is not None and bound.kernel.turns(bound.problem, turn)
+            out: Tensor = bound.kernel.fn(
+                qkv_TF if fuses else self.queries(layer, qkv_TF, positions_T, slots_T, kv),
                 kv,
                 block_table_RB,
                 context_lens_R,
@@ -309,6 +322,7 @@ class LayerRunner:
                 scale=self._arch.score_scale(shape),
                 softcap=self._arch.attn_softcap,
                 sinks_H=layer.sinks,
+                **({"turn": turn} if fuses else {}),
             )
             return out
 
@@ -324,11 +338,13 @@ class LayerRunner:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
         those of the chunks, for a CUDA graph (`takes_lists`)."""
 
-        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        def attend(
+            layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
+        ) -> Tensor:
             shape = layer.shape
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
             out: Tensor = fn(
-                q_THC,
+                self.queries(layer, qkv_TF, positions_T, slots_T, kv),
                 kv,
                 block_table_RB,
                 query_lens,
