@@ -259,7 +259,8 @@ def multiply(
     size = matrices.out_features if activation is None else matrices.out_features // 2
     tiles = -(-size // (16 * tile.output_tiles))
     if total is not None:
-        grid, warps = (tiles, num_rows), variant.choices
+        grid = (tiles, num_rows)
+        warps = variant.choices
     else:
         units = -(-num_rows // (8 * tile.row_tiles)) if chosen is None else chosen.experts.numel()
         grid = (tiles if tile.split else -(-tiles // ITEMS), units)
