@@ -16,9 +16,9 @@ from compress.models.experts import SCORES, Experts
 from compress.models.moe import SUM_FLOOR
 
 WARPS = 8
-"""Of a block: slices of a row's columns, and rows."""
+"""Slices of a row's columns, and rows, of a block."""
 EXPERTS = 16
-"""Of a block."""
+"""Experts of a block."""
 MAX_DECODE_ROWS = WARPS * COUNTED_ROWS
 MAX_CHOICES = 32
 MAX_GROUPS = 32
