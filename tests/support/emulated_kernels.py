@@ -1,11 +1,16 @@
 """The CUDA kernels of a mixture of experts on a CPU: products in slices (`operands/slices.cu`), the router of
 decode rows (`router/warps.cu`), pairs sorted by expert (`experts/units.cu`)."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from compress.kernels.compilers.nvrtc import Source
 from compress.kernels.experts import units
 from compress.kernels.operands import slices
 from compress.kernels.operands.gpu import Gpu
@@ -69,34 +74,22 @@ static uint4 load_row(const u16* at) {
 UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
 
 
-def use_emulated_router(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
-
-    def function(made: warps.Variant, device: torch.device) -> EmulatedFunction:
-        del device
-        return EmulatedFunction(made.source, ROUTER_IN_CPP, folder)
-
-    monkeypatch.setattr(warps, "_function", function)
-    monkeypatch.setattr(warps, "gpu_of", lambda device: Gpu(80, 108, 0))
+KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
+    slices: (lambda made: made.source, IN_CPP),
+    warps: (lambda made: made.source, ROUTER_IN_CPP),
+    units: (units.source_of, UNITS_IN_CPP),
+}
+"""The source of a compiled variant, and what it has in PTX, by the module that launches it."""
 
 
-def use_emulated_slices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
-
-    def function(made: slices.Variant, device: torch.device) -> EmulatedFunction:
-        del device
-        return EmulatedFunction(made.source, IN_CPP, folder)
-
-    monkeypatch.setattr(slices, "_function", function)
-    monkeypatch.setattr(slices, "gpu_of", lambda device: Gpu(80, 108, 0))
+def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let these kernels run on this CPU; what is compiled for it stays in `folder`."""
+    for module in KERNELS:
+        monkeypatch.setattr(module, "_function", partial(_emulated, module, folder))
+        monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
-def use_emulated_sort(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
-
-    def function(num_experts: int, device: torch.device) -> EmulatedFunction:
-        del device
-        return EmulatedFunction(units.source_of(num_experts), UNITS_IN_CPP, folder)
-
-    monkeypatch.setattr(units, "_function", function)
-    monkeypatch.setattr(units, "gpu_of", lambda device: Gpu(80, 108, 0))
+def _emulated(module: ModuleType, folder: Path, made: Any, device: torch.device) -> EmulatedFunction:
+    del device
+    source_of, replaced = KERNELS[module]
+    return EmulatedFunction(source_of(made), replaced, folder)

@@ -342,8 +342,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     };
     int left = args.per;
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d)
-    {
+    for (int d = 0; d < DEPTH; ++d) {
         if (d < count) load_rows(ring[d], d, d);
         if (STAGED) end_copies();
     }

@@ -22,7 +22,7 @@ from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
-from tests.support.emulated_kernels import use_emulated_router, use_emulated_slices, use_emulated_sort
+from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
 
@@ -153,8 +153,7 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _emulated_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        for use_emulated in (use_emulated_slices, use_emulated_router, use_emulated_sort):
-            use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
+        use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> None:

@@ -13,7 +13,7 @@ from compress.kernels.linear.blocks import as_blocks
 from compress.kernels.linear.slices import tile_of
 from compress.kernels.operands.slices import SLICES, Tile, Variant, steps_of, variant_of
 from tests.support.cuda_emulator import needs_compiler
-from tests.support.emulated_kernels import use_emulated_slices
+from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
 from tests.unit.kernels.test_experts import randn, same_bits, weight
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
@@ -73,7 +73,7 @@ TILES = (
 @pytest.fixture
 def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernel run on this CPU, where fresh memory is NaN."""
-    use_emulated_slices(monkeypatch, tmp_path_factory.getbasetemp())
+    use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -8,7 +8,7 @@ import torch
 from compress.kernels.compilers import nvrtc
 from compress.kernels.experts.units import sort_pairs, source_of
 from tests.support.cuda_emulator import needs_compiler
-from tests.support.emulated_kernels import use_emulated_sort
+from tests.support.emulated_kernels import use_emulated
 
 
 @needs_compiler
@@ -24,7 +24,7 @@ def test_units(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_emulated_sort(monkeypatch, tmp_path_factory.getbasetemp())
+    use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
     generator = torch.Generator().manual_seed(num_rows)
     popularity = torch.rand(num_rows, num_experts, generator=generator)
     popularity[:, num_experts // 2] = -1 if num_experts > top_k else 0  # nobody chooses it
