@@ -156,16 +156,6 @@ __device__ __forceinline__ void add(State& b, const State& a) {  // b = a + b, a
         }
 }
 
-// What adding a state without keys changes: zeros lose their sign.
-__device__ __forceinline__ void add_nothing(State& a) {
-#pragma unroll
-    for (int i = 0; i < C_TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) a.o[i][n][j] += 0.0f;
-}
-
 // Where a warp is: the n-th of its lanes, and a slice of it. Lanes come in the order in which the tree adds them.
 struct Place {
     int n, slice;
@@ -300,12 +290,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
 
     State state, waiting[OWN_BITS + 1];
-    u32 waits = 0;  // a bit for each state that waits and has keys
-    bool all = incomplete, has_keys = false;
+    bool all = incomplete;
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
-        has_keys = next.n == n && next.slice < end_slice;
-        if (has_keys) clear(state);
+        clear(state);
 #pragma unroll 1
         while (next.n == n && next.slice < end_slice) {
             const int slice = next.slice;
@@ -415,35 +403,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             if (more) load_rows(v_tile, v_head, next.slice, slot, 0, 0x7FFFFFFF);
             commit();
         }
-        if (has_keys) {
 #pragma unroll
-            for (int m = 0; m < NT; ++m)
+        for (int m = 0; m < NT; ++m)
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
+            for (int r = 0; r < 2; ++r)
 #pragma unroll
-                    for (int step = 4; step < 32; step *= 2) state.l[m][r] += __shfl_xor_sync(0xFFFFFFFFu, state.l[m][r], step);
-        }
+                for (int step = 4; step < 32; step *= 2) state.l[m][r] += __shfl_xor_sync(0xFFFFFFFFu, state.l[m][r], step);
         // Lanes meet as a counter carries: a subtree waits for its neighbour, or is added to the one that waits.
         bool closes = true;
 #pragma unroll
         for (int level = 0; level < OWN_BITS; ++level) {
-            const bool last = n >> level & 1, other = waits >> level & 1;
-            if (closes && last) {
-                if (has_keys && other) add(state, waiting[level]);
-                else if (has_keys) add_nothing(state);
-                else if (other) {
-                    state = waiting[level];
-                    add_nothing(state);
-                }
-                has_keys = has_keys || other, waits &= ~(1u << level);
-            } else if (closes && has_keys) {
-                waiting[level] = state;
-                waits |= 1u << level;
-            }
+            const bool last = n >> level & 1;
+            if (closes && last) add(state, waiting[level]);
+            else if (closes) waiting[level] = state;
             closes = closes && last;
         }
     }
-    if (!has_keys) clear(state);
     wait_pending<0>();
 
     // Sums of the warp's lanes go to the blocks that have their elements.

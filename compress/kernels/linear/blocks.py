@@ -107,7 +107,7 @@ def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, de
     group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
     if group_size is not None and problem.k % group_size:
         return f"K = {problem.k} is no multiple of the group size {group_size}"
-    tile = 2 * TILE if activation and decode else TILE  # gates and ups of a tile of their own
+    tile = 2 * TILE if activation and decode else TILE  # a tile of gates, and one of ups
     if given == "w4" and problem.n % tile:
         return f"N = {problem.n} is no multiple of {tile}"
     return None
