@@ -34,7 +34,11 @@ static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+// Shared memory of a launch, by the names that kernels give it. An address is an offset that fits 32 bits, of static shared memory, too.
 alignas(128) float shared_sums[1 << 18];
+alignas(128) char shared_memory[1 << 20];
+static size_t __cvta_generic_to_shared(const void* at) { return (const char*)at - shared_memory; }
+static char* shared_at(unsigned address) { return shared_memory + (int)address; }
 
 enum Waits { NO, WARP_WAITS, BLOCK_WAITS, DONE };
 struct Thread {
@@ -65,6 +69,13 @@ static unsigned __float_as_uint(float v) {
     unsigned bits;
     memcpy(&bits, &v, 4);
     return bits;
+}
+static float __int_as_float(int bits) { return __uint_as_float(bits); }
+static unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned v = 0;
+    for (int i = 0; i < 4; ++i) v |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return v;
 }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }

@@ -32,6 +32,7 @@ extern "C" void launch(const Args* arguments, unsigned blocks_x, unsigned blocks
         for (unsigned x = 0; x < blocks_x; ++x) {
             blockIdx = {x, y};
             for (float& each : shared_sums) each = NAN;
+            memset(shared_memory, 255, sizeof shared_memory);
             run_block(one_thread);
         }
 }

@@ -1,5 +1,6 @@
-"""The CUDA kernels of a mixture of experts on a CPU: products in slices (`operands/slices.cu`), the router of
-decode rows (`router/warps.cu`), pairs sorted by expert (`experts/units.cu`)."""
+"""CUDA kernels on a CPU: products in slices (`operands/slices.cu`), the router of decode rows
+(`router/warps.cu`), pairs sorted by expert (`experts/units.cu`), and decode attention by one block for each
+request and KV head (`attention_decode/lanes.cu`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source
 from compress.kernels.experts import units
 from compress.kernels.operands import slices
@@ -71,6 +73,67 @@ static uint4 load_row(const u16* at) {
 """What warps.cu has in PTX."""
 
 
+LANES_IN_CPP = {
+    "load_fresh": "static u32 load_fresh(const void* at) { return *(const u32*)at; }\n",
+    "load_word": """
+static u32 load_word(u32 at) {
+    u32 v;
+    memcpy(&v, shared_at(at), 4);
+    return v;
+}
+""",
+    "copy": """
+static void copy(u32 to, const char* from, bool real) {
+    memset(shared_at(to), 0, 16);
+    if (real) memcpy(shared_at(to), from, 16);
+}
+""",
+    "commit": "static void commit() {}\n",
+    "wait_pending": "template <int> static void wait_pending() { __syncwarp(); }\n",
+    "load_blocks": """
+static void load_blocks(u32 (&a)[4], u32 at) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 4; ++i) a[i] = load_word(__shfl_sync(0, at, 8 * i + g) + 4 * t);
+}
+""",
+    "load_transposed": """
+template <int N> static void load_transposed(u32 (&a)[N], u32 at) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < N; ++i) {
+        a[i] = 0;
+        for (int h = 0; h < 2; ++h) {
+            const u32 row = __shfl_sync(0, at, 8 * i + 2 * t + h);
+            a[i] |= (u32)*(const u16*)shared_at(row + 2 * g) << 16 * h;
+        }
+    }
+}
+""",
+    "transposed": """
+static u32 transposed(u32 v) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    u32 w = 0;
+    for (int h = 0; h < 2; ++h) {
+        const u32 pair = __shfl_sync(0, v, (2 * t + h) * 4 + g / 2);
+        w |= (pair >> 16 * (g % 2) & 0xFFFF) << 16 * h;
+    }
+    return w;
+}
+""",
+    "mma": """
+static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma<F16>(d, a, b0, b1, true); }
+""",
+    "await_launches": "static void await_launches() {}\n",
+    "let_next_start": "static void let_next_start() {}\n",
+    "exp2_of": "static float exp2_of(float v) { return exp2f(v); }\n",
+    "narrow_pair": """
+static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
+""",
+    "send": "static void send(u32 to, int, u32, float v) { memcpy(shared_at(to), &v, 4); }\n",
+    "load_four": "static void load_four(float (&v)[4], u32 at) { memcpy(v, shared_at(at), 16); }\n",
+}
+"""What lanes.cu has in PTX, for clusters of one block."""
+
+
 UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
 
 
@@ -78,6 +141,7 @@ KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
     slices: (lambda made: made.source, IN_CPP),
     warps: (lambda made: made.source, ROUTER_IN_CPP),
     units: (units.source_of, UNITS_IN_CPP),
+    hopper: (lambda made: made.source, LANES_IN_CPP),
 }
 """The source of a compiled variant, and what it has in PTX, by the module that launches it."""
 
@@ -86,7 +150,8 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let these kernels run on this CPU; what is compiled for it stays in `folder`."""
     for module in KERNELS:
         monkeypatch.setattr(module, "_function", partial(_emulated, module, folder))
-        monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
+        if hasattr(module, "gpu_of"):
+            monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
 def _emulated(module: ModuleType, folder: Path, made: Any, device: torch.device) -> EmulatedFunction:

@@ -64,11 +64,28 @@ __device__ __forceinline__ u32 load_word(u32 at) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
+// To shared memory: 16 bytes, or zeros.
+__device__ __forceinline__ void copy(u32 to, const char* from, bool real) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
     __syncwarp();
 }
+// Blocks of 8 x 8 numbers of 16 bits from shared memory, a row's address from a thread: thread 4 g + t has columns 2 t and 2 t + 1 of row g, or,
+// transposed, rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ void load_blocks(u32 (&a)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&a)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void await_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -212,21 +229,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         if (key >= context_len) return 0;
         return (slice == own ? first_entry : load_index(table + key / S)) * S + key % S;
     };
-    auto copy = [&](u32 to, const char* from, int bytes) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-    };
     auto load_rows = [&](u32 to, const char* head, int slice, int slot, int from_key, int to_key) {
         if (ONE_BLOCK && 32 % CHUNKS == 0 && slice * KEYS >= from_key && (slice + 1) * KEYS <= min(to_key, context_len)) {
             const char* from = head + (long long)slot * ROW_BYTES + lane * 16;  // all rows, one after the other
             to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
 #pragma unroll
-            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) copy(to + i * (32 / CHUNKS) * PITCH, from + i * 512, 16);
+            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) copy(to + i * (32 / CHUNKS) * PITCH, from + i * 512, true);
         } else {
 #pragma unroll 1
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int chunk = i * 32 + lane, row = chunk / CHUNKS, byte = (chunk - row * CHUNKS) * 16, key = slice * KEYS + row;
                 const int at = ONE_BLOCK ? slot + row : __shfl_sync(0xFFFFFFFFu, slot, row);
-                if (key >= from_key && key < to_key) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < context_len ? 16 : 0);
+                if (key >= from_key && key < to_key) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < context_len);
             }
         }
     };
@@ -249,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     commit();
     if (first < end_slice) load_rows(v_tile, v_head, first, slot, 0, old_len);
     commit();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");  // not before the wait: the next launch may be another of this kernel
+    await_launches();
+    let_next_start();  // not before the wait: the next launch may be another of this kernel
     const bool incomplete = first < end_slice && (first + 1) * KEYS > old_len;
     if (incomplete) {
         load_rows(k_tile, k_head, first, slot, old_len, 0x7FFFFFFF);
@@ -311,9 +325,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int j = 0; j < KEY_TILES; ++j) {
                     u32 a[4];
 #if FORMAT == 0
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                                 : "r"(k_tile + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16) : "memory");
+                    load_blocks(a, k_tile + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
 #else
                     const u32 at = k_tile + (16 * j + g) * PITCH + 16 * i + 4 * t;
                     const u32 above = load_word(at), below = load_word(at + 8 * PITCH);
@@ -387,14 +399,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int j = 0; j < KEY_TILES; ++j) {
                     u32 a[4];
 #if FORMAT == 0
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                                 : "r"(v_tile + (16 * j + (lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16) : "memory");
+                    load_transposed(a, v_tile + (16 * j + (lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
 #else
-                    u32 above, below;  // pairs of channels, of the first eight keys and of the others
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                                 : "=r"(above), "=r"(below) : "r"(v_tile + (16 * j + (lane & 15)) * PITCH + 16 * i) : "memory");
-                    a[0] = decode_even(above), a[1] = decode_odd(above), a[2] = decode_even(below), a[3] = decode_odd(below);
+                    u32 pairs[2];  // of channels, of the first eight keys and of the others
+                    load_transposed(pairs, v_tile + (16 * j + (lane & 15)) * PITCH + 16 * i);
+                    a[0] = decode_even(pairs[0]), a[1] = decode_odd(pairs[0]), a[2] = decode_even(pairs[1]), a[3] = decode_odd(pairs[1]);
 #endif
 #pragma unroll
                     for (int m = 0; m < NT; ++m) mma(state.o[i][m], a, p[j][m][0], p[j][m][1]);
