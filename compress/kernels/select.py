@@ -82,8 +82,8 @@ class Kernel:
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
     the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
     experts have `repack_experts` in place of `repack`. Prefill attention that `takes_lists` can be captured
-    in a CUDA graph for chunks of other lengths. Decode attention that `turns` heads in a way takes the rows of
-    the projection as they are.
+    in a CUDA graph for chunks of other lengths. Decode attention that `turns` heads in a way takes the rows
+    of the projection as they are.
     """
 
     op: Op
