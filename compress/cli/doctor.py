@@ -5,27 +5,27 @@ Imports only torch and the kernels (with triton, where it is), and what reads a 
 is metadata.
 """
 
-import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.cli.finding import Finding
 from compress.cli.output import JsonFlag, emit, size_text, table
+from compress.cli.packages import replaced_packages, requirements, triton, vision_and_audio
 from compress.errors import EnvironmentUnfit
 from compress.plugins import installed_version
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
 
-Status = Literal["ok", "note", "unfit"]
 _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
     "avx2": "256-bit vectors",
     "avx512f": "512-bit vectors",
@@ -34,20 +34,8 @@ _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
     "amx_bf16": "bf16 matrix tiles",
     "amx_int8": "INT8 matrix tiles",
 }
-_VERSIONS_SHOWN = ("transformers", "compressed-tensors", "safetensors")
-_REPLACED = ("auto-gptq", "autoawq")
 _SHAPES_OF = "llama-3.1-8b"
 _LOW_DISK_BYTES = 20 << 30  # an 8B checkpoint in bf16 is 16 GB
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. `unfit` means that the work cannot be done here until it is changed."""
-
-    name: str
-    status: Status
-    value: str
-    advice: str = ""
 
 
 def doctor(
@@ -91,83 +79,6 @@ def examine(workspace: Path) -> Iterator[Finding]:
     yield from vision_and_audio(installed_version)
     yield from replaced_packages(installed_version)
     yield disk(workspace)
-
-
-def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Yield the installed packages that miss a declared requirement, or one line when all are right, and the
-    versions people ask for.
-    """
-    try:
-        declared = importlib.metadata.requires("compress") or []
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "requirements",
-            "note",
-            "unknown",
-            "compress runs from a source tree; `pip install -e .` lets doctor check its needs.",
-        )
-        declared = []
-    wrong = []
-    for line in (line for line in declared if "extra ==" not in line):
-        package, wanted = parse_requirement(line)
-        found = version_of(package)
-        if found is None or not satisfies(found, wanted):
-            wrong.append(
-                Finding(
-                    package,
-                    "unfit",
-                    found or "missing",
-                    f"needs {wanted or 'any version'}: pip install '{package}{wanted}'",
-                )
-            )
-    if declared and not wrong:
-        yield Finding("requirements", "ok", "all present in the versions needed")
-    shown = {finding.name for finding in wrong}
-    yield from wrong
-    for package in _VERSIONS_SHOWN:
-        if package not in shown:
-            found = version_of(package)
-            yield Finding(
-                package,
-                "ok" if found else "unfit",
-                found or "missing",
-                "" if found else f"pip install {package}",
-            )
-
-
-def parse_requirement(line: str) -> tuple[str, str]:
-    """Return `name>=1,<2; marker` as (name, `>=1,<2`)."""
-    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", line)
-    assert match, line
-    return match[1], match[2].replace(" ", "")
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    """Return whether a version fulfils comparisons such as `>=2.9,<2.14`, by its release numbers alone
-    (`2.13.0+cpu` counts as 2.13.0).
-    """
-    compare: Mapping[str, Callable[[int], bool]] = {
-        ">=": lambda sign: sign >= 0,
-        "<=": lambda sign: sign <= 0,
-        ">": lambda sign: sign > 0,
-        "<": lambda sign: sign < 0,
-        "==": lambda sign: sign == 0,
-        "!=": lambda sign: sign != 0,
-    }
-    for operator, bound in re.findall(r"(>=|<=|==|!=|>|<)([0-9.]+)", wanted):
-        found = _release(version)
-        limit = _release(bound)
-        width = max(len(found), len(limit))
-        left = found + (0,) * (width - len(found))
-        right = limit + (0,) * (width - len(limit))
-        if not compare[operator]((left > right) - (left < right)):
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"(?:\d+!)?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
 def accelerator() -> Iterator[Finding]:
@@ -309,18 +220,6 @@ def driver_version() -> str | None:
     return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
 
 
-def triton(version_of: Callable[[str], str | None]) -> Finding:
-    version = version_of("triton")
-    if version:
-        return Finding("triton", "ok", version)
-    return Finding(
-        "triton",
-        "note",
-        "missing",
-        "CUDA builds of torch bring it; without a GPU it is not needed (the torch reference kernels run).",
-    )
-
-
 def cpu(cpuinfo: str) -> Finding:
     """Return the finding about the instruction sets that decide the speed of the CPU path."""
     match = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
@@ -352,43 +251,6 @@ def arithmetic() -> Finding:
     except ImportError:  # torch is missing, which has a finding of its own
         kind = "unknown without torch"
     return Finding("arithmetic", "ok", f"{kind}: digests are the same on machines of this kind")
-
-
-def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of
-    transformers.
-
-    Judged by metadata alone: importing the wrong build is the very failure looked for.
-    """
-    torch_build = build_of(version_of("torch"))
-    for package in ("torchvision", "torchaudio"):
-        version = version_of(package)
-        if version is None:
-            continue
-        if build_of(version) == torch_build:
-            yield Finding(
-                package, "note", version, "Not needed here, and easily outdated when torch changes."
-            )
-        else:
-            reason = (
-                f"Built for {build_of(version)} while torch is built for {torch_build}: with it "
-                "transformers fails to import."
-            )
-            yield Finding(package, "unfit", version, f"{reason} Remove it: pip uninstall {package}")
-
-
-def build_of(version: str | None) -> str:
-    """Return the local part of a version: `2.13.0+cpu` is `cpu`; without one, the index's default build."""
-    return (version or "").partition("+")[2] or "the default build"
-
-
-def replaced_packages(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Two archived packages that people look for, and why they are not here."""
-    for package in _REPLACED:
-        version = version_of(package)
-        reason = "Archived, and cannot be imported with transformers 5; nothing here needs it."
-        advice = f"{reason} Remove it: pip uninstall {package}" if version else reason
-        yield Finding(package, "note" if version else "ok", version or "absent, as it should be", advice)
 
 
 def disk(workspace: Path) -> Finding:

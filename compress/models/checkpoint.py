@@ -2,12 +2,12 @@
 
 `Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter
 present with its shape, else an error names the tensor: a checkpoint is understood wholly or refused.
-Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`;
-`checkpoint_writer.py` is the way back.
+Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`
+(`quantization_config.py`); `checkpoint_writer.py` is the way back.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,18 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
+from compress.models.quantization_config import codec_of, linears_of, schemes_of
 from compress.models.stored_tensors import members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, parameter_names
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.scheme import QuantizedWeight, Scheme
-from compress.untrusted.fields import Fields
 from compress.untrusted.files import check_within
 from compress.untrusted.parse import Malformed, read_json
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
-MXFP4 = "mxfp4"
-"""The `quant_method` of gpt-oss, whose experts are read as dense weights."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Ar
         UnsupportedFormat: a `quant_method` without a codec, or a scheme that its codec does not read.
     """
     arch = family_of(config).read_config(config)
-    _schemes_of(config, _codec_of(config, codecs), _linears_on_disk(arch))
+    schemes_of(config, codec_of(config, codecs), arch)
     return arch
 
 
@@ -94,12 +92,12 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
-        self._codec = _codec_of(config, codecs or {})
+        self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
         self.family = self.family.as_stored(self._arch, set(self._files.names()))
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
-        self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
+        self._schemes, stated = schemes_of(config, self._codec, self._arch)
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
@@ -118,7 +116,7 @@ class Checkpoint:
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint."""
-        linears = [each for each in _linears(self._arch) if each[0] != "head" or not self._arch.tied_head]
+        linears = [each for each in linears_of(self._arch) if each[0] != "head" or not self._arch.tied_head]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -321,61 +319,6 @@ class Checkpoint:
                     f"{self.path}: tensor '{stored}' is {list(self._files.shape(stored))}, its config says "
                     f"{list(wanted)}."
                 )
-
-
-def _linears(arch: Arch) -> Iterator[tuple[str, str]]:
-    """Yield the canonical name and the name on disk of every linear of a model, the head last."""
-    to_disk = family_of({"model_type": arch.family}).to_disk
-    for idx, layer in enumerate(arch.layers):
-        for linear in layer.linears:
-            yield f"layers.{idx}.{linear}", to_disk(f"layers.{idx}.{linear}")
-    yield "head", to_disk("head")
-
-
-def _linears_on_disk(arch: Arch) -> list[str]:
-    return list(dict.fromkeys(disk for _, disk in _linears(arch)))
-
-
-def _codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:
-    """Return the codec of the `quant_method` that a config names, None where it names no quantization."""
-    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
-    if not quantization:
-        return None
-    method = str(quantization.get("quant_method"))
-    if method == MXFP4:
-        return None  # a layout of experts whose weights bfloat16 holds exactly
-    if method not in codecs:
-        known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
-        raise UnsupportedFormat(
-            f"the checkpoint is quantized with quant_method '{method:.80}'; formats that are read: {known}."
-        )
-    return codecs[method]
-
-
-def _schemes_of(
-    config: Mapping[str, Any], codec: ForeignCodec | None, linears: list[str]
-) -> tuple[dict[str, Scheme], str | None]:
-    """Return the schemes of a config's linears, and the format of the KV cache if the config names one."""
-    if codec is None:
-        return {}, None
-    from_memory = family_of(config).from_memory
-    quantization = _renamed(config["quantization_config"], from_memory)
-    return codec.schemes(quantization, linears), codec.kv_format(quantization)
-
-
-_LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers")
-
-
-def _renamed(stated: Any, rename: Callable[[str], str]) -> Any:
-    """Return a `quantization_config` with the modules that it lists under other names."""
-    if not isinstance(stated, Mapping):
-        return stated
-    return {
-        key: [rename(each) if isinstance(each, str) else each for each in value]
-        if key in _LISTS_OF_MODULES and isinstance(value, list)
-        else _renamed(value, rename)
-        for key, value in stated.items()
-    }
 
 
 def _names_of(

@@ -1,12 +1,12 @@
 """Families of models as tables: how one Hugging Face architecture spells the canonical decoder in
 `config.json` and in tensor names.
 
-`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. A field
-that may change the function and that no table reads is an error and not a guess; `config_facts.py` decides
-which fields change nothing. Families are data, one file each in `archs/`, found by `FAMILIES`.
+`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules
+(`tensor_names.py`). A field that may change the function and that no table reads is an error and not a guess
+(`config_fields.py`); `config_facts.py` decides which fields change nothing. Families are data, one file each
+in `archs/`, found by `FAMILIES`.
 """
 
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,9 +19,8 @@ from compress.models.config_facts import (
     IDLE_FIELDS,
     SHAPE_FIELDS,
     TRAINING_OF_ROUTERS,
-    facts_of,
-    is_same,
 )
+from compress.models.config_fields import TableFields, field_name, listed
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FULL,
@@ -33,9 +32,9 @@ from compress.models.layer_types import (
 )
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.rope_config import read_rope
+from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
-from compress.untrusted.fields import Fields, shown
-from compress.untrusted.text import one_line
+from compress.untrusted.fields import Fields
 
 MAX_NAMED = 12
 """Most fields that one sentence names."""
@@ -55,8 +54,6 @@ LAYER_MODULES = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_EXPERT = re.compile(r"moe\.experts\.(\d+)\.")
-_CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 # Norms of the outputs of the two halves of a layer, as most families with four norms spell them.
 SANDWICH_NORMS = {
@@ -149,7 +146,7 @@ class Family:
             UnsupportedArch: a field is missing, unknown, or has a value that the decoder does not support;
                 the message names it.
         """
-        self._refuse_unknown(raw)
+        self._table_fields.check(raw)
         config = Fields(self.completed(raw), self._where, UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
@@ -248,11 +245,11 @@ class Family:
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in the class of `transformers`: what configs call it."""
-        return _other_prefix(module, self.in_memory)
+        return with_other_prefix(module, self.in_memory)
 
     def from_memory(self, module: str) -> str:
         """Return the name on disk of a module or tensor; of one that has it, the same."""
-        return _other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
+        return with_other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
 
     def is_untouched(self, name: str) -> bool:
         """Return whether a tensor on disk is of a part that is none of the language model's."""
@@ -303,43 +300,20 @@ class Family:
 
     def to_disk(self, module: str) -> str:
         """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
-        if match := _CANONICAL_LAYER.fullmatch(module):
-            pattern, expert = _without_expert(match[2])
-            disk = self._modules[pattern]
-            return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
-        return self.outer_modules[module]
+        return self._names.module(module)
 
     def tensor(self, parameter: str) -> str:
         """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
-        match = _CANONICAL_LAYER.fullmatch(parameter)
-        if match is not None and match[2] in self._modules:
-            return self.to_disk(parameter)
-        module, _, leaf = parameter.rpartition(".")
-        suffix = f".{leaf}"
-        if match is not None and _without_expert(match[2])[1]:
-            suffix = self.expert_layouts[0].suffixes[leaf]
-        return self.to_disk(module) + suffix
+        return self._names.tensor(parameter)
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;
         `num_experts` is that of its layer."""
-        match = _CANONICAL_LAYER.fullmatch(module)
-        if match is None:
-            return (module,)
-        pattern, expert = _without_expert(match[2])
-        disk = self._modules[pattern]
-        names = [name for name, each in self._modules.items() if each == disk]
-        if expert and "*" in disk:
-            names = [name.replace("*", expert) for name in names]
-        elif expert:
-            names = [name.replace("*", str(idx)) for idx in range(num_experts) for name in names]
-        return tuple(f"layers.{match[1]}.{name}" for name in names)
+        return self._names.stacked_modules(module, num_experts)
 
     def holds_all_experts(self, module: str) -> bool:
         """Return whether a canonical module is one of an expert and its tensor holds those of all."""
-        match = _CANONICAL_LAYER.fullmatch(module)
-        pattern, expert = _without_expert(match[2]) if match else ("", "")
-        return bool(expert) and "*" not in self._modules[pattern]
+        return self._names.holds_all_experts(module)
 
     def as_stored(self, arch: Arch, names: Container[str]) -> "Family":
         """Return the family with the layout of experts in which tensors of these names are stored; without
@@ -359,51 +333,27 @@ class Family:
         return replace(self, expert_layouts=(layout,))
 
     @cached_property
-    def _modules(self) -> Mapping[str, str]:
-        """Canonical module of a layer -> module on disk, those of experts with `*` for their index."""
-        return {**self.layer_modules, **(self.expert_layouts[0].modules if self.expert_layouts else {})}
+    def _names(self) -> TensorNames:
+        layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
+        modules = {**self.layer_modules, **layout.modules}
+        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes)
 
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody
         reads them; notes on training and token ids are not among them."""
-        facts = facts_of(self.model_type)
-        return sorted(name for name, value in self._others(config) if facts.is_inert(name, value))
-
-    def _refuse_unknown(self, config: Mapping[str, Any]) -> None:
-        facts = facts_of(self.model_type)
-        refused = {name: value for name, value in self._others(config) if not facts.is_inert(name, value)}
-        if refused:
-            stated = [f"{_name(name)} = {shown(refused[name])}" for name in sorted(refused)]
-            raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has {_some(stated, 3)}, which may change what "
-                "the model computes and which the decoder does not honour. Remove it if it is a note of "
-                "another tool; otherwise this model is not supported yet."
-            )
-        for name, value in self._fixed().items():
-            if config.get(name) is not None and not is_same(config[name], value):
-                raise UnsupportedArch(
-                    f"config.json says {name} = {shown(config[name])}; the decoder computes {value!r} only."
-                )
-
-    def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Return the fields, other than `null`, that the table does not read."""
-        read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
-        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
-        read = (read - self.spelled.keys()) | set(self.spelled.values())
-        return [(name, value) for name, value in config.items() if name not in read and value is not None]
+        return self._table_fields.inert_others(config)
 
     def _aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a config states by another name."""
         return {name: config[other] for name, other in self.aliases.items() if other in config}
 
-    def _fixed(self) -> Mapping[str, Any]:
-        return {**HONOURED_FIELDS, **self.fixed_fields}
-
-
-def _without_expert(module: str) -> tuple[str, str]:
-    """Return a module with `*` for the index of its expert, and that index, empty if it is of none."""
-    match = _EXPERT.match(module)
-    return (module, "") if match is None else (f"moe.experts.*.{module[match.end() :]}", match[1])
+    @property
+    def _table_fields(self) -> TableFields:
+        fixed = {**HONOURED_FIELDS, **self.fixed_fields}
+        read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | fixed.keys()
+        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
+        read = (read - self.spelled.keys()) | set(self.spelled.values())
+        return TableFields(self.model_type, read, fixed)
 
 
 def unread_note(arch: Arch) -> str | None:
@@ -414,7 +364,7 @@ def unread_note(arch: Arch) -> str | None:
         return None
     return (
         f"config.json has fields that change nothing in a {arch.family} model and are not read: "
-        f"{_some([_name(name) for name in names], MAX_NAMED)}."
+        f"{listed([field_name(name) for name in names], MAX_NAMED)}."
     )
 
 
@@ -462,23 +412,5 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _other_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return a name with the first of the prefixes that it has replaced."""
-    for old, new in prefixes.items():
-        if name.startswith(old) or name == old.rstrip("."):
-            return new.rstrip(".") + name[len(old.rstrip(".")) :]
-    return name
-
-
 def _flag(rule: bool | str, config: Fields) -> bool:
     return rule if isinstance(rule, bool) else config.flag(rule, default=False)
-
-
-def _name(name: str) -> str:
-    """Return a field's name as a sentence shows it: on one line, of at most 80 characters."""
-    return one_line(f"{name:.80}")
-
-
-def _some(texts: list[str], most: int) -> str:
-    left_out = len(texts) - most
-    return ", ".join(texts[:most]) + (f" and {left_out} more" if left_out > 0 else "")

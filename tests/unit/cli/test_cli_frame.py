@@ -18,7 +18,6 @@ import compress.stages
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.cli import app as app_module
-from compress.cli import doctor
 from compress.cli.app import main
 from compress.cli.init import PRESETS
 from compress.cli.output import duration_text, progress, size_text, table
@@ -307,78 +306,6 @@ def test_a_directory_that_is_no_artifact_is_a_usage_error(
 ) -> None:
     assert main([command, str(tmp_path)]) == 2
     assert "compress.json" in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------------------------
-# doctor
-
-
-def test_doctor_reports_and_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor", "--workspace", str(tmp_path / "not" / "yet"), "--json"])
-    document = stdout_json(capsys)
-    assert (
-        document["fit"]
-        == (code == 0)
-        == all(finding["status"] != "unfit" for finding in document["findings"])
-    )
-    names = {finding["name"] for finding in document["findings"]}
-    assert {"python", "torch", "transformers", "cpu", "disk", "auto-gptq"} <= names
-
-
-def test_doctor_ends_with_4_when_something_required_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    installed = doctor.installed_version
-    monkeypatch.setattr(
-        doctor, "installed_version", lambda name: None if name == "safetensors" else installed(name)
-    )
-    assert main(["doctor"]) == 4
-    assert "not fit: safetensors" in capsys.readouterr().out
-
-
-def test_torchvision_of_another_build_is_unfit() -> None:
-    def judged(**versions: str) -> list[str]:
-        return [finding.status for finding in doctor.vision_and_audio(versions.get)]
-
-    assert judged(torch="2.13.0+cpu") == []
-    assert judged(torch="2.13.0+cpu", torchvision="0.28.0") == ["unfit"]
-    assert judged(torch="2.13.0+cpu", torchvision="0.28.0+cu130", torchaudio="2.13.0+cpu") == [
-        "unfit",
-        "note",
-    ]
-    assert judged(torch="2.13.0", torchvision="0.28.0") == ["note"]
-
-
-@pytest.mark.parametrize(
-    ("version", "wanted", "expected"),
-    [
-        ("2.13.0+cpu", ">=2.9,<2.14", True),
-        ("2.14.0", ">=2.9,<2.14", False),
-        ("2.9", ">=2.9.0", True),
-        ("5.3.1", ">=5.3,<6", True),
-        ("4.57.0", ">=5.3,<6", False),
-        ("1", "", True),
-        ("1.0", "==1", True),
-        ("1.0", "!=1", False),
-    ],
-)
-def test_version_comparison(version: str, wanted: str, expected: bool) -> None:
-    assert doctor.satisfies(version, wanted) is expected
-
-
-def test_requirement_lines_are_split() -> None:
-    assert doctor.parse_requirement("torch<2.14,>=2.9") == ("torch", "<2.14,>=2.9")
-    assert doctor.parse_requirement('ruamel.yaml (>= 0.18) ; python_version > "3"') == (
-        "ruamel.yaml",
-        ">=0.18",
-    )
-    assert doctor.parse_requirement("name[extra]>=1") == ("name", ">=1")
-
-
-def test_cpu_features_come_from_the_flags_line() -> None:
-    assert "amx_bf16" in doctor.cpu("processor: 0\nflags\t\t: fpu avx2 amx_bf16\nbugs: avx512f\n").value
-    assert doctor.cpu("flags : fpu avx2\n").status == "note"
-    assert "avx512f" not in doctor.cpu("flags : fpu\nbugs: avx512f\n").value
 
 
 # -------------------------------------------------------------------------------------------------------

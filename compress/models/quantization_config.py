@@ -1,0 +1,75 @@
+"""The `quantization_config` of a checkpoint: the codec that decodes it, the scheme of each linear, and the
+format of the KV cache.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from compress.errors import UnsupportedFormat
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.quant.codec import ForeignCodec
+from compress.quant.scheme import Scheme
+from compress.untrusted.fields import Fields
+
+MXFP4 = "mxfp4"
+"""The `quant_method` of gpt-oss, whose experts are read as dense weights."""
+_LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers")
+
+
+def codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:
+    """Return the codec of the `quant_method` that a config names, None where it names no quantization.
+
+    Raises:
+        UnsupportedFormat: none of the codecs reads this `quant_method`.
+    """
+    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
+    if not quantization:
+        return None
+    method = str(quantization.get("quant_method"))
+    if method == MXFP4:
+        return None  # a layout of experts whose weights bfloat16 holds exactly
+    if method not in codecs:
+        known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
+        raise UnsupportedFormat(
+            f"the checkpoint is quantized with quant_method '{method:.80}'; formats that are read: {known}."
+        )
+    return codecs[method]
+
+
+def schemes_of(
+    config: Mapping[str, Any], codec: ForeignCodec | None, arch: Arch
+) -> tuple[dict[str, Scheme], str | None]:
+    """Return the scheme of each quantized linear by its name on disk, and the format of the KV cache if the
+    config names one.
+
+    Raises:
+        UnsupportedFormat: the codec does not read a scheme of the config.
+    """
+    if codec is None:
+        return {}, None
+    from_memory = family_of(config).from_memory
+    quantization = _renamed(config["quantization_config"], from_memory)
+    linears = list(dict.fromkeys(disk for _, disk in linears_of(arch)))
+    return codec.schemes(quantization, linears), codec.kv_format(quantization)
+
+
+def linears_of(arch: Arch) -> Iterator[tuple[str, str]]:
+    """Yield the canonical name and the name on disk of every linear of a model, the head last."""
+    to_disk = family_of({"model_type": arch.family}).to_disk
+    for idx, layer in enumerate(arch.layers):
+        for linear in layer.linears:
+            yield f"layers.{idx}.{linear}", to_disk(f"layers.{idx}.{linear}")
+    yield "head", to_disk("head")
+
+
+def _renamed(stated: Any, rename: Callable[[str], str]) -> Any:
+    """Return a `quantization_config` with the modules that it lists under other names."""
+    if not isinstance(stated, Mapping):
+        return stated
+    return {
+        key: [rename(each) if isinstance(each, str) else each for each in value]
+        if key in _LISTS_OF_MODULES and isinstance(value, list)
+        else _renamed(value, rename)
+        for key, value in stated.items()
+    }

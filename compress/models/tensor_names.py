@@ -1,0 +1,81 @@
+"""Names on disk of the canonical modules and parameters, by the table of a family."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_EXPERT = re.compile(r"moe\.experts\.(\d+)\.")
+_CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """The names in the checkpoints of a family.
+
+    Args:
+        outer_modules: canonical module -> module on disk, outside of the layers.
+        layer_prefix: how the names of a layer begin, before its index.
+        layer_modules: canonical module of a layer -> module on disk; those of experts have `*` for their
+            index, and a name on disk without `*` is that of all experts. Parameters may be among them.
+        expert_suffixes: leaf of a parameter of an expert -> what the name of its tensor ends in, after that
+            of the module.
+    """
+
+    outer_modules: Mapping[str, str]
+    layer_prefix: str
+    layer_modules: Mapping[str, str]
+    expert_suffixes: Mapping[str, str]
+
+    def module(self, module: str) -> str:
+        """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
+        if match := _CANONICAL_LAYER.fullmatch(module):
+            pattern, expert = _without_expert(match[2])
+            disk = self.layer_modules[pattern]
+            return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
+        return self.outer_modules[module]
+
+    def tensor(self, parameter: str) -> str:
+        """Return the name of the tensor that holds a canonical parameter: `layers.3.attn.q.weight`."""
+        match = _CANONICAL_LAYER.fullmatch(parameter)
+        if match is not None and match[2] in self.layer_modules:
+            return self.module(parameter)
+        module, _, leaf = parameter.rpartition(".")
+        suffix = f".{leaf}"
+        if match is not None and _without_expert(match[2])[1]:
+            suffix = self.expert_suffixes[leaf]
+        return self.module(module) + suffix
+
+    def stacked_modules(self, module: str, num_experts: int) -> tuple[str, ...]:
+        """Return the canonical modules that one tensor holds, in order, given one of them;
+        `num_experts` is that of its layer."""
+        match = _CANONICAL_LAYER.fullmatch(module)
+        if match is None:
+            return (module,)
+        pattern, expert = _without_expert(match[2])
+        disk = self.layer_modules[pattern]
+        names = [name for name, each in self.layer_modules.items() if each == disk]
+        if expert and "*" in disk:
+            names = [name.replace("*", expert) for name in names]
+        elif expert:
+            names = [name.replace("*", str(idx)) for idx in range(num_experts) for name in names]
+        return tuple(f"layers.{match[1]}.{name}" for name in names)
+
+    def holds_all_experts(self, module: str) -> bool:
+        """Return whether a canonical module is one of an expert and its tensor holds those of all."""
+        match = _CANONICAL_LAYER.fullmatch(module)
+        pattern, expert = _without_expert(match[2]) if match else ("", "")
+        return bool(expert) and "*" not in self.layer_modules[pattern]
+
+
+def with_other_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first of the prefixes that it has replaced."""
+    for old, new in prefixes.items():
+        if name.startswith(old) or name == old.rstrip("."):
+            return new.rstrip(".") + name[len(old.rstrip(".")) :]
+    return name
+
+
+def _without_expert(module: str) -> tuple[str, str]:
+    """Return a module with `*` for the index of its expert, and that index, empty if it is of none."""
+    match = _EXPERT.match(module)
+    return (module, "") if match is None else (f"moe.experts.*.{module[match.end() :]}", match[1])
