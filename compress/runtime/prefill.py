@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -115,13 +116,12 @@ class Prefill:
             if each.is_last:
                 wanted_rows.append(len(tokens) - 1)
         table_RB = pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK)
+        tokens_T = torch.from_numpy(np.array(tokens, np.int64))  # quicker than `torch.tensor`
         return PrefillBatch(
-            tokens_T=torch.tensor(tokens).to(self._device),
+            tokens_T=tokens_T.to(self._device),
             positions_T=torch.cat(positions).to(self._device),
             slots_T=torch.cat(slots).to(self._device),
-            block_table_RB=pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK).to(
-                self._device
-            ),
+            block_table_RB=table_RB.to(self._device),
             query_lens=tuple(each.num_tokens for each in chunks),
             context_lens=tuple(each.generation.num_computed + each.num_tokens for each in chunks),
             wanted_rows_W=torch.tensor(wanted_rows, dtype=torch.int64).to(self._device),
