@@ -3,9 +3,10 @@
 
     S_e = mean over the tokens routed to e of  w_e(x) |f_e(x)|
 
-with the router's weight w_e and the expert's output f_e. The scores are those of the source model, from one
-walk through its layers; an expert to which no token goes has the score 0. Every layer keeps the same number
-of experts, because a stock config states one number for all.
+with the router's weight w_e and the expert's output f_e; w_e is one where it is a factor of the input that
+f_e reads already. The scores are those of the source model, from one walk through its layers; an expert to
+which no token goes has the score 0. Every layer keeps the same number of experts, because a stock config
+states one number for all.
 
 Shapes: N samples, S sequence, T tokens of a sample, D hidden, E experts.
 """

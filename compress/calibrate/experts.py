@@ -9,9 +9,10 @@ whole layer sees them:
 
 so that the layer's share falls from 1 without a token to 0 with m, without a jump. H_layer is the moment of
 all tokens at the input of the experts; before `down`, whose channels mean something else in every expert, it
-is that of a sample of all tokens which the expert itself computed. `all_tokens` takes the statistics of every
-expert from all tokens instead, and `keep` leaves them as they are, but for an expert without a token, which
-has none: it gets the layer's.
+is that of a sample of all tokens which the expert itself computed. Where a router weighs the inputs of
+experts, both are of that sample, weighed as the router weighs it for this expert. `all_tokens` takes the
+statistics of every expert from all tokens instead, and `keep` leaves them as they are, but for an expert
+without a token, which has none: it gets the layer's.
 
 Shapes: T tokens, D hidden, F channels of an expert.
 """
@@ -130,12 +131,14 @@ def complete_starved(
         if missing or policy.starved == "all_tokens" or num_tokens >= max(1, policy.min_tokens):
             continue
         target = of_layer
-        if tap.startswith("moe_mid."):
-            x_TD = of_layer[TokenSample].rows()
-            mid_TF = layer.get_submodule(f"moe.experts.{expert}").gated(x_TD)  # type: ignore[operator]
+        is_mid = tap.startswith("moe_mid.")
+        if is_mid or layer.moe.facts.weighs_input:
+            x_TD = layer.moe.input_of(expert, of_layer[TokenSample].rows())
+            if is_mid:
+                x_TD = layer.get_submodule(f"moe.experts.{expert}").gated(x_TD)  # type: ignore[operator]
             target = InputStats(*(kind() for kind in kinds))
             for stat in target:
-                stat.update(mid_TF)
+                stat.update(x_TD)
         for kind in kinds:
             of_expert[kind].complete_(target[kind], max(1, policy.min_tokens))
     return counts

@@ -234,7 +234,7 @@ def write_format(
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
     form = FORMATS.get(name)
-    family = family_of({"model_type": source.arch.family})
+    family = family_of({"model_type": source.arch.family}).in_format(form.quant_method)
     static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
     if scheme is None:
         config = None if static_kv is None else static_kv.alone

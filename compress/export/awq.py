@@ -141,7 +141,7 @@ class Awq:
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
-        rules = packed_rules(arch, scheme, bits=(BITS,))
+        rules = packed_rules(arch, scheme, self.quant_method, bits=(BITS,))
         if scheme.head is not None:
             rules.append(Rule("dense-head", "an AWQ checkpoint has a dense head."))
         return rules

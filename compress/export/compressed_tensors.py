@@ -270,7 +270,7 @@ class CompressedTensors:
         rules = []
         for bits in sorted({each.num_bits for each in scheme.all} - STABLE_BITS):
             rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
-        rules += layout_rules(arch, scheme)
+        rules += layout_rules(arch, scheme, self.quant_method)
         for name, size, group_size in sorted(
             {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}
         ):

@@ -35,6 +35,8 @@ from compress.untrusted.fields import Fields
 
 BLOCKS = SCHEMES["FP8_BLOCK"]
 BLOCK_SIZE = [128, 128]
+NAMES_OF_E4M3 = ("e4m3", "float8_e4m3fn")
+"""How configs name the numbers of codes."""
 
 
 class Fp8Codec:
@@ -64,7 +66,7 @@ class Fp8Codec:
                 raise UnsupportedFormat(
                     f"the checkpoint's quantization_config has {unread}, which is not read."
                 )
-        if (quantization_config.get("fmt") or "e4m3") != "e4m3" or (
+        if (quantization_config.get("fmt") or "e4m3") not in NAMES_OF_E4M3 or (
             quantization_config.get("scale_fmt") or "float"
         ) != "float":
             raise UnsupportedFormat(
@@ -157,7 +159,7 @@ class Fp8:
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
-        rules = layout_rules(arch, scheme)
+        rules = layout_rules(arch, scheme, self.quant_method)
         if scheme.layers.num_bits != 8:
             rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
         if scheme.of_layers != (BLOCKS,):

@@ -199,7 +199,7 @@ class Gptq:
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
-        rules = packed_rules(arch, scheme, bits=BITS)
+        rules = packed_rules(arch, scheme, self.quant_method, bits=BITS)
         if not scheme.layers.symmetric:
             rules.append(
                 Rule(

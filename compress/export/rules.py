@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import Rule, count_changed
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import Family, family_of
 from compress.models.layout import keeps_blocks, row_order
 from compress.quant.scheme import ModelScheme, name_of
 
@@ -19,7 +19,7 @@ GROUP_SIZES = (None, 32, 64, 128)
 """Group sizes of vLLM's Marlin kernels, which serve both formats."""
 
 
-def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> list[Rule]:
+def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Collection[int]) -> list[Rule]:
     """Return the broken rules of a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
     layers = scheme.layers
     rules = []
@@ -50,7 +50,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
                 f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels.",
             )
         )
-    rules += layout_rules(arch, scheme)
+    rules += layout_rules(arch, scheme, quant_method)
     per_word = 32 // layers.num_bits
     for name, (out_features, in_features) in sorted(_quantized_shapes(arch, scheme).items()):
         if layers.group_size is not None and in_features % layers.group_size:
@@ -68,12 +68,13 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
     return rules
 
 
-def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+def layout_rules(arch: Arch, scheme: ModelScheme, quant_method: str) -> list[Rule]:
     """Return the broken rules of any checkpoint that a stock config describes."""
     rules = []
-    if reason := family_of({"model_type": arch.family}).why_unstated(arch):
+    family = family_of({"model_type": arch.family}).in_format(quant_method)
+    if reason := family.why_unstated(arch):
         rules.append(Rule("uniform-layers", reason))
-    to_one = family_of({"model_type": arch.family}).holds_all_experts
+    to_one = family.holds_all_experts
     experts = [
         name
         for idx, layer in enumerate(arch.layers)
@@ -97,13 +98,12 @@ def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
                 "disk.",
             )
         )
-    return rules + _tensor_rules(arch, scheme)
+    return rules + _tensor_rules(arch, scheme, family)
 
 
-def _tensor_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+def _tensor_rules(arch: Arch, scheme: ModelScheme, family: Family) -> list[Rule]:
     """Return the broken rules of linears that are not a tensor of their own on disk, or whose rows have
     another order there."""
-    family = family_of({"model_type": arch.family})
     rules: dict[str, Rule] = {}
     for idx, layer in enumerate(arch.layers):
         for linear in layer.linears:

@@ -55,7 +55,9 @@ class Arch:
             and of the logits.
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
         attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
-        query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor(p / n)).
+        query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
+            o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
+        unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453).
     """
@@ -88,6 +90,9 @@ class Arch:
     attn_sinks: bool = False
     v_norm: bool = False
     layer_scalar: bool = False
+    growth_offset: int = 0
+    growth_unrotated: bool = False
+    unit_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -188,6 +193,14 @@ class Arch:
         """Return the factor of the attention scores of a layer."""
         return layer.head_dim**-0.5 if self.attn_scale is None else self.attn_scale
 
+    def queries_grow(self, layer: LayerShape) -> bool:
+        """Return whether the queries of a layer grow with their position."""
+        return self.query_growth is not None and not (self.growth_unrotated and layer.rope is not None)
+
+    def has_unit_qk_norm(self, layer: LayerShape) -> bool:
+        """Return whether the heads of q and k of a layer are normed without a weight."""
+        return self.unit_qk_norm and layer.rope is not None
+
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias
@@ -218,6 +231,8 @@ class Arch:
                 layer["experts"] = shape.experts.to_json()
             if not shape.keys_are_values:
                 del layer["keys_are_values"]
+            if shape.chunk is None:
+                del layer["chunk"]
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -270,7 +285,7 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name, known in (("norm", NORMS), ("block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
-    for name in ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar"):
+    for name in ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar", "growth_unrotated", "unit_qk_norm"):
         if model.has(name):
             model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
@@ -284,6 +299,8 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
         if len(growth) != 2 or growth[1] < 1:
             raise model.wrong("query_growth", growth, "a factor and a number of positions")
         rare["query_growth"] = (growth[0], int(growth[1]))
+    if model.has("growth_offset"):
+        model.integer("growth_offset", 0, MAX_POSITIONS)
     return rare
 
 
@@ -299,6 +316,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
         experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
         keys_are_values=layer.flag("keys_are_values", default=False),
+        chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
     )
 
 

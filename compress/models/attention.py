@@ -6,7 +6,7 @@ in this object and in nothing of the model. The serving runtime has its own page
 tested against these two.
 
 Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `window` counts positions
-including the query itself.
+including the query itself; with a `chunk`, a query sees no key of an earlier chunk of so many positions.
 """
 
 import math
@@ -35,14 +35,19 @@ class AttentionFn(Protocol):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor: ...
 
 
-def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device, chunk: int | None = None
+) -> Tensor:
     """bool [S, P + S], True where the query at absolute position P + s may look."""
     queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device).unsqueeze(0)
     seen = keys <= queries
+    if chunk is not None:
+        seen = seen & (keys // chunk == queries // chunk)
     return seen if window is None else seen & (keys > queries - window)
 
 
@@ -54,21 +59,22 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     sinks_H: Tensor | None,
+    chunk: int | None,
 ) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None or sinks_H is not None:
-        mask = causal_mask(num_queries, num_keys, window, q.device)
+        mask = causal_mask(num_queries, num_keys, window, q.device, chunk)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H)
-    if num_queries == num_keys and (window is None or window >= num_keys):
+    if num_queries == num_keys and all(each is None or each >= num_keys for each in (window, chunk)):
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
-        mask = causal_mask(num_queries, num_keys, window, q.device)
+        mask = causal_mask(num_queries, num_keys, window, q.device, chunk)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
@@ -110,9 +116,10 @@ class FullAttention:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         del layer_idx
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)
 
 
 class CachedAttention:
@@ -138,10 +145,11 @@ class CachedAttention:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)

@@ -20,8 +20,8 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
-from compress.models.quantization_config import codec_of, linears_of, schemes_of
-from compress.models.stored_tensors import members_of, num_experts_of, places_of
+from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
+from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, parameter_names
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -71,8 +71,10 @@ def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Ar
         UnsupportedArch: the decoder does not support the config.
         UnsupportedFormat: a `quant_method` without a codec, or a scheme that its codec does not read.
     """
-    arch = family_of(config).read_config(config)
-    schemes_of(config, codec_of(config, codecs), arch)
+    family = family_of(config)
+    arch = family.read_config(config)
+    family = family.in_format(quant_method(config))
+    schemes_of(config, codec_of(config, codecs), arch, family)
     return arch
 
 
@@ -92,12 +94,14 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
+        self.family = self.family.in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        self.family = self.family.as_stored(self._arch, set(self._files.names()))
+        shapes = {name: self._files.shape(name) for name in self._files.names()}
+        self.family = as_stored(self.family, self._arch, shapes)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
-        self._schemes, stated = schemes_of(config, self._codec, self._arch)
+        self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family)
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
@@ -116,7 +120,11 @@ class Checkpoint:
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint."""
-        linears = [each for each in linears_of(self._arch) if each[0] != "head" or not self._arch.tied_head]
+        linears = [
+            each
+            for each in linears_of(self._arch, self.family)
+            if each[0] != "head" or not self._arch.tied_head
+        ]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -175,7 +183,8 @@ class Checkpoint:
             return read_kv_scale(self._files.get(stored), stored)
         if self._is_mxfp4(name):
             return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
-        return self._files.get(stored)
+        tensor = self._files.get(stored)
+        return tensor.squeeze(0) if self.family.is_in_one_row(name) else tensor
 
     def _is_mxfp4(self, name: str) -> bool:
         """Return whether a parameter is stored in blocks of four-bit floats."""
@@ -200,7 +209,7 @@ class Checkpoint:
             return ()
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
-            return shape
+            return (1, *shape) if self.family.is_in_one_row(name) else shape
         num_experts = num_experts_of(self._arch, name)
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))

@@ -36,7 +36,7 @@ def write_checkpoint(
         UnsupportedFormat: the source has quantized weights and no codec was given.
     """
     arch = source.arch
-    family = _family_of_source(source)
+    family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
     waiting: dict[str, Tensor | QuantizedWeight] = {}
 
@@ -61,6 +61,7 @@ def write_checkpoint(
                 else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
             )
         if not isinstance(value, QuantizedWeight):
+            value = value.unsqueeze(0) if family.is_in_one_row(name) else value
             shards.add(
                 stored, value if value.dim() else value.reshape(1)
             )  # scales of the KV cache: consumers want [1]
@@ -87,9 +88,13 @@ def write_checkpoint(
     )
 
 
-def _family_of_source(source: WeightSource) -> Family:
-    """Return the family, with the layout of experts that the source was read in."""
+def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:
+    """Return the family, with the layout of experts that the `quant_method` asks for, or else the one that
+    the source was read in."""
     family = family_of({"model_type": source.arch.family})
+    asked = family.in_format(quant_method)
+    if asked is not family:
+        return asked
     if isinstance(source, Checkpoint) and not (
         source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
     ):

@@ -7,11 +7,13 @@ nobody reads, or that has the default, changes nothing.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from compress.untrusted.fields import Fields
 
 FACTS_FILE = Path(__file__).parent / "config_defaults.json"
 NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddings", "auto_map"})
@@ -110,6 +112,13 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(is_same, one, other))
     return bool(one == other)
+
+
+def only_own_code(config: Fields, classes: Sequence[str]) -> None:
+    """Refuse an `auto_map` to other classes than those that `transformers` took over from the model."""
+    for name in config.mapping("auto_map", default={}).values():
+        if str(name).rpartition(".")[2] not in classes:
+            raise config.wrong("auto_map", name, f"one of {', '.join(classes)}")
 
 
 @cache

@@ -118,14 +118,15 @@ class Attention(nn.Module):
         q_BSHC = self._heads_of("q", self.q(x_BSD))
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
         q_BSHC = rotate(q_BSHC, *cos_sin_SC)
-        if self.arch.query_growth is not None:
-            growth_S = query_growth(self.arch.query_growth, positions)
+        if self.arch.queries_grow(shape):
+            growth_S = query_growth(self.arch, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
         k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC)
         facts = {
             "scale": self.arch.attn_scale,
             "softcap": self.arch.attn_softcap,
             "sinks": self.sinks if self.arch.attn_sinks else None,
+            "chunk": shape.chunk,
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
@@ -147,13 +148,14 @@ class Attention(nn.Module):
         x = x.unflatten(-1, (-1, self.shape.head_dim))
         if self.arch.qk_norm and not self.arch.whole_qk_norm:
             x = self.get_submodule(f"{name}_norm")(x)
-        return x
+        return unit_norm(x, self.arch.norm_eps) if self.arch.has_unit_qk_norm(self.shape) else x
 
 
-def query_growth(growth: tuple[float, int], positions: Tensor) -> Tensor:
-    """Return the factor of the query at each position, float32."""
-    factor, num_positions = growth
-    return 1 + factor * torch.log(1 + torch.floor(positions / num_positions))
+def query_growth(arch: Arch, positions: Tensor) -> Tensor:
+    """Return the factor of the query at each position in layers whose queries grow, float32."""
+    assert arch.query_growth is not None
+    factor, num_positions = arch.query_growth
+    return 1 + factor * torch.log(1 + torch.floor((positions + arch.growth_offset) / num_positions))
 
 
 @dataclass(frozen=True)

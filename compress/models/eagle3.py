@@ -128,6 +128,7 @@ def eagle3_facts(
                 experts=None,
                 intermediate_size=ffn_size,
                 keys_are_values=False,
+                chunk=None,
             ),
         ),
         activation="silu",

@@ -41,6 +41,8 @@ class Experts:
         selection_bias: a bias is added to scores where experts are chosen, and not to their weights (arXiv
             2408.15664).
         expert_bias: the linears of the experts have biases.
+        weighs_input: an expert's input is multiplied by its weight, and not its output (Llama 4); tokens go
+            to one expert then.
     """
 
     num_experts: int
@@ -56,6 +58,7 @@ class Experts:
     router_bias: bool = False
     selection_bias: bool = False
     expert_bias: bool = False
+    weighs_input: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -63,6 +66,7 @@ class Experts:
         assert self.num_experts % self.num_groups == 0
         assert 1 <= self.top_groups <= self.num_groups
         assert self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
+        assert not self.weighs_input or (self.top_k == 1 and self.score == "sigmoid" and not self.renormalize)
 
     @property
     def compares_logits(self) -> bool:
@@ -123,7 +127,14 @@ class Experts:
             name: stored.integer(name, low, high, default=default)
             for name, (low, high, default) in sizes.items()
         }
-        for name in ("shared_gate", "renormalize", "router_bias", "selection_bias", "expert_bias"):
+        for name in (
+            "shared_gate",
+            "renormalize",
+            "router_bias",
+            "selection_bias",
+            "expert_bias",
+            "weighs_input",
+        ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
         facts["scale"] = stored.number("scale", -MAX_SCALE, MAX_SCALE, default=1.0)
@@ -138,6 +149,10 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
     top_k = facts["top_k"]
     if top_k > num_experts:
         raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
+    if facts.get("weighs_input") and top_k != 1:
+        raise stated.wrong("top_k", top_k, "1 where a router weighs the inputs of experts")
+    if facts.get("weighs_input") and (facts["score"] != "sigmoid" or facts.get("renormalize")):
+        raise stated.wrong("score", facts["score"], "sigmoid where a router weighs the inputs of experts")
     groups = facts.get("num_groups", 1)
     top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:

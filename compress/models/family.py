@@ -7,7 +7,7 @@
 in `archs/`, found by `FAMILIES`.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from compress.models.layer_types import (
     FULL,
     RotatedLayers,
     Windows,
+    chunk_of,
     every_layer,
     layer_types,
     no_window,
@@ -104,6 +105,8 @@ class Family:
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers.
+    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row; `dense_size` is the
+    field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -124,8 +127,10 @@ class Family:
     interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
+    dense_size: str = "intermediate_size"
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
+    in_one_row: frozenset[str] = frozenset()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -157,7 +162,7 @@ class Family:
             "head_dim": _head_dim(config, hidden_size, num_heads),
         }
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
-        ffn_size = config.integer("intermediate_size", 1, MAX_SIZE) if None in experts else 0
+        ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
@@ -185,6 +190,7 @@ class Family:
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
                     rope=ropes[kind] if rotates else None,
                     window=window,
+                    chunk=chunk_of(config, kind),
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 )
@@ -284,7 +290,7 @@ class Family:
             config.pop(PER_LAYER, None)
         dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
         if dense:
-            config["intermediate_size"] = dense[0]
+            config[self.dense_size] = dense[0]
         if self.mixture is not None:
             values = {**self.defaults, **config, **self._aliased(config)}
             stated = Fields(values, "the source's config", UnsupportedArch)
@@ -306,6 +312,11 @@ class Family:
         """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
         return self._names.tensor(parameter)
 
+    def is_in_one_row(self, parameter: str) -> bool:
+        """Return whether the tensor of a canonical parameter is a matrix of one row."""
+        _, _, of_layer = parameter.partition("layers.")
+        return of_layer.partition(".")[2] in self.in_one_row
+
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;
         `num_experts` is that of its layer."""
@@ -315,18 +326,10 @@ class Family:
         """Return whether a canonical module is one of an expert and its tensor holds those of all."""
         return self._names.holds_all_experts(module)
 
-    def as_stored(self, arch: Arch, names: Container[str]) -> "Family":
-        """Return the family with the layout of experts in which tensors of these names are stored; without
-        any of them the layout that is written."""
-        first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
-        if first is None:
-            return self
-        for layout in self.expert_layouts:
-            family = self.with_layout(layout)
-            name = family.tensor(f"layers.{first}.moe.experts.0.down.weight")
-            if (f"{name}_blocks" if layout.mxfp4 else name) in names:
-                return family
-        return self
+    def in_format(self, quant_method: str | None) -> "Family":
+        """Return the family with the layout of experts that checkpoints of a `quant_method` have."""
+        own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
+        return self if own is None else self.with_layout(own)
 
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""

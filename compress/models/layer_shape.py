@@ -76,7 +76,8 @@ def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
 @dataclass(frozen=True)
 class LayerShape:
     """The widths of one decoder layer. `window` is the number of positions that a query sees including
-    itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
+    itself, None for all; with a `chunk`, positions are cut into chunks of so many, and a query sees none of
+    an earlier one. `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
     with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
     has no `attn.v`."""
@@ -89,6 +90,7 @@ class LayerShape:
     window: int | None = None
     experts: Experts | None = None
     keys_are_values: bool = False
+    chunk: int | None = None
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, LinearGroup]:

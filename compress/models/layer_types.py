@@ -12,6 +12,7 @@ from compress.untrusted.fields import Fields
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
@@ -71,14 +72,25 @@ def one_window(config: Fields) -> int | None:
     return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
 
 
+def chunk_of(config: Fields, kind: str) -> int | None:
+    """Return the positions of a chunk that layers of a type attend in, None for those without chunks. Their
+    size is a field that only families with chunks read."""
+    if kind != CHUNKED:
+        return None
+    if not config.has("attention_chunk_size"):
+        raise config.wrong("layer_types", CHUNKED, "beside an attention_chunk_size, in a family that has one")
+    return config.integer("attention_chunk_size", 1, MAX_POSITIONS)
+
+
 def layer_types(config: Fields, num_layers: int) -> list[str]:
     """Return the type of each layer; a pruned model may list more than it has."""
     types = config.texts("layer_types", default=())
     if not types:
         return [FULL] * num_layers
-    unknown = sorted(set(types) - {FULL, SLIDING})
+    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED})
     if unknown:
-        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {FULL}, {SLIDING}.")
+        known = ", ".join((FULL, SLIDING, CHUNKED))
+        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {known}.")
     if len(types) < num_layers:
         raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
     return types[:num_layers]

@@ -29,6 +29,7 @@ class ExpertLayout:
         transposed: matrices of a tensor that holds all experts are [I, O].
         interleaved: the rows of gate and up take turns.
         mxfp4: weights are blocks of four-bit floats with a scale each (`quant/mxfp4.py`); read only.
+        methods: each `quant_method` whose checkpoints have this layout, whatever dense ones have.
     """
 
     modules: Mapping[str, str]
@@ -36,13 +37,17 @@ class ExpertLayout:
     transposed: bool = False
     interleaved: bool = False
     mxfp4: bool = False
+    methods: tuple[str, ...] = ()
 
 
-def apart(prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> ExpertLayout:
+def apart(
+    prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"), **how: Any
+) -> ExpertLayout:
     """Return the layout with a tensor for each linear of each expert, `PREFIX.3.NAME.weight`."""
-    return ExpertLayout(
-        {f"{EXPERT}{ours}": f"{prefix}.*.{theirs}" for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)}
-    )
+    modules = {
+        f"{EXPERT}{ours}": f"{prefix}.*.{theirs}" for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)
+    }
+    return ExpertLayout(modules, **how)
 
 
 def in_one(gate_up: str, down: str, **how: Any) -> ExpertLayout:
@@ -105,6 +110,17 @@ class Mixture:
         stated = {} if self.is_sparse(config, len(layers)) == is_sparse else self.state_sparse(is_sparse)
         first = next((each for each in layers if each is not None), None)
         return stated | {name: getattr(first, fact) for fact, name in self.fields.items() if first}
+
+
+def shared_of(name: str) -> Callable[[Fields], dict[str, Any]]:
+    """Return the reader of the width of shared experts, which are one FFN, where a config states how many
+    there are, each as wide as a routed one."""
+
+    def read(config: Fields) -> dict[str, Any]:
+        each = config.integer("moe_intermediate_size", 1, MAX_EXPERT_SIZE)
+        return {"shared_size": each * config.integer(name, 0, 64)}
+
+    return read
 
 
 def sparse_by_step(config: Fields, num_layers: int) -> list[bool]:

@@ -3,6 +3,10 @@
     s = score(router(x)),  chosen = the top_k largest of s (+ selection bias),  w = weights of the chosen
     y = sum over chosen e of w_e down_e(act(gate_e(x)) * up_e(x))  [+ shared(x)]
 
+or, where w weighs inputs (`Experts.weighs_input`), of the one chosen
+
+    y = down_e(act(gate_e(w_e x)) * up_e(w_e x))  [+ shared(x)]
+
 Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
 with the lower index is chosen. Softmax keeps the order of logits, so without a selection bias or groups the
 logits are compared, which do not underflow. `route` is the definition that router kernels are tested against.
@@ -73,6 +77,12 @@ def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = N
     return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
 
 
+def weighed(x_TD: Tensor, weights_T: Tensor) -> Tensor:
+    """Return the inputs of experts times their weights, which are rounded to the dtype of the inputs first,
+    as `transformers` does."""
+    return x_TD * weights_T.to(x_TD.dtype).unsqueeze(1)
+
+
 def best(scores_TE: Tensor, num: int) -> Tensor:
     """Return the indices [T, num] of the largest scores, the largest first, and of equal ones the first."""
     scores_TE = scores_TE.detach() + 0.0  # a sort by bits would put 0.0 before -0.0
@@ -125,11 +135,20 @@ class Moe(nn.Module):
 
     def route(self, x_TD: Tensor) -> Routing:
         """Return the experts of each token and their weights."""
+        bias = self.selection_bias if self.facts.selection_bias else None
+        return route(self.facts, self._logits(x_TD), bias)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         bias = None if self.router.bias is None else self.router.bias.to(wide)
         with torch.autocast(x_TD.device.type, enabled=False):  # training would compute logits in bfloat16
-            logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
-        return route(self.facts, logits_TE, self.selection_bias if self.facts.selection_bias else None)
+            return F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+
+    def input_of(self, expert_idx: int, x_TD: Tensor) -> Tensor:
+        """Return what an expert reads of tokens, whether or not they are routed to it."""
+        if not self.facts.weighs_input:
+            return x_TD
+        return weighed(x_TD, self._logits(x_TD)[:, expert_idx].sigmoid() * self.facts.scale)
 
     def _routed(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
@@ -141,15 +160,18 @@ class Moe(nn.Module):
         return total_TD
 
     def outputs(self, x_TD: Tensor, tap: Tap) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Yield for every expert its index, its tokens [t], their weights [t] and its outputs [t, D], not yet
-        weighted."""
+        """Yield for every expert its index, its tokens [t], the weights [t] of its outputs and its outputs
+        [t, D], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
         for idx, tokens, weights in self.route(x_TD).by_expert():
             expert = cast(GatedFfn, self.experts[idx])
             x_tD = x_TD[tokens]
+            if self.facts.weighs_input:
+                x_tD, weights = weighed(x_tD, weights), torch.ones_like(weights)
             mid_tF = expert.gated(x_tD)
+            seen_TD = self.input_of(idx, x_TD) if self.taps_see_all else x_tD
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
-            tap(f"moe_in.{idx}", x_TD if self.taps_see_all else x_tD)
-            tap(f"moe_mid.{idx}", expert.gated(x_TD) if self.taps_see_all else mid_tF)
+            tap(f"moe_in.{idx}", seen_TD)
+            tap(f"moe_mid.{idx}", expert.gated(seen_TD) if self.taps_see_all else mid_tF)
             yield idx, tokens, weights, expert.down(mid_tF)
 
     def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:

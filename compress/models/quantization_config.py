@@ -7,7 +7,7 @@ from typing import Any
 
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import Family
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import Scheme
 from compress.untrusted.fields import Fields
@@ -17,18 +17,21 @@ MXFP4 = "mxfp4"
 _LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers")
 
 
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """Return the `quant_method` that a config names, None where it names no quantization."""
+    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
+    return str(quantization.get("quant_method")) if quantization else None
+
+
 def codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:
     """Return the codec of the `quant_method` that a config names, None where it names no quantization.
 
     Raises:
         UnsupportedFormat: none of the codecs reads this `quant_method`.
     """
-    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
-    if not quantization:
-        return None
-    method = str(quantization.get("quant_method"))
-    if method == MXFP4:
-        return None  # a layout of experts whose weights bfloat16 holds exactly
+    method = quant_method(config)
+    if method in (None, MXFP4):
+        return None  # MXFP4 is a layout of experts whose weights bfloat16 holds exactly
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(
@@ -38,29 +41,27 @@ def codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> F
 
 
 def schemes_of(
-    config: Mapping[str, Any], codec: ForeignCodec | None, arch: Arch
+    config: Mapping[str, Any], codec: ForeignCodec | None, arch: Arch, family: Family
 ) -> tuple[dict[str, Scheme], str | None]:
     """Return the scheme of each quantized linear by its name on disk, and the format of the KV cache if the
-    config names one.
+    config names one. The family has the layout of experts that the checkpoint has.
 
     Raises:
         UnsupportedFormat: the codec does not read a scheme of the config.
     """
     if codec is None:
         return {}, None
-    from_memory = family_of(config).from_memory
-    quantization = _renamed(config["quantization_config"], from_memory)
-    linears = list(dict.fromkeys(disk for _, disk in linears_of(arch)))
+    quantization = _renamed(config["quantization_config"], family.from_memory)
+    linears = list(dict.fromkeys(disk for _, disk in linears_of(arch, family)))
     return codec.schemes(quantization, linears), codec.kv_format(quantization)
 
 
-def linears_of(arch: Arch) -> Iterator[tuple[str, str]]:
+def linears_of(arch: Arch, family: Family) -> Iterator[tuple[str, str]]:
     """Yield the canonical name and the name on disk of every linear of a model, the head last."""
-    to_disk = family_of({"model_type": arch.family}).to_disk
     for idx, layer in enumerate(arch.layers):
         for linear in layer.linears:
-            yield f"layers.{idx}.{linear}", to_disk(f"layers.{idx}.{linear}")
-    yield "head", to_disk("head")
+            yield f"layers.{idx}.{linear}", family.to_disk(f"layers.{idx}.{linear}")
+    yield "head", family.to_disk("head")
 
 
 def _renamed(stated: Any, rename: Callable[[str], str]) -> Any:

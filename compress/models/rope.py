@@ -48,6 +48,8 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     """Divide long wavelengths by `factor`, keep short ones, interpolate between (Llama 3.1 model card)."""
     wavelengths = 2 * math.pi / plain
     turns = rope.original_max_position / wavelengths
+    if rope.low_freq_factor == rope.high_freq_factor:  # Llama 4 has nothing between
+        return torch.where(turns < rope.low_freq_factor, plain / rope.factor, plain)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - smooth) * plain / rope.factor + smooth * plain
     scaled = torch.where(turns < rope.low_freq_factor, plain / rope.factor, plain)

@@ -4,6 +4,7 @@ pair of fields.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
@@ -31,6 +32,18 @@ ROPE_FIELDS = frozenset(
     ]
 )
 _TURNS = (1e-6, 1e6)
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+
+
+def rope_of_text(config: Fields) -> dict[str, Any]:
+    """Return `rope_parameters` of families whose rope has sections for the time, height and width of a token
+    (mrope), in turns or one after the other. The three positions are equal for text: it is the plain rope."""
+    rope = config.mapping("rope_parameters", default=config.mapping("rope_scaling", default={}))
+    plain = {name: value for name, value in rope.items() if name not in _SECTIONS}
+    for name in ("rope_type", "type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return {"rope_parameters": plain or {"rope_type": "default"}}
 
 
 def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
@@ -58,8 +71,8 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     factor = rope.number("factor", *FACTORS, default=1.0)
     low = rope.number("low_freq_factor", *_TURNS, default=1.0)
     high = rope.number("high_freq_factor", *_TURNS, default=4.0)
-    if kind == "llama3" and low >= high:
-        raise rope.wrong("high_freq_factor", high, f"larger than low_freq_factor, {low:g}")
+    if kind == "llama3" and low > high:
+        raise rope.wrong("high_freq_factor", high, f"at least low_freq_factor, {low:g}")
     places = (rope,) if by_layer_type else (config, rope)
     rotary_dim = _rotary_dim(rope if rope.has("partial_rotary_factor") else config, head_dim)
     original = _original_max_position(places, config) if kind in ("llama3", "yarn", "longrope") else 0

@@ -1,5 +1,7 @@
 """Tensors on disk that hold several parameters: which ones, in which order, and where in the tensor."""
 
+from collections.abc import Mapping
+
 from compress.models.arch import Arch
 from compress.models.family import Family
 from compress.models.layout import Place, expert_places, row_order
@@ -42,3 +44,32 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
         places.append(Place(start, start + size, order))
         start += size
     return places
+
+
+def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> Family:
+    """Return the family with the layout of experts in which tensors of these names and shapes are stored;
+    without any of them the layout that is written."""
+    first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
+    if first is None:
+        return family
+    layouts = [family.with_layout(layout) for layout in family.expert_layouts]
+    named = [each for each in layouts if _tensor_of_expert(each, first, "down") in shapes]
+    fitting = [each for each in named if _fits(each, arch, first, shapes)]
+    return (*fitting, *named, family)[0]
+
+
+def _tensor_of_expert(family: Family, layer_idx: int, part: str) -> str:
+    """Return the name of a tensor that holds a linear of a layer's experts."""
+    name = family.tensor(f"layers.{layer_idx}.moe.experts.0.{part}.weight")
+    return f"{name}_blocks" if family.expert_layouts[0].mxfp4 else name
+
+
+def _fits(family: Family, arch: Arch, layer_idx: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the experts of a layer have their inputs where the layout has them. Of layouts whose
+    names are the same one is transposed, and no widths hide that in gates and in downs."""
+    inputs_at = slice(-2, -1) if family.expert_layouts[0].transposed else slice(-1, None)
+    for part in ("gate", "down"):
+        inputs = arch.layers[layer_idx].linear_shape(f"moe.experts.0.{part}", arch.hidden_size)[1]
+        if inputs not in shapes.get(_tensor_of_expert(family, layer_idx, part), ())[inputs_at]:
+            return False
+    return True

@@ -128,3 +128,14 @@ LLAVA_NAMES: Mapping[str, Any] = {
     "untouched": ("vision_tower", "multi_modal_projector"),
 }
 """Names on disk and in memory of models like Llava: Gemma 3 and Mistral 3."""
+
+LANGUAGE_MODEL_NAMES: Mapping[str, Any] = {
+    "layer_prefix": "model.language_model.layers.",
+    "outer_modules": {
+        "embed": "model.language_model.embed_tokens",
+        "norm": "model.language_model.norm",
+        "head": "lm_head",
+    },
+    "untouched": ("model.visual",),
+}
+"""Names of models that are on disk as in memory, with their vision tower in `model.visual`: Qwen3-VL."""

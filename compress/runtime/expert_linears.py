@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
 from compress.kernels.problem import PHASES, Phase
 from compress.kernels.select import select
 from compress.models.experts import Experts
+from compress.models.moe import weighed
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, packed_bytes
@@ -117,6 +119,9 @@ class ExpertLinears:
     def __call__(self, x_TD: Tensor, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
         """Return the output [T, D] of the whole mixture for normalized rows."""
         ids_TK, weights_TK = self.route(x_TD, phase)
+        if self.facts.weighs_input:
+            x_TD = weighed(x_TD, weights_TK.squeeze(1))
+            weights_TK = torch.ones_like(weights_TK)
         return self.experts(x_TD, ids_TK, weights_TK, phase, residual=residual)
 
     @property

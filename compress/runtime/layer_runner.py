@@ -34,6 +34,7 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.decoder import query_growth
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
+from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
@@ -133,7 +134,8 @@ class LayerRunner:
         }
         self._growth_P: Tensor | None = None
         if arch.query_growth is not None:
-            self._growth_P = query_growth(arch.query_growth, positions).to(deployment.dtype)
+            self._growth_P = query_growth(arch, positions).to(deployment.dtype)
+        self._chunk_sizes = chunk_sizes(arch, max_model_len)
 
     def layer(
         self,
@@ -268,7 +270,7 @@ class LayerRunner:
             self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
             centered=norm is not None and norm.centered,
-            growth_P=self._growth_P,
+            growth_P=self._growth_P if self._arch.queries_grow(layer.shape) else None,
             v_norm=self._arch.v_norm,
             keys_are_values=layer.shape.keys_are_values,
         )
@@ -302,29 +304,34 @@ class LayerRunner:
         capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
         return capped_TV
 
-    def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
+    def attend_decode(
+        self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
+    ) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
+        chunks: dict[int | None, DecodeChunks] = {
+            chunk: DecodeChunks(
+                block_table_RB, context_lens_R, q_len=q_len, chunk=chunk, block_size=block_size
+            )
+            for chunk in self._chunk_sizes
+        }
 
         def attend(
             layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
         ) -> Tensor:
-            shape = layer.shape
-            bound = self._head_ops["attention_decode", _head_key(shape)]
+            bound, facts = self._attention("attention_decode", layer)
+            cut = chunks.get(layer.shape.chunk)
             turn = self._turn(layer)
-            fuses = bound.kernel.turns is not None and bound.kernel.turns(bound.problem, turn)
-            out: Tensor = bound.kernel.fn(
-                qkv_TF if fuses else self.queries(layer, qkv_TF, positions_T, slots_T, kv),
-                kv,
-                block_table_RB,
-                context_lens_R,
-                q_len=q_len,
-                window=shape.window,
-                scale=self._arch.score_scale(shape),
-                softcap=self._arch.attn_softcap,
-                sinks_H=layer.sinks,
-                **({"turn": turn} if fuses else {}),
-            )
-            return out
+            if cut is None and bound.kernel.turns is not None and bound.kernel.turns(bound.problem, turn):
+                rows = qkv_TF
+                facts["turn"] = turn
+            else:
+                rows = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
+
+            def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
+                out: Tensor = bound.kernel.fn(rows, kv, table_RB, lens_R, q_len=q_len, **facts)
+                return out
+
+            return attention(block_table_RB, context_lens_R) if cut is None else cut.attend(attention)
 
         return attend
 
@@ -334,27 +341,28 @@ class LayerRunner:
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
         lists: FixedLists | None = None,
+        *,
+        block_size: int,
     ) -> Attend:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
         those of the chunks, for a CUDA graph (`takes_lists`)."""
+        whole = block_table_RB, query_lens, context_lens
+        chunks = {
+            chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
+        }
 
         def attend(
             layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
         ) -> Tensor:
-            shape = layer.shape
-            fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
-            out: Tensor = fn(
-                self.queries(layer, qkv_TF, positions_T, slots_T, kv),
-                kv,
-                block_table_RB,
-                query_lens,
-                context_lens,
-                window=shape.window,
-                scale=self._arch.score_scale(shape),
-                softcap=self._arch.attn_softcap,
-                sinks_H=layer.sinks,
-                **({} if lists is None else {"lists": lists}),
-            )
+            bound, facts = self._attention("attention_prefill", layer)
+            operands = whole
+            if layer.shape.chunk in chunks:
+                parts = chunks[layer.shape.chunk]
+                operands = parts.table_RB, parts.query_lens, parts.context_lens
+            if lists is not None:
+                facts["lists"] = lists
+            q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
+            out: Tensor = bound.kernel.fn(q_THC, kv, *operands, **facts)
             return out
 
         return attend
@@ -362,9 +370,19 @@ class LayerRunner:
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
-        return all(
-            bound.kernel.takes_lists for (op, _), bound in self._head_ops.items() if op == "attention_prefill"
-        )
+        kernels = [bound.kernel for (op, _), bound in self._head_ops.items() if op == "attention_prefill"]
+        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+
+    def _attention(self, op: Op, layer: LayerWeights) -> tuple[BoundKernel, dict[str, Any]]:
+        """Return the attention kernel of a layer and the facts of the layer that it takes."""
+        shape = layer.shape
+        facts = {
+            "window": shape.window,
+            "scale": self._arch.score_scale(shape),
+            "softcap": self._arch.attn_softcap,
+            "sinks_H": layer.sinks,
+        }
+        return self._head_ops[op, _head_key(shape)], facts
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""

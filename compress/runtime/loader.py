@@ -300,6 +300,9 @@ def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) ->
 
 def _qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
     """Return the norms of queries and keys with a weight for every head, [H + K, C]."""
+    if arch.has_unit_qk_norm(shape):
+        size = shape.num_heads + shape.num_kv_heads, shape.head_dim
+        return RowNorm(torch.ones(size, dtype=deployment.dtype, device=deployment.device), arch.norm_eps)
     if not arch.qk_norm:
         return None
     q_norm, k_norm = (

@@ -12,6 +12,7 @@ Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = sev
 longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import DENSE_FORMATS, FP8_STATIC, PagedKV
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
+from compress.runtime.chunked_attention import check_chunks, chunk_sizes
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner, Reader, Stream
@@ -35,10 +37,16 @@ _SCRATCH_BLOCK = 64
 
 
 class ModelRunner:
-    """Runs a model over a KV cache. `decode` and `prefill` write the cache, `score` does not touch it."""
+    """Runs a model over a KV cache. `decode` and `prefill` write the cache, `score` does not touch it.
+
+    Raises:
+        UsageError: attention has chunks that are no whole blocks of the cache.
+    """
 
     def __init__(self, weights: ModelWeights, cache: KVCache, *, max_model_len: int) -> None:
         arch = weights.arch
+        check_chunks(arch, cache.block_size, max_model_len)
+        self._scratch_block = math.gcd(_SCRATCH_BLOCK, *chunk_sizes(arch, max_model_len))
         self._weights = weights
         self._arch = arch
         self._cache = cache
@@ -93,7 +101,9 @@ class ModelRunner:
         Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are
         filled in. Nothing waits for the host, so a CUDA graph can capture the pass.
         """
-        attend = self._layers.attend_decode(block_table_RB, context_lens_R, q_len=q_len)
+        attend = self._layers.attend_decode(
+            block_table_RB, context_lens_R, q_len=q_len, block_size=self._cache.block_size
+        )
         stream = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
         return self._logits(stream, "decode")
 
@@ -111,8 +121,8 @@ class ModelRunner:
         self, batch: PrefillBatch, short: bool, features: Features | None, lists: FixedLists | None
     ) -> Tensor:
         """Return the stream [T, D] after the last layer."""
-        lens = batch.query_lens, batch.context_lens
-        attend = self._layers.attend_prefill(batch.block_table_RB, *lens, lists)
+        whole = batch.block_table_RB, batch.query_lens, batch.context_lens
+        attend = self._layers.attend_prefill(*whole, lists, block_size=self._cache.block_size)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
         where = batch.positions_T, batch.slots_T, self._cache.layer
         phase = _prefill_phase(short)
@@ -135,13 +145,14 @@ class ModelRunner:
         short = 0 < length <= self.short_prompt_rows
         if short and num_sequences * length > self.short_prompt_rows:
             return torch.cat([self.score(each) for each in tokens_BS.split(self.short_prompt_rows // length)])
-        num_columns = -(-length // _SCRATCH_BLOCK)
+        num_columns = -(-length // self._scratch_block)
         first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
         table_BN = first_block + torch.arange(num_columns, device=device)
         positions_BS = torch.arange(length, device=device).expand(num_sequences, -1)
-        slots_BS = first_block * _SCRATCH_BLOCK + positions_BS
-        pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns)
-        attend = self._layers.attend_prefill(table_BN, (length,) * num_sequences, (length,) * num_sequences)
+        slots_BS = first_block * self._scratch_block + positions_BS
+        pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns, self._scratch_block)
+        lens = (length,) * num_sequences
+        attend = self._layers.attend_prefill(table_BN, lens, lens, block_size=self._scratch_block)
         x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
         stream = self._hidden(
             x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short)
@@ -191,9 +202,10 @@ class ModelRunner:
 class _ScratchPages:
     """Pages for one call in the format of the cache; layers of the same shape share them."""
 
-    def __init__(self, cache: KVCache, num_blocks: int) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int, block_size: int) -> None:
         self._cache = cache
         self._num_blocks = num_blocks
+        self._block_size = block_size
         self._made: dict[tuple[int, int], PagedKV] = {}
 
     def layer(self, layer_idx: int) -> PagedKV:
@@ -201,7 +213,7 @@ class _ScratchPages:
         like = self._cache.layer(layer_idx)
         key = like.k.shape[0], like.head_dim
         made = self._made.get(key) or self._made.setdefault(
-            key, like.empty_like(self._num_blocks, _SCRATCH_BLOCK)
+            key, like.empty_like(self._num_blocks, self._block_size)
         )
         return (
             replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made

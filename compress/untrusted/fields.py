@@ -35,6 +35,10 @@ class Fields:
         """Return whether a field is a list, where several types are read."""
         return isinstance(self._values.get(name), list)
 
+    def is_integer(self, name: str) -> bool:
+        """Return whether a field is a whole number, where several types are read."""
+        return type(self._values.get(name)) is int
+
     def integer(self, name: str, low: int, high: int, *, default: int | None = None) -> int:
         """Return a whole number from `low` to `high`; a truth value is none, nor is 4.0."""
         value = self._value(name, default)

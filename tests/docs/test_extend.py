@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "extend.md"
 EXAMPLES = [block for block in blocks_of(PAGE) if block.title is not None]
 SELECTED = {
     "tests/contract/test_methods_contract.py": "percentile",
-    "tests/golden/test_families.py": "seed-oss",
+    "tests/golden/test_families.py": "hyperclovax",
     "tests/contract/test_kernel_contract.py": "torch.float32",
     "tests/contract/test_formats_contract.py": "int8_rows or Int8Rows",
     "tests/contract/test_registry_contract.py": "shelf",

@@ -83,11 +83,16 @@ EXPORTED = [
     ("cohere2", "FP8_DYNAMIC"),
     ("exaone4", "W4A16_G128"),
     ("ernie4_5", "W4A16_G128"),
+    ("seed_oss", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
     ("gemma4", "W4A16_G32"),
     ("gemma4-vision", "FP8_DYNAMIC"),
     ("mistral3-ministral3", "FP8_DYNAMIC"),
     ("qwen2_5_vl", "W4A16_G128"),
+    ("qwen2_vl", "W4A16_G128"),
+    ("llava-mistral", "W4A16_G128"),
+    ("glm4v", "FP8_DYNAMIC"),
+    ("qwen3_vl", "FP8_DYNAMIC"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),

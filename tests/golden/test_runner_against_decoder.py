@@ -22,6 +22,7 @@ from compress.runtime.speculative.speculation import Speculative
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
+WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
 FEATURES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)},
@@ -111,6 +112,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "capped scores in a window": {"attn_softcap": 0.7, "layers": (tiny_shape(window=5), tiny_shape())},
     "scaled scores": {"attn_scale": 0.11},
     "growing queries": {"query_growth": (0.1, 16)},
+    "growing queries without positions": {
+        "query_growth": (0.3, 16),
+        "growth_offset": 1,
+        "growth_unrotated": True,
+        "layers": (tiny_shape(), tiny_shape(rope=None)),
+    },
+    "heads normed without a weight": {
+        "unit_qk_norm": True,
+        "layers": (tiny_shape(), tiny_shape(rope=None)),
+    },
+    "chunks of a block": {"layers": (tiny_shape(chunk=16), tiny_shape())},
+    "chunks of several blocks": {"layers": (tiny_shape(chunk=48), tiny_shape(chunk=64))},
+    "capped scores in chunks": {"attn_softcap": 0.7, "layers": (tiny_shape(chunk=32),)},
+    "experts of weighed inputs": {"layers": (tiny_shape(experts=WEIGHED), tiny_shape())},
     "gemma 2": {
         "norm_offset": 1.0,
         "block": "sandwich",
@@ -186,6 +201,17 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_scale": 0.125,
         "attn_scale": 0.0078125,
         "tied_head": True,
+    },
+    "llama 4": {
+        "query_growth": (0.3, 16),
+        "growth_offset": 1,
+        "growth_unrotated": True,
+        "unit_qk_norm": True,
+        "layers": (
+            tiny_shape(chunk=32, experts=WEIGHED),
+            tiny_shape(chunk=32),
+            tiny_shape(rope=None, experts=WEIGHED),
+        ),
     },
     "ministral 3": {
         "query_growth": (0.1, 16),
@@ -297,7 +323,10 @@ def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: i
         torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance(expected, source))
 
 
-RARE = ["sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "ministral 3"]
+RARE = [
+    *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
+    *("ministral 3", "chunks of a block"),
+]
 
 
 @pytest.mark.parametrize("feature", RARE)

@@ -17,6 +17,8 @@ from compress.export import check_rules, open_checkpoint, write_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
+from compress.models.overrides import decide
+from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, with_exceptions
@@ -44,7 +46,21 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def wide(case: str, directory: Path) -> Any:
     family, changes = CASES[case]
-    return saved(directory, family, {**changes, **WIDE}, dtype=torch.bfloat16)
+    sizes = dict(WIDE)
+    if "intermediate_size_mlp" in changes:
+        sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
+    if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
+        sizes["moe_intermediate_size"] = 256
+    return saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
+
+
+def dense_experts(source: Checkpoint, form: str) -> dict[str, Any]:
+    """Return overrides for experts whose codes no checkpoint of a format stores."""
+    if not source.arch.has_experts:
+        return {}
+    layer = next(idx for idx, layer in enumerate(source.arch.layers) if layer.experts is not None)
+    stacked = source.family.in_format(form).holds_all_experts(f"layers.{layer}.moe.experts.0.down")
+    return {"*.moe.experts.*": "dense"} if stacked else {}
 
 
 @each_wrapper
@@ -130,15 +146,15 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
 ) -> None:
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
-    names: dict[str, Scheme | None] = {
-        "layers.0.ffn.down": SCHEMES["FP8_DYNAMIC"],
-        "layers.1.attn.o": None,
-    }
+    stacked = dense_experts(source, "compressed-tensors")
+    experts = decide(dict.fromkeys(stacked), source.arch)
+    other = "layers.0.ffn.down" if "ffn.down" in source.arch.layers[0].linears else "layers.0.attn.o"
+    names: dict[str, Scheme | None] = {**experts, other: SCHEMES["FP8_DYNAMIC"], "layers.1.attn.o": None}
     scheme = with_exceptions(SCHEMES["W4A16_G128"], names)
     (tmp_path / "out").mkdir()
     write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
     opened = open_checkpoint(tmp_path / "out")
-    assert opened.schemes["layers.0.ffn.down"] == names["layers.0.ffn.down"]
+    assert opened.schemes[other] == names[other]
     assert "layers.1.attn.o" not in opened.schemes
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
@@ -151,10 +167,22 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
-            theirs = weights[opened.family.to_memory(opened.family.tensor(f"layers.{idx}.{name}"))]
+            full = f"layers.{idx}.{name}"
+            module, _, leaf = full.rpartition(".")
+            theirs = weights[opened.family.to_memory(opened.family.tensor(full))]
+            if opened.family.holds_all_experts(module):
+                _, _, expert, part, _ = name.split(".")
+                halves = theirs[int(expert)].chunk(2)
+                theirs = theirs[int(expert)] if part == "down" else halves[part == "up"]
+            elif leaf in ("weight", "bias"):
+                members = members_of(opened.family, opened.arch, full)
+                sizes = [theirs.shape[0] // len(members)] * len(members)
+                places = places_of(opened.family, opened.arch, members, sizes)
+                theirs = places[members.index(full)].read(theirs)
             assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
+    one_dense = with_exceptions(SCHEMES["W4A16_G128"], {**experts, "layers.1.attn.o": None})
     with pytest.raises(UnsupportedFormat, match="dense-linears"):
-        check_rules("gptq", source.arch, with_exceptions(SCHEMES["W4A16_G128"], {"layers.1.attn.o": None}))
+        check_rules("gptq", source.arch, one_dense)
 
 
 @each_wrapper
@@ -172,12 +200,15 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    quantize: dict[str, Any] = {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}}
+    quantize["overrides"] = dense_experts(source, form)
     (tmp_path / "model/preprocessor_config.json").write_text('{"size": 28}')
     recipe = {
         "version": 1,
         "model": "./model",
         "stages": [
-            {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}},
+            quantize,
             {"kind": "export", "formats": [form]},
         ],
     }
@@ -209,4 +240,6 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         ours = build_decoder(open_checkpoint(found), dtype=torch.float32, device=torch.device("cpu"))
         exact = ours(tokens(2, 12))
         theirs = model.eval()(tokens(2, 12)).logits.float()
-    assert (theirs - exact).square().mean().sqrt() < 0.1 * exact.square().mean().sqrt()
+    # inputs rounded to eight bits send tokens to other experts now and then
+    most = 0.2 if source.arch.has_experts else 0.1
+    assert (theirs - exact).square().mean().sqrt() < most * exact.square().mean().sqrt()

@@ -33,6 +33,10 @@ CONFIGS: dict[str, Any] = {
     "cohere2": transformers.Cohere2Config,
     "exaone4": transformers.Exaone4Config,
     "ernie4_5": transformers.Ernie4_5Config,
+    "seed_oss": transformers.SeedOssConfig,
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
+    "dots1": transformers.Dots1Config,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
@@ -41,10 +45,17 @@ CONFIGS: dict[str, Any] = {
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
+    "llama4_text": transformers.Llama4TextConfig,
     "gemma3": transformers.Gemma3Config,
     "gemma4": transformers.Gemma4Config,
+    "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
+    "qwen2_vl": transformers.Qwen2VLConfig,
+    "glm4v": transformers.Glm4vConfig,
+    "llava": transformers.LlavaConfig,
+    "qwen3_vl": transformers.Qwen3VLConfig,
+    "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -53,6 +64,20 @@ _VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+_QWEN_IDS = {
+    "image_token_id": 97,
+    "video_token_id": 98,
+    "vision_start_token_id": 99,
+    "vision_end_token_id": 100,
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
@@ -78,6 +103,19 @@ AROUND: dict[str, dict[str, Any]] = {
         "boa_token_id": 102,
         "eoa_token_index": 103,
     },
+    "llama4": {
+        "vision_config": {
+            **_VISION,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        "image_token_index": 97,
+        "boi_token_index": 98,
+        "eoi_token_index": 99,
+    },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,
@@ -90,11 +128,30 @@ AROUND: dict[str, dict[str, Any]] = {
             "num_heads": 2,
             "fullatt_block_indexes": [0],
         },
+        **_QWEN_IDS,
+    },
+    "llava": {
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "image_token_index": 97,
+    },
+    "glm4v": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "image_size": 28,
+        },
         "image_token_id": 97,
         "video_token_id": 98,
-        "vision_start_token_id": 99,
-        "vision_end_token_id": 100,
+        "image_start_token_id": 99,
+        "image_end_token_id": 100,
+        "video_start_token_id": 101,
+        "video_end_token_id": 102,
     },
+    "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}, **_QWEN_IDS},
+    "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
 }
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -114,6 +171,7 @@ SMALL: dict[str, Any] = {
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
 }
@@ -149,6 +207,16 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# Chunks end within a prompt and between two steps of a decode; queries without a rope grow at 4, 8, ...
+CHUNKED = {
+    "head_dim": 8,
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "num_local_experts": 6,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+}
 ROUTED = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -392,6 +460,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "seed_oss": ("seed_oss", {"head_dim": 8}),
+    "seed_oss-other-biases": (
+        "seed_oss",
+        {
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
     "gemma4-vision": (
         "gemma4",
@@ -418,6 +498,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": (
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "llava-llama": ("llava", {"model_type": "llama", "attention_bias": True}),
+    "llava-mistral": (
+        "llava",
+        {
+            "model_type": "mistral",
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4v": (
+        "glm4v",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4v-whole-rotary-tied": ("glm4v", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2_vl": ("qwen2_vl", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "qwen2_vl-tied-window": (
+        "qwen2_vl",
+        {
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3_vl": ("qwen3_vl", {"head_dim": 12}),
+    "qwen3_vl-tied-biases": (
+        "qwen3_vl",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_interleaved": True},
+        },
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_vl_moe-some-dense": (
+        "qwen3_vl_moe",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
@@ -463,6 +595,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "ernie4_5_moe-range": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "num_key_value_heads": 1,
+            "use_bias": False,
+        },
+    ),
+    "minimax_m2": ("minimax_m2", {**LOCAL_EXPERTS, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "minimax_m2-rotary-dim": (
+        "minimax_m2",
+        {
+            **LOCAL_EXPERTS,
+            "head_dim": 16,
+            "rotary_dim": 12,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "dots1-groups-windows": (
+        "dots1",
+        {
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "head_dim": 12,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
     "gpt-oss": ("gpt_oss", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 5}),
     "gpt-oss-other-layers": (
         "gpt_oss",
@@ -486,6 +669,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared",
         {**LOCAL_EXPERTS, "shared_intermediate_size": 56, "residual_multiplier": 0.5},
     ),
+    "llama4-scout": (
+        "llama4_text",
+        {**CHUNKED, "no_rope_layers": [1, 0, 1], "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+    ),
+    "llama4-maverick": (
+        "llama4_text",
+        {
+            **CHUNKED,
+            "head_dim": 16,
+            "attention_chunk_size": 7,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+        },
+    ),
+    "llama4-listed-layers": (
+        "llama4_text",
+        {
+            **CHUNKED,
+            "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0, 0],
+            "moe_layers": [1],
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4-vision": ("llama4", {**CHUNKED, "no_rope_layer_interval": 2, "moe_layers": [1, 2]}),
     "granitemoeshared-none": ("granitemoeshared", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
 }
 
@@ -498,10 +709,12 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     around = copy.deepcopy(AROUND[family])
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
     if "depth" in around["vision_config"]:
-        around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
-        num_pairs = stated["hidden_size"] // stated["num_attention_heads"] // 2
+        width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
+        around["vision_config"][width] = stated["hidden_size"]
+        head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
-        rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
+        num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
     return CONFIGS[family](text_config=stated, **around)
 
 

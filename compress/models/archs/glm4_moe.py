@@ -2,19 +2,8 @@
 experts are chosen by the sigmoids of the router with a bias that their weights do not have. The layers that
 predict further tokens, after the last, are not read."""
 
-from typing import Any
-
-from compress.models.experts import MAX_EXPERT_SIZE
 from compress.models.family import FAMILIES, LAYER_MODULES, Family
-from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_after_first, state_first
-from compress.untrusted.fields import Fields
-
-
-def _shared(config: Fields) -> dict[str, Any]:
-    """Return the width of the shared experts, which are one FFN."""
-    each = config.integer("moe_intermediate_size", 1, MAX_EXPERT_SIZE)
-    return {"shared_size": each * config.integer("n_shared_experts", 0, 64)}
-
+from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, shared_of, sparse_after_first, state_first
 
 FAMILIES.add(
     "glm4_moe",
@@ -36,7 +25,7 @@ FAMILIES.add(
             facts={"score": "sigmoid", "selection_bias": True},
             is_sparse=sparse_after_first,
             state_sparse=state_first,
-            read_more=_shared,
+            read_more=shared_of("n_shared_experts"),
         ),
         layer_modules={
             **LAYER_MODULES,

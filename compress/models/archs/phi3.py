@@ -3,11 +3,11 @@ and gate, up; LongRoPE, a part of each head rotated, or a sliding window where t
 
 from typing import Any
 
+from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES, LAYER_MODULES, STACKED_GATE_UP, STACKED_QKV, Family
 from compress.models.layer_types import same_window
 from compress.untrusted.fields import Fields
 
-_OWN_CODE = ("Phi3Config", "Phi3ForCausalLM")
 _ROPES = ("default", "longrope")
 
 
@@ -15,9 +15,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     """Imply nothing, and refuse what would be read otherwise than `transformers` does: an `auto_map` to other
     code than the model's own from before it was in `transformers`, and other ropes, which it takes for
     LongRoPE."""
-    for name in config.mapping("auto_map", default={}).values():
-        if str(name).rpartition(".")[2] not in _OWN_CODE:
-            raise config.wrong("auto_map", name, f"one of {', '.join(_OWN_CODE)}")
+    only_own_code(config, ("Phi3Config", "Phi3ForCausalLM"))
     rope = config.mapping("rope_parameters", default=config.mapping("rope_scaling", default={}))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPES:

@@ -287,7 +287,9 @@ class Eagle3Proposer:
         layer = self._weights.layer
         for fed in state.fed(tokens_RQ, context_lens_R, max_rows=self._max_rows):
             qkv_TF, residual_TD = self._qkv(fed.tokens_T, hidden_TD[fed.rows], "decode")
-            attend = self._layers.attend_decode(fed.table_RB, fed.context_lens_R, q_len=q_len)
+            attend = self._layers.attend_decode(
+                fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=self._kv.block_size
+            )
             where = fed.positions_T, fed.slots_T, self._kv
             after = self._layers.after_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode")
             outputs.append(after.x_TD)

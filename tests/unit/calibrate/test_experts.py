@@ -183,3 +183,57 @@ def test_an_expert_without_a_token_has_the_layers_moment_under_every_policy(sour
             stats["moe_in.5"][SecondMoment].mean(), stats[ALL_TOKENS][SecondMoment].mean(), rtol=1e-5
         )
         assert bool(torch.isfinite(stats["moe_mid.5"][SecondMoment].mean()).all())
+
+
+@pytest.fixture(scope="module")
+def weighed_source() -> MemorySource:
+    """A model whose router multiplies the inputs of experts."""
+    sizes = {key: MOE[key] for key in MOE if not key.startswith(("num_experts", "moe_", "shared_", "mlp_"))}
+    config = {
+        **sizes,
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 64,
+        "moe_layers": [1, 2],
+    }
+    return tiny_source(tiny_arch(config))
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+def test_an_expert_is_shown_its_inputs_as_the_router_weighs_them(
+    sees_all: bool, weighed_source: MemorySource
+) -> None:
+    layer = build_decoder(weighed_source, dtype=torch.float32, device=torch.device("cpu")).layers[1]
+    layer.moe.taps_see_all = sees_all
+    seen: dict[str, torch.Tensor] = {}
+    layer(inputs(weighed_source), torch.arange(SEQ_LEN), FullAttention(), seen.__setitem__)
+    x_TD = seen[ALL_TOKENS].flatten(0, 1)
+    scores_TE = torch.sigmoid(x_TD @ layer.moe.router.weight.T)
+    for expert in range(8):
+        shown = torch.ones(len(x_TD), dtype=torch.bool) if sees_all else scores_TE.argmax(1) == expert
+        expected = (scores_TE[:, expert : expert + 1] * x_TD)[shown]
+        assert torch.allclose(seen[f"moe_in.{expert}"], expected, atol=1e-5)
+        mid = layer.moe.experts[expert].gated(expected)
+        assert torch.allclose(seen[f"moe_mid.{expert}"], mid, atol=1e-5)
+
+
+def test_an_expert_without_a_token_has_the_moment_of_weighed_inputs(weighed_source: MemorySource) -> None:
+    layer = build_decoder(weighed_source, dtype=torch.float32, device=torch.device("cpu")).layers[1]
+    with torch.no_grad():
+        layer.moe.router.weight.zero_()  # all tokens go to the first expert, and every score is a half
+    stats = observe_on_one_rank(layer, inputs(weighed_source), (SecondMoment,), ExpertPolicy(1, "shrink"))
+    assert stats["moe_in.5"][Tokens].num_tokens == 0
+    half = stats["moe_in.0"][SecondMoment].mean()
+    assert torch.allclose(half, stats[ALL_TOKENS][SecondMoment].mean() / 4, rtol=1e-5)
+    assert torch.allclose(stats["moe_in.5"][SecondMoment].mean(), half, rtol=0.2, atol=0.05)
+    assert bool(torch.isfinite(stats["moe_mid.5"][SecondMoment].mean()).all())
+
+
+@pytest.mark.parametrize("method", ["gptq", "balanced"])
+def test_experts_of_weighed_inputs_are_quantized(
+    method: str, weighed_source: MemorySource, tmp_path: Path
+) -> None:
+    rows = run(tmp_path, weighed_source, method)
+    assert {row["linear"] for row in rows} >= {"moe.experts.7.up", "moe.experts.0.down", "moe.shared.gate"}

@@ -66,7 +66,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("truncate", _rope(truncate="no")),
     ("rope_type", _rope(rope_type=["yarn"])),
-    ("high_freq_factor", _rope(rope_type="llama3", low_freq_factor=4.0, high_freq_factor=4.0)),
+    ("high_freq_factor", _rope(rope_type="llama3", low_freq_factor=4.0, high_freq_factor=3.0)),
     ("rope_parameters", {"rope_parameters": "yarn"}),
     ("rope_parameters", {"rope_parameters": [ROPE]}),
     ("full_attention", {"rope_parameters": {"sliding_attention": ROPE}}),
