@@ -14,6 +14,7 @@ the facts ship as data; a test compares them with the installed version, which `
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -89,7 +90,18 @@ def reads_of(texts: Iterable[str], *, self_is_config: bool = False) -> Reads:
     """Return what several source texts read."""
     reads = Reads(self_is_config=self_is_config)
     for text in texts:
-        reads.visit(ast.parse(textwrap.dedent(text)))
+        one = _reads_of_one(text, self_is_config)
+        reads.attributes |= one.attributes
+        for name, defaults in one.optional.items():
+            reads.optional[name] += defaults
+    return reads
+
+
+@functools.cache
+def _reads_of_one(text: str, self_is_config: bool) -> Reads:
+    """Return what one source text reads; most modeling files import the same modules."""
+    reads = Reads(self_is_config=self_is_config)
+    reads.visit(ast.parse(textwrap.dedent(text)))
     return reads
 
 

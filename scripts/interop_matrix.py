@@ -74,6 +74,14 @@ NOT_ASKED = {
         ("vllm", family, "FP8_DYNAMIC"): "its CPU backend has no FP8 experts ('Unsupported FP8 MoE backend')"
         for family in MIXTURES
     },
+    **{
+        ("vllm", family, scheme): why
+        for family, why in (
+            ("ernie4_5_moe", "its CPU router leaves out the bias of a softmax"),
+            ("minimax_m2", "its CPU router takes no sigmoid without groups"),
+        )
+        for scheme in ("W4A16_G128", "FP8_DYNAMIC, dense experts")
+    },
 }
 """What no CPU can be asked."""
 

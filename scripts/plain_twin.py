@@ -63,7 +63,7 @@ INPUTS = {
 }
 """(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they
 are. vLLM and transformers take FP8 in blocks as weights only there."""
-FLAT_SHARED = ("qwen2_moe",)
+FLAT_SHARED = ("qwen2_moe", "ernie4_5_moe")
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
 

@@ -14,6 +14,7 @@ On a GPU the next layer waits in host memory. On a CPU the process keeps some of
 freed (`streaming.py`).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,8 +121,8 @@ def flops(work: Workload, *, products: float) -> tuple[float, float]:
     arch = work.arch
     tokens = work.num_samples * work.seq_len
     grams = work.num_streams * sum(
-        2.0 * tokens * layer.token_frac(group.linears[0]) * size**2
-        for layer in arch.layers
+        2.0 * count * tokens * layer.token_frac(group.linears[0]) * size**2
+        for layer, count in Counter(arch.layers).items()
         for group, size in zip(layer.groups, _input_sizes(arch, layer), strict=True)
     )
     replays = 0 if work.true_sequential else 1
@@ -161,14 +162,14 @@ def _busiest(work: Workload, cost: Callable[[list[tuple[int, int]]], float]) -> 
     arch = work.arch
     total = 0.0
     num_ranks = 1 if work.true_sequential else work.num_ranks
-    for idx, layer in enumerate(arch.layers):
-        owners = assign_groups(arch, idx, layer.groups, num_ranks)
+    for layer, count in Counter(arch.layers).items():
+        owners = assign_groups(arch, arch.layers.index(layer), layer.groups, num_ranks)
         load = [0.0] * num_ranks
         for group in layer.groups:
             load[owners[group.tap]] += cost(
                 [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
             )
-        total += max(load)
+        total += count * max(load)
     return total
 
 
