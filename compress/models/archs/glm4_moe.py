@@ -5,6 +5,31 @@ predict further tokens, after the last, are not read."""
 from compress.models.family import FAMILIES, LAYER_MODULES, Family
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, shared_of, sparse_after_first, state_first
 
+SIGMOID_MIXTURE = Mixture(
+    {
+        "num_experts": "n_routed_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_size": "moe_intermediate_size",
+        "renormalize": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+        "num_groups": "n_group",
+        "top_groups": "topk_group",
+    },
+    facts={"score": "sigmoid", "selection_bias": True},
+    is_sparse=sparse_after_first,
+    state_sparse=state_first,
+    read_more=shared_of("n_shared_experts"),
+)
+"""Experts as DeepSeek-V3 has them (arXiv 2412.19437), and the names of its fields."""
+MIXTURE_MODULES = {
+    "moe.router": "mlp.gate",
+    "moe.selection_bias": "mlp.gate.e_score_correction_bias",
+    "moe.shared.gate": "mlp.shared_experts.gate_proj",
+    "moe.shared.up": "mlp.shared_experts.up_proj",
+    "moe.shared.down": "mlp.shared_experts.down_proj",
+}
+MIXTURE_FIELDS = frozenset({*SIGMOID_MIXTURE.fields.values(), "n_shared_experts", "first_k_dense_replace"})
+
 FAMILIES.add(
     "glm4_moe",
     Family(
@@ -12,48 +37,17 @@ FAMILIES.add(
         architecture="Glm4MoeForCausalLM",
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
-        mixture=Mixture(
-            {
-                "num_experts": "n_routed_experts",
-                "top_k": "num_experts_per_tok",
-                "expert_size": "moe_intermediate_size",
-                "renormalize": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-                "num_groups": "n_group",
-                "top_groups": "topk_group",
-            },
-            facts={"score": "sigmoid", "selection_bias": True},
-            is_sparse=sparse_after_first,
-            state_sparse=state_first,
-            read_more=shared_of("n_shared_experts"),
-        ),
-        layer_modules={
-            **LAYER_MODULES,
-            "moe.router": "mlp.gate",
-            "moe.selection_bias": "mlp.gate.e_score_correction_bias",
-            "moe.shared.gate": "mlp.shared_experts.gate_proj",
-            "moe.shared.up": "mlp.shared_experts.up_proj",
-            "moe.shared.down": "mlp.shared_experts.down_proj",
-        },
+        mixture=SIGMOID_MIXTURE,
+        layer_modules={**LAYER_MODULES, **MIXTURE_MODULES},
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=frozenset(
-            {
-                "attention_bias",
-                "use_qk_norm",
-                "partial_rotary_factor",
-                "n_routed_experts",
-                "n_shared_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-                "routed_scaling_factor",
-                "n_group",
-                "topk_group",
-                "first_k_dense_replace",
-                "num_nextn_predict_layers",
-                "num_mtp_layers",
-            }
-        ),
+        known_fields=MIXTURE_FIELDS
+        | {
+            "attention_bias",
+            "use_qk_norm",
+            "partial_rotary_factor",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+        },
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,
