@@ -1,4 +1,4 @@
-"""What happens to the heads of a projection before attention: norms, rotation (`models/rope.py`), growth.
+"""The operand of a turn of heads, before attention: norms, rotation (`models/rope.py`), growth.
 
 Shapes: P positions, C head dimension, H heads, K kv heads.
 """
