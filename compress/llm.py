@@ -16,7 +16,7 @@ from compress.data.text_stream import TextStream
 from compress.data.tokenizer import encode, load_tokenizer
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.checkpoint import MAX_CONFIG_BYTES
-from compress.models.family import eos_token_ids
+from compress.models.config_values import eos_token_ids
 from compress.runtime.engine import Engine
 from compress.runtime.request import Finished, Request
 from compress.runtime.request import SamplingParams as EngineParams

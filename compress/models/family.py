@@ -21,6 +21,7 @@ from compress.models.config_facts import (
     TRAINING_OF_ROUTERS,
 )
 from compress.models.config_fields import TableFields, field_name, listed
+from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FULL,
@@ -159,7 +160,7 @@ class Family:
         widths = {
             "num_heads": num_heads,
             "num_kv_heads": config.integer("num_key_value_heads", 1, MAX_SIZE, default=num_heads),
-            "head_dim": _head_dim(config, hidden_size, num_heads),
+            "head_dim": head_dim_of(config, hidden_size, num_heads),
         }
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
         ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
@@ -197,7 +198,7 @@ class Family:
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
-            activation=facts.pop("activation", config.text("hidden_act")),
+            activation=facts.pop("activation", activation_of(config)),
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),
@@ -371,14 +372,6 @@ def unread_note(arch: Arch) -> str | None:
     )
 
 
-def eos_token_ids(config: Fields) -> list[int]:
-    """Return the end-of-sequence ids of a config, which states none, one or a list."""
-    name = "eos_token_id"
-    if not config.has(name):
-        return []
-    return config.integers(name, 0, MAX_SIZE) if config.is_list(name) else [config.integer(name, 0, MAX_SIZE)]
-
-
 FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")
 
 
@@ -397,22 +390,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
-
-
-def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
-    """Return the size of a head: as stated, or the hidden size shared by the heads. It is even, because
-    rotation takes pairs."""
-    if config.has("head_dim"):
-        head_dim = config.integer("head_dim", 2, MAX_SIZE)
-        name = "head_dim"
-    elif hidden_size % num_heads:
-        raise config.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
-    else:
-        head_dim = hidden_size // num_heads
-        name = "hidden_size / num_attention_heads"
-    if head_dim % 2:
-        raise config.wrong(name, head_dim, "even")
-    return head_dim
 
 
 def _flag(rule: bool | str, config: Fields) -> bool:

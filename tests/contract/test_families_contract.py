@@ -46,6 +46,8 @@ CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
 # What makes the widths of all layers equal in families in which those of full attention have others.
 UNIFORM: dict[str, dict[str, Any]] = {"gemma4_text": {"num_global_key_value_heads": 2}}
+OFTEN = ("llama", "gemma4_text", "qwen3_moe")
+"""Families whose cases of some tests are not slow: plain, with widths of two kinds, and a mixture."""
 each_family = pytest.mark.parametrize("family", TEXT_FAMILIES)
 
 
@@ -123,9 +125,10 @@ def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
 @pytest.mark.parametrize(
     ("family", "scheme_name"),
     [
-        *((family, "W4A16_G32") for family in TEXT_FAMILIES),
-        *((family, "FP8_DYNAMIC") for family in ("llama", "qwen3_moe")),
-        *(slow(family, "FP8_DYNAMIC") for family in TEXT_FAMILIES if family not in ("llama", "qwen3_moe")),
+        *((family, "W4A16_G32") for family in OFTEN),
+        *((family, "FP8_DYNAMIC") for family in OFTEN),
+        *(slow(family, "W4A16_G32") for family in TEXT_FAMILIES if family not in OFTEN),
+        *(slow(family, "FP8_DYNAMIC") for family in TEXT_FAMILIES if family not in OFTEN),
     ],
 )
 def test_gptq_of_every_family_is_nearer_than_nearest_rounding(

@@ -240,6 +240,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         ours = build_decoder(open_checkpoint(found), dtype=torch.float32, device=torch.device("cpu"))
         exact = ours(tokens(2, 12))
         theirs = model.eval()(tokens(2, 12)).logits.float()
-    # inputs rounded to eight bits send tokens to other experts now and then
-    most = 0.2 if source.arch.has_experts else 0.1
-    assert (theirs - exact).square().mean().sqrt() < most * exact.square().mean().sqrt()
+    errors_BS = (theirs - exact).square().mean(-1)
+    # An input rounded to eight bits sends a token to another expert now and then.
+    error = errors_BS.median() if source.arch.has_experts else errors_BS.mean()
+    assert error.sqrt() < 0.1 * exact.square().mean().sqrt()

@@ -236,6 +236,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-exact-gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama-swish": ("llama", {"hidden_act": "swish"}),
+    "llama-gelu-new": ("llama", {"hidden_act": "gelu_new"}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN}),

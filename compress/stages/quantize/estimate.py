@@ -99,8 +99,8 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     time.
 
     A CPU holds what is outside of the layers, which is written while the first layer is rounded, the layer
-    that is read ahead, the layer that is rounded and its codes. A GPU holds the layer that is rounded, and
-    the float32 copies of one linear.
+    that is read ahead, the layer that is rounded, its codes, and the words that codes of few bits are packed
+    into. A GPU holds the layer that is rounded, and the float32 copies of one linear.
     """
     arch = facts.arch
     head = spec.head_scheme
@@ -108,8 +108,10 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     shapes = [[each.linear_shape(name, arch.hidden_size) for name in each.linears] for each in arch.layers]
     sizes = [[rows * columns for rows, columns in of_layer] for of_layer in shapes]
     layer = max(map(sum, sizes))
+    packs = scheme is not None and any(each.num_bits < 8 for each in scheme.all)
     if facts.device == "cpu":
-        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer
+        words = layer // 2 if packs else 0
+        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer + words
     else:
         peak = (2 + 1) * layer + 4 * STACK_COPIES * max(map(max, sizes))
     note = "no calibration text and no forward pass: read, round, write"

@@ -10,7 +10,7 @@ from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpre
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 
-# In turns of about a minute each, which run at the same time.
+# In turns of about a minute each, which run at the same time; all are slow.
 TURNS = (
     ("attention_kernels", "columns", "decode_step"),
     ("experts", "general_linear"),
@@ -27,6 +27,7 @@ def has_slow_cases(turn: tuple[str, ...]) -> bool:
     return any("slow(" in path.read_text() for path in files(turn))
 
 
+@pytest.mark.slow
 @each_turn
 def test_kernels_pass_in_the_interpreter(turn: tuple[str, ...]) -> None:
     assert_passes_interpreted(*files(turn), slow=False)

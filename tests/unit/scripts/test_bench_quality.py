@@ -37,6 +37,7 @@ def row(tool: str, method: str, kl: float, seed: int = 0, scheme: str = "W4A16_G
     }
 
 
+@pytest.mark.slow
 def test_a_tool_that_changes_nothing_has_no_divergence(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(COPIES.format(python=sys.executable))

@@ -1,0 +1,43 @@
+"""Values that `config.json` states in more than one way, the same for all families."""
+
+from compress.models.arch import MAX_SIZE
+from compress.untrusted.fields import Fields
+
+SAME_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+"""Other names of the decoder's activations, as `transformers.activations` defines them."""
+
+
+def activation_of(config: Fields) -> str:
+    """Return the activation of the FFNs by the decoder's name, or the config's own where it has none."""
+    stated = config.text("hidden_act")
+    return SAME_ACTIVATIONS.get(stated, stated)
+
+
+def eos_token_ids(config: Fields) -> list[int]:
+    """Return the end-of-sequence ids of a config, which states none, one or a list."""
+    name = "eos_token_id"
+    if not config.has(name):
+        return []
+    return config.integers(name, 0, MAX_SIZE) if config.is_list(name) else [config.integer(name, 0, MAX_SIZE)]
+
+
+def head_dim_of(config: Fields, hidden_size: int, num_heads: int) -> int:
+    """Return the size of a head: as stated, or the hidden size shared by the heads. It is even, because
+    rotation takes pairs."""
+    if config.has("head_dim"):
+        head_dim = config.integer("head_dim", 2, MAX_SIZE)
+        name = "head_dim"
+    elif hidden_size % num_heads:
+        raise config.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
+    else:
+        head_dim = hidden_size // num_heads
+        name = "hidden_size / num_attention_heads"
+    if head_dim % 2:
+        raise config.wrong(name, head_dim, "even")
+    return head_dim
