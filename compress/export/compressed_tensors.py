@@ -43,6 +43,7 @@ from compress.export.config_groups import (
     group_of,
     read_groups,
 )
+from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
 from compress.export.rules import layout_rules, shapes, start_of
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import Arch
@@ -221,6 +222,7 @@ class CompressedTensors:
                 for each in scheme.of_layers
             ]
         assert all(targets for _, targets in coded), "a scheme without linears"
+        coded = with_pattern_of_experts(coded, scheme, linears, head=head)
         groups = {f"group_{idx}": group_of(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
         one_by_one = {linear.rpartition(".")[0] for linear in scheme.dense}
@@ -307,6 +309,9 @@ class CompressedTensors:
             transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
+        if refused := why_transformers_refuses(arch, scheme, self.quant_method):
+            loads = False
+            transformers = refused
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),

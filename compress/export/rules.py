@@ -113,7 +113,7 @@ def _tensor_rules(arch: Arch, scheme: ModelScheme, family: Family) -> list[Rule]
                 problem = f"{family.to_disk(members[0])} is one tensor and needs one scheme, not {names}."
                 rules.setdefault("stacked-linears", Rule("stacked-linears", problem))
             own = scheme.for_linear(f"layers.{idx}.{linear}")
-            if own is None or own.block_rows == 1:
+            if own is None or own.block_rows == 1 or not members:
                 continue
             num_rows = layer.linear_shape(linear, arch.hidden_size)[0]
             order = row_order(layer, linear, num_rows, interleaved=family.interleaved_rotary)

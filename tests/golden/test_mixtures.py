@@ -1,6 +1,7 @@
 """Checkpoints of mixtures of experts in the layouts that the hub and `transformers` have."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compress.errors import UnsupportedFormat
-from compress.export import check_rules, open_checkpoint, write_format
+from compress.export import FORMATS, check_rules, open_checkpoint, write_format
 from compress.models.checkpoint import Checkpoint, read_config
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.moe import best
@@ -30,7 +31,7 @@ EXPORTED = [
     ("qwen3-moe", "W4A16_G128"),
     ("qwen3-moe-some-dense", "FP8_DYNAMIC"),
     ("olmoe", "W8A16"),
-    ("glm4-moe", "FP8_BLOCK"),
+    ("glm4-moe", "FP8_DYNAMIC"),
     ("ernie4_5_moe", "W4A16_G128"),
     ("minimax_m2", "FP8_DYNAMIC"),
     ("dots1", "W4A16_G128"),
@@ -174,7 +175,11 @@ class Rounded:
         self.arch = source.arch
 
     def outer(self) -> Weights:
-        return self._source.outer()
+        outer = self._source.outer()
+        head = self._scheme.head
+        if head is None:
+            return outer
+        return {**outer, "head.weight": nearest_weight(dense(outer["head.weight"]), head, torch.bfloat16)}
 
     def layer(self, layer_idx: int) -> Weights:
         weights = dict(self._source.layer(layer_idx))
@@ -186,12 +191,22 @@ class Rounded:
         return weights
 
 
-def rounded(directory: Path, case: str, scheme_name: str, **more: int) -> tuple[Rounded, ModelScheme]:
+def rounded(
+    directory: Path,
+    case: str,
+    scheme_name: str,
+    *,
+    overrides: Mapping[str, str | None] | None = None,
+    head: str | None = None,
+    **more: int,
+) -> tuple[Rounded, ModelScheme]:
     family, changes = CASES[case]
     sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
     saved(directory, family, {**changes, **sizes, **more}, dtype=torch.bfloat16)
     source = Checkpoint(directory)
-    scheme = overridden(SCHEMES[scheme_name], {}, source.arch)
+    schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
+    of_head = None if head is None else SCHEMES[head]
+    scheme = overridden(SCHEMES[scheme_name], schemes, source.arch, head=of_head)
     return Rounded(source, scheme), scheme
 
 
@@ -223,6 +238,65 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
             )
             assert torch.equal(theirs[f"{prefix}.experts.gate_up_proj"][expert], torch.cat((gate, up)))
             assert torch.equal(theirs[f"{prefix}.experts.down_proj"][expert], down)
+
+
+DENSE_EXPERTS: dict[str, str | None] = {"*.moe.experts.*": None}
+COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
+    ("mixtral", "W4A16_G128", "FP8_DYNAMIC", {}, True),
+    ("mixtral", "FP8_DYNAMIC", "W8A16", {}, True),
+    ("qwen3-moe", "W4A16_G128", None, {"*.attn.*": "FP8_DYNAMIC"}, True),
+    ("qwen3-moe", "INT8_DYNAMIC", None, {"*.moe.experts.*": "W8A16"}, True),
+    ("mixtral", "FP8_DYNAMIC", None, DENSE_EXPERTS, True),
+    ("mixtral", "W8A16", None, DENSE_EXPERTS, False),
+    ("mixtral", "INT8_DYNAMIC", None, {}, False),
+    ("mixtral", "W4A16_G128_ASYM", None, {}, False),
+    ("qwen3-moe", "FP8_BLOCK", None, {}, False),
+    ("mixtral", "W4A16_G128", None, {"layers.0.moe.experts.*": "W8A16"}, False),
+]
+
+
+@pytest.mark.parametrize(("case", "scheme_name", "head", "overrides", "loads"), COMBINED)
+def test_transformers_loads_experts_where_the_format_names_it(
+    case: str,
+    scheme_name: str,
+    head: str | None,
+    overrides: dict[str, str | None],
+    loads: bool,
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    source, scheme = rounded(tmp_path / "source", case, scheme_name, overrides=overrides, head=head, **sizes)
+    (tmp_path / "exported").mkdir()
+    write_format("compressed-tensors", tmp_path / "exported", source, scheme)
+    (named,) = (
+        each
+        for each in FORMATS.get("compressed-tensors").consumers(source.arch, scheme)
+        if each.name == "transformers"
+    )
+    assert named.loads == loads
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+    except RuntimeError:
+        same = False
+    else:
+        opened = open_checkpoint(tmp_path / "exported")
+        theirs = dict(model.named_parameters())
+        same = all(
+            torch.equal(
+                theirs[f"model.layers.{idx}.mlp.experts.down_proj"][expert],
+                dense(opened.layer(idx)[f"moe.experts.{expert}.down.weight"]),
+            )
+            for idx, layer in enumerate(source.arch.layers)
+            for expert in range(layer.experts.num_experts if layer.experts else 0)
+        )
+    assert same == loads
+
+
+@pytest.mark.parametrize("scheme_name", ["FP8_BLOCK", "W4A16_G128"])
+def test_experts_of_one_tensor_are_refused_in_every_scheme(scheme_name: str, tmp_path: Path) -> None:
+    source, scheme = rounded(tmp_path, "gpt-oss", scheme_name, hidden_size=256, intermediate_size=256)
+    rules = FORMATS.get("compressed-tensors").broken_rules(source.arch, scheme)
+    assert "experts-apart" in {each.name for each in rules}
 
 
 @pytest.mark.parametrize("case", FP8_BLOCKS)

@@ -1,0 +1,61 @@
+"""Experts of mixtures in compressed-tensors checkpoints, as transformers 5.23 loads them.
+
+It has the experts of a layer in one tensor, so it decodes them while it loads, all by the scheme of one
+group: the first with a pattern that names experts, else the first of any. It takes packed symmetric codes,
+and FP8 with channel scales next to experts in the model's dtype; it rounds no inputs of experts.
+"""
+
+from collections.abc import Collection, Sequence
+
+from compress.export.config_groups import PACK_FORMAT, format_of
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.quant.scheme import ModelScheme, Scheme
+
+ALL_EXPERTS = r"re:.*\.experts\."
+"""The pattern of all linears of experts, by the names of transformers."""
+_PART = ".experts."
+
+Group = tuple[Scheme, list[str]]
+"""A scheme and the names of its linears."""
+
+
+def with_pattern_of_experts(
+    groups: Sequence[Group], scheme: ModelScheme, linears: Collection[str], *, head: str
+) -> list[Group]:
+    """Add the pattern of all experts to the group that has them, where several groups are written and one has
+    all.
+    """
+    of_experts = {scheme.for_linear(each) for each in linears if _PART in each}
+    if len(groups) == 1 or len(of_experts) != 1:
+        return list(groups)
+    return [
+        (each, [*targets, ALL_EXPERTS] if {each} == of_experts and targets != [head] else targets)
+        for each, targets in groups
+    ]
+
+
+def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str) -> str | None:
+    """Return why transformers does not load the experts of a checkpoint, or None where it does."""
+    family = family_of({"model_type": arch.family}).in_format(quant_method)
+    apart = [
+        f"layers.{idx}.{linear}"
+        for idx, layer in enumerate(arch.layers)
+        for linear in layer.linears
+        if ".experts." in linear and not family.holds_all_experts(f"layers.{idx}.{linear}")
+    ]
+    schemes = {scheme.for_linear(each) for each in apart}
+    one = next(iter(schemes)) if len(schemes) == 1 else None
+    if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):
+        return None
+    if one is None and all(map(_is_channel_fp8, scheme.all)):
+        return None
+    return "takes experts of one symmetric packed scheme, or of FP8 with channel scales"
+
+
+def _is_packed(scheme: Scheme) -> bool:
+    return format_of(scheme) == PACK_FORMAT and scheme.symmetric
+
+
+def _is_channel_fp8(scheme: Scheme | None) -> bool:
+    return scheme is not None and scheme.type == "float" and scheme.block_rows == 1
