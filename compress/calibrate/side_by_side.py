@@ -75,4 +75,5 @@ def side_by_side(
 @cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     """Return the streams of a device, always the same ones: each keeps memory of its own."""
+    torch.linalg.cholesky(torch.eye(2, device=device))  # loads the library, which threads may not do at once
     return [torch.cuda.Stream(device) for _ in range(MAX_AT_ONCE)]

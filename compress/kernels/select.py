@@ -24,7 +24,6 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
-                       a kernel that `turns` also takes qkv_TF and turn=Turn: it does what rope_store does
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
                        a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
@@ -44,7 +43,6 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.turn import Turn
 from compress.kernels.problem import OPS, Op, Problem
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight
@@ -82,8 +80,7 @@ class Kernel:
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
     the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
     experts have `repack_experts` in place of `repack`. Prefill attention that `takes_lists` can be captured
-    in a CUDA graph for chunks of other lengths. Decode attention that `turns` heads in a way takes the rows
-    of the projection as they are.
+    in a CUDA graph for chunks of other lengths.
     """
 
     op: Op
@@ -96,7 +93,6 @@ class Kernel:
     prepares: bool = False
     repack_experts: RepackExperts | None = None
     takes_lists: bool = False
-    turns: Callable[[Problem, Turn], bool] | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this kernel cannot serve a problem; None where it can."""

@@ -1,6 +1,6 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
-    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x))), in one launch where a kernel does both
+    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
@@ -27,7 +27,6 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
-from compress.kernels.operands.turn import Turn
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
 from compress.models.arch import BLOCKS, NORMS, Arch
@@ -39,9 +38,9 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
-Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor, PagedKV], Tensor]
-"""Attention of one pass: (layer, q, k and v side by side [T, F], positions [T], slots [T], the layer's pages)
--> [T, H, C]. Keys and values are in the pages afterwards."""
+Attend = Callable[[LayerWeights, Tensor, PagedKV], Tensor]
+"""Attention of one pass: (layer, q [T, H, C], the layer's pages with all keys and values written) ->
+[T, H, C]."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
@@ -179,7 +178,8 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, side by side in `qkv_TF`, and the stream
         before it. `ffn_rows` are given where the FFN reads the same input as attention.
         """
-        attended_TF = attend(layer, qkv_TF, positions_T, slots_T, kv).reshape(qkv_TF.shape[0], -1)
+        q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
+        attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -246,34 +246,25 @@ class LayerRunner:
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
         """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache."""
-        turn = self._turn(layer)
-        q_THC: Tensor = self._head_ops["rope_store", _head_key(layer.shape)].kernel.fn(
-            *(qkv_TF, turn.cos_PC, turn.sin_PC, positions_T, slots_T, kv),
-            num_heads=layer.shape.num_heads,
-            qk_norm=turn.qk_norm,
-            eps=turn.eps,
-            whole=turn.whole,
-            centered=turn.centered,
-            growth_P=turn.growth_P,
-            v_norm=turn.v_norm,
-        )
-        return q_THC
-
-    def _turn(self, layer: LayerWeights) -> Turn:
-        """Return how the heads of a layer are normed and turned."""
+        shape = layer.shape
         norm = layer.qk_norm
-        cos_PC, sin_PC = self._rope_tables[_rope_key(layer.shape)]
-        return Turn(
-            cos_PC,
-            sin_PC,
-            None if norm is None else norm.weight,
-            self._arch.norm_eps,
+        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
+        tables = self._rope_tables[_rope_key(shape)]
+        q_THC: Tensor = rope_store(
+            qkv_TF,
+            *tables,
+            positions_T,
+            slots_T,
+            kv,
+            num_heads=shape.num_heads,
+            qk_norm=None if norm is None else norm.weight,
+            eps=self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
             centered=norm is not None and norm.centered,
-            growth_P=self._growth_P if self._arch.queries_grow(layer.shape) else None,
+            growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,
-            keys_are_values=layer.shape.keys_are_values,
         )
+        return q_THC
 
     def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
         """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
@@ -308,30 +299,23 @@ class LayerRunner:
         self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
     ) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
-        chunks: dict[int | None, DecodeChunks] = {
+        chunks = {
             chunk: DecodeChunks(
                 block_table_RB, context_lens_R, q_len=q_len, chunk=chunk, block_size=block_size
             )
             for chunk in self._chunk_sizes
         }
 
-        def attend(
-            layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
-        ) -> Tensor:
-            bound, facts = self._attention("attention_decode", layer)
-            cut = chunks.get(layer.shape.chunk)
-            turn = self._turn(layer)
-            if cut is None and bound.kernel.turns is not None and bound.kernel.turns(bound.problem, turn):
-                rows = qkv_TF
-                facts["turn"] = turn
-            else:
-                rows = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
+        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            fn, facts = self._attention("attention_decode", layer)
 
             def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
-                out: Tensor = bound.kernel.fn(rows, kv, table_RB, lens_R, q_len=q_len, **facts)
+                out: Tensor = fn(q_THC, kv, table_RB, lens_R, q_len=q_len, **facts)
                 return out
 
-            return attention(block_table_RB, context_lens_R) if cut is None else cut.attend(attention)
+            if layer.shape.chunk in chunks:
+                return chunks[layer.shape.chunk].attend(attention)
+            return attention(block_table_RB, context_lens_R)
 
         return attend
 
@@ -351,18 +335,15 @@ class LayerRunner:
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
         }
 
-        def attend(
-            layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
-        ) -> Tensor:
-            bound, facts = self._attention("attention_prefill", layer)
+        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            fn, facts = self._attention("attention_prefill", layer)
             operands = whole
             if layer.shape.chunk in chunks:
                 parts = chunks[layer.shape.chunk]
                 operands = parts.table_RB, parts.query_lens, parts.context_lens
             if lists is not None:
                 facts["lists"] = lists
-            q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-            out: Tensor = bound.kernel.fn(q_THC, kv, *operands, **facts)
+            out: Tensor = fn(q_THC, kv, *operands, **facts)
             return out
 
         return attend
@@ -373,7 +354,7 @@ class LayerRunner:
         kernels = [bound.kernel for (op, _), bound in self._head_ops.items() if op == "attention_prefill"]
         return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
 
-    def _attention(self, op: Op, layer: LayerWeights) -> tuple[BoundKernel, dict[str, Any]]:
+    def _attention(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return the attention kernel of a layer and the facts of the layer that it takes."""
         shape = layer.shape
         facts = {
@@ -382,7 +363,7 @@ class LayerRunner:
             "softcap": self._arch.attn_softcap,
             "sinks_H": layer.sinks,
         }
-        return self._head_ops[op, _head_key(shape)], facts
+        return self._head_ops[op, _head_key(shape)].kernel.fn, facts
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""

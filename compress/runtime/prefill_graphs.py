@@ -2,8 +2,8 @@
 
 A pass is filled up to one of a few numbers of rows by a sequence of its own in the padding block, so chunks
 of many lengths share a graph. Results are those of the filled pass from the first time on: a size is computed
-launch by launch when it comes for the first time, and captured the second time. The memory of a graph stays
-in use; passes of more rows keep the device busy anyway and have none.
+launch by launch when it comes for the first time, and captured then. Graphs share the memory of the largest,
+which stays in use; passes of more rows keep the device busy anyway and have none.
 
 Shapes: T rows, D hidden, R sequences, B blocks of the longest.
 """
@@ -25,7 +25,7 @@ MAX_ROWS = 4096
 MAX_SEQUENCES = 32
 """Most chunks of such a pass, with that which fills it up."""
 LEAST_STEP = 16
-"""Rows between two sizes of short passes; those of long ones are a sixteenth to an eighth of them apart."""
+"""Rows between two sizes of short passes; those of long ones are a thirty-second to a sixteenth apart."""
 
 Hidden = Callable[[PrefillBatch, bool, Features | None, FixedLists | None], Tensor]
 """The layers of a model: (batch, whether its prompts are short, features to fill in, the lists of its chunks
@@ -85,9 +85,9 @@ class PrefillGraphs:
         self._max_rows = min(max_rows, MAX_ROWS)
         self._coded = coded
         self._fills = device.type == "cuda" and takes_lists
-        self._graphs: Graphs[Tensor] = Graphs(device, 1)
-        self._seen = set[_Key]()
+        self._graphs: Graphs[Tensor] = Graphs(device, 1, warmups=0)
         self._places: dict[_Key, _Place] = {}
+        self._kept_TD: Tensor | None = None
 
     def run(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
         """Return the stream [T, D] after the last layer, of the batch's rows and those that fill it up, and
@@ -98,20 +98,24 @@ class PrefillGraphs:
             return self._hidden(batch, short, features, None)
         filled = filled_up(batch, self._block_size)
         key = self._key(filled, short, features)
-        if key not in self._seen:
-            self._seen.add(key)
-            own = None if features is None else features.like(key.num_rows)
-            x_TD = self._hidden(filled, short, own, None)
+        place = self._places.get(key) or self._new_place(key, filled, features)
+        place.load(filled)
+        operands = place.batch, short, place.features, place.lists
+        if key in self._places:
+            x_TD = self._graphs.run(key, lambda: self._kept(self._hidden(*operands)))
         else:
-            if key not in self._places:
-                self._places[key] = self._new_place(key, filled, features)
-            place = self._places[key]
-            place.load(filled)
-            own = place.features
-            x_TD = self._graphs.run(key, lambda: self._hidden(place.batch, short, own, place.lists))
-        if features is not None and own is not None:
-            features.rows_TE.copy_(own.rows_TE[:num_rows])
+            x_TD = self._kept(self._hidden(*operands))
+            self._graphs.prepare(key, lambda: self._kept(self._hidden(*operands)))
+            self._places[key] = place
+        if features is not None and place.features is not None:
+            features.rows_TE.copy_(place.features.rows_TE[:num_rows])
         return x_TD
+
+    def _kept(self, x_TD: Tensor) -> Tensor:
+        """Return the stream in the memory that the results of all graphs share."""
+        if self._kept_TD is None:
+            self._kept_TD = x_TD.new_empty(self._max_rows, x_TD.shape[1])
+        return self._kept_TD[: len(x_TD)].copy_(x_TD)
 
     def _key(self, filled: PrefillBatch, short: bool, features: Features | None) -> _Key:
         depths = () if features is None else features.depths
@@ -158,5 +162,5 @@ def filled_up(batch: PrefillBatch, block_size: int) -> PrefillBatch:
 
 def size_of(num_rows: int) -> int:
     """Return the least number of rows that graphs are captured for, of at least so many rows."""
-    step = max(LEAST_STEP, (1 << (num_rows - 1).bit_length()) // 16)
+    step = max(LEAST_STEP, (1 << (num_rows - 1).bit_length()) // 32)
     return -(-num_rows // step) * step

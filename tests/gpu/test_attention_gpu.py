@@ -2,7 +2,6 @@
 in any company.
 """
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import FP8
-from compress.kernels.operands.turn import Turn
 from compress.kernels.rope_store import fused, reference
 
 pytestmark = pytest.mark.gpu
@@ -207,63 +205,6 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
         captured = [run(step, kv) for step in range(num_steps)]
     graph.replay()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, expected, strict=True))
-
-
-@needs_hopper
-@each_format
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), [(128, 32, 4), (64, 14, 2), (256, 16, 8)])
-@pytest.mark.parametrize(("num_requests", "q_len"), [(1, 1), (3, 4), (40, 1)])
-def test_heads_are_turned_as_by_a_launch_of_their_own(
-    kv_format: str,
-    normed: bool,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    num_requests: int,
-    q_len: int,
-) -> None:
-    """Steps in one graph, each of which reads what the one before it wrote, give the bits of steps apart."""
-    num_steps = 20
-    table = make_table(num_requests, 6)
-    kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), 64, head_dim), torch.bfloat16)
-    angles = torch.outer(torch.arange(384.0), 10000.0 ** -torch.linspace(0, 1, head_dim // 2)).repeat(1, 2)
-    tables = [each.to(device="cuda", dtype=torch.bfloat16) for each in (angles.cos(), angles.sin())]
-    weight = 1 + 0.1 * randn(num_heads + num_kv_heads, head_dim, seed=5) if normed else None
-    turn = Turn(*tables, weight, 1e-6)
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    qkv = randn(num_steps, num_requests * q_len, width, dtype=torch.bfloat16, seed=8)
-    begins = torch.arange(num_requests) * 37 % 200 + 50
-    lens = [(begins + (step + 1) * q_len).to(device="cuda", dtype=torch.int32) for step in range(num_steps)]
-    facts = {"q_len": q_len, "window": None, "scale": head_dim**-0.5}
-
-    def run(step: int, pages: PagedKV) -> Tensor:
-        return hopper.attention_decode(qkv[step], pages, table, lens[step], turn=turn, **facts)
-
-    def run_apart(step: int, pages: PagedKV) -> Tensor:
-        positions_RQ = lens[step].long().unsqueeze(1) + torch.arange(-q_len, 0, device="cuda")
-        slots_RQ = table.long().gather(1, positions_RQ // 64) * 64 + positions_RQ % 64
-        q = fused.rope_store(
-            *(qkv[step], *tables, positions_RQ.flatten(), slots_RQ.flatten(), pages),
-            num_heads=num_heads,
-            qk_norm=weight,
-            eps=1e-6,
-        )
-        return hopper.attention_decode(q, pages, table, lens[step], **facts)
-
-    apart, alone = copy.deepcopy(kv), copy.deepcopy(kv)
-    expected = []
-    for step in range(num_steps):
-        expected.append(run(step, alone))
-        torch.cuda.synchronize()
-        assert_close(expected[-1], run_apart(step, apart))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [run(step, kv) for step in range(num_steps)]
-    graph.replay()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, expected, strict=True))
-    assert torch.equal(kv.k.view(torch.uint8), alone.k.view(torch.uint8))
-    assert torch.equal(kv.v.view(torch.uint8), alone.v.view(torch.uint8))
 
 
 @each_format

@@ -128,25 +128,6 @@ static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma<F16>(d, 
     "narrow_pair": """
 static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
 """,
-    "e4m3_pair": """
-static u32 e4m3(float v) {
-    const u32 sign = v < 0 ? 128 : 0;
-    const float a = fabsf(v);
-    if (a != a) return 127;
-    if (a >= 448) return sign | 126;
-    if (a < 0.015625f) return sign | (u32)nearbyintf(a * 512);
-    const int exponent = ilogbf(a);
-    return sign | (u32)(exponent + 7 << 3) + (u32)nearbyintf(ldexpf(a, 3 - exponent)) - 8;
-}
-static u32 e4m3_pair(u32 pair, float scale) {
-    return e4m3(low(pair) / scale) | e4m3(high(pair) / scale) << 8;
-}
-""",
-    "store_pair": """
-static void store_pair(u32 at, u32 v) { memcpy(shared_at(at), &v, 4); }
-static void store_pair(u32 at, u16 v) { memcpy(shared_at(at), &v, 2); }
-template <typename T> static void store_pair(char* at, T v) { *(T*)at = v; }
-""",
     "send": "static void send(u32 to, int, u32, float v) { memcpy(shared_at(to), &v, 4); }\n",
     "load_four": "static void load_four(float (&v)[4], u32 at) { memcpy(v, shared_at(at), 16); }\n",
 }

@@ -11,14 +11,12 @@ is not launched as a programmatic dependent is complete as a whole.
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.operands.turn import Turn
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
@@ -45,7 +43,6 @@ class Variant:
     cluster: int
     long_table: bool
     long_lens: bool
-    turn: int = 0
 
     @property
     def coded(self) -> bool:
@@ -85,7 +82,6 @@ class Variant:
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,
-            "TURN": self.turn,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
@@ -100,13 +96,11 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "norm")),
-        *((name, ctypes.c_longlong) for name in ("row_stride", "last_position")),
         *(
             (name, ctypes.c_int)
             for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")
         ),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -121,40 +115,19 @@ def attention_decode(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-    turn: Turn | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
-    without a position gives zeros. With `turn`, rows are those of the projection, [T, (H + 2 K) C], and the
-    launch writes their keys and values itself."""
+    without a position gives zeros."""
     assert softcap is None
     assert sinks_H is None
-    (num_kv_heads, _, _, head_dim) = kv.k.shape
-    num_rows = len(q_THC)
-    row_eights = row_eights_of(q_len * num_heads_of(q_THC, kv, turn) // num_kv_heads)
-    dealt: dict[str, Any] = {
+    num_kv_heads = kv.k.shape[0]
+    (num_rows, num_heads, head_dim) = q_THC.shape
+    row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
+    dealt = {
         "row_eights": row_eights,
         "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim),
     }
-    return attend(
-        *(q_THC, kv, block_table_RB, context_lens_R),
-        q_len=q_len,
-        window=window,
-        scale=scale,
-        turn=turn,
-        **dealt,
-    )
-
-
-def num_heads_of(rows: Tensor, kv: PagedKV, turn: Turn | None) -> int:
-    """Return the number of query heads of rows that are queries, or with `turn` those of the projection."""
-    (num_kv_heads, _, _, head_dim) = kv.k.shape
-    return rows.shape[1] if turn is None else rows.shape[1] // head_dim - 2 * num_kv_heads
-
-
-def turns(problem: Problem, turn: Turn) -> bool:
-    """Return whether the launch can turn heads itself: a thread has the partners of a rotation, in two tiles
-    of 16 channels."""
-    return problem.n % 32 == 0 and turn.of_heads_alone
+    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
 
 
 def row_eights_of(num_rows: int) -> int:
@@ -205,44 +178,30 @@ def attend(
     scale: float,
     row_eights: int,
     cluster: int,
-    turn: Turn | None = None,
 ) -> Tensor:
-    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit. With
-    `turn`, rows are those of the projection, whose keys and values it also writes to the cache."""
+    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
-    num_rows = len(q_THC)
-    num_heads = num_heads_of(q_THC, kv, turn)
+    (num_rows, num_heads, _) = q_THC.shape
     num_requests = num_rows // q_len
     group = num_heads // num_kv_heads
     device = q_THC.device
     assert num_rows == num_requests * q_len
-    assert q_THC.is_contiguous() if turn is None else q_THC.stride(1) == 1
+    assert q_THC.is_contiguous()
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
     assert block_table_RB.stride(1) == 1
     assert context_lens_R.is_contiguous()
-    out_THC = q_THC.new_empty(num_rows, num_heads, head_dim)
+    out_THC = torch.empty_like(q_THC)
     if num_requests == 0:
         return out_THC
     index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
-    variant = Variant(
-        q_THC.dtype,
-        kv.format,
-        head_dim,
-        block_size,
-        row_eights,
-        cluster,
-        *index_types,
-        turn_macro(turn),
-    )
+    variant = Variant(q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types)
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
         block_table_RB.stride(0),
         kv.k.stride(0) * kv.k.element_size(),
         kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
-        *((None, None, None) if turn is None else pointers_of(turn)),
-        *(q_THC.stride(0), 0 if turn is None else len(turn.cos_PC) - 1),
         *(
             block_table_RB.shape[1],
             q_len,
@@ -252,7 +211,6 @@ def attend(
             variant.sent_bytes(q_len * group),
         ),
         scale,
-        0.0 if turn is None else turn.eps,
     )
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
@@ -263,21 +221,6 @@ def attend(
     )
     _function(variant, device)(launch, arguments, device=device)
     return out_THC
-
-
-def turn_macro(turn: Turn | None) -> int:
-    """Return TURN of lanes.cu."""
-    if turn is None or turn.qk_norm is None:
-        return int(turn is not None)
-    return 3 if turn.qk_norm.dtype == torch.float32 else 2
-
-
-def pointers_of(turn: Turn) -> tuple[int | None, ...]:
-    """Return the addresses of a rotation's tables and weights."""
-    tensors = (turn.cos_PC, turn.sin_PC, turn.qk_norm)
-    assert turn.of_heads_alone
-    assert all(each is None or each.is_contiguous() for each in tensors)
-    return tuple(None if each is None else each.data_ptr() for each in tensors)
 
 
 @functools.cache
@@ -312,6 +255,5 @@ register(
         priority=20,
         supports=supports,
         fn=attention_decode,
-        turns=turns,
     )
 )

@@ -15,11 +15,7 @@
 // K and V of a slice arrive in one buffer each, refilled as soon as it was read; with all warps of a multiprocessor that is more than
 // memory needs in flight. What is older than this step's positions is fetched before griddepcontrol.wait: `hopper.py` says why it may.
 //
-// TURN: q comes as the projection gave it, and so do the keys and values of the step, beside it in `q`'s rows: [H + 2 K heads]. Queries are normed
-// and turned in registers; the warp that has a slice norms, turns and rounds its new keys, and writes them and the new values to shared memory
-// and to the cache. Channels c and c + C / 2 are partners (`models/rope.py`), and a thread has both.
-//
-// After numbers.cuh. Macros: TURN 0 = not, 1 = without norms, 2 = norms of heads with weights of the model's dtype, 3 = of float32; LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3 with a scale for each position and head, 2 e4m3 with one scale; C channels; KEYS;
+// After numbers.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3 with a scale for each position and head, 2 e4m3 with one scale; C channels; KEYS;
 // S positions of a block; NT eights of query rows; P; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
 #if LONG_TABLE
@@ -43,12 +39,8 @@ struct Args {
     const Length* lens;
     u16* out;
     long long table_stride, head_bytes, scale_stride;
-    const u16* cos;  // [P, C], as `sin`
-    const u16* sin;
-    const void* norm;  // [H + K, C]
-    long long row_stride, last_position;  // of q, numbers; of the tables
     int num_columns, q_len, group, num_kv_heads, window, sent_bytes;  // sent by one warp to one block
-    float scale, eps;
+    float scale;
 };
 
 constexpr int WARPS = 4, OWN_LANES = LANES / (WARPS * P);
@@ -197,34 +189,6 @@ struct Place {
     }
 };
 
-#if TURN
-constexpr int PAIRS = (C / 4 + 31) / 32;  // of neighbouring channels of the first half of a head, of a lane
-__device__ __forceinline__ u32 weighed(u32 pair, float root, const Args& args, int head, int channel) {  // two neighbours, normed
-#if TURN == 3
-    const float* weight = (const float*)args.norm + head * C + channel;
-    return narrow_pair(low(pair) * root * weight[0], high(pair) * root * weight[1]);
-#else
-    const u32 weight = *(const u32*)((const u16*)args.norm + head * C + channel);
-    return narrow_pair(rounded(low(pair) * root) * low(weight), rounded(high(pair) * root) * high(weight));
-#endif
-}
-// Two neighbours and their partners, turned by the angles of a position.
-__device__ __forceinline__ void turn(u32& first, u32& second, const Args& args, int position, int channel) {
-    const long long at = min((long long)position, args.last_position) * C + channel;  // what lies past it is never kept
-    const u16 *cos = args.cos + at, *sin = args.sin + at;
-    const u32 cos_first = *(const u32*)cos, cos_second = *(const u32*)(cos + C / 2), sin_first = *(const u32*)sin, sin_second = *(const u32*)(sin + C / 2);
-    const u32 x = first, y = second;
-    first = narrow_pair(rounded(low(x) * low(cos_first)) - rounded(low(y) * low(sin_first)),
-                        rounded(high(x) * high(cos_first)) - rounded(high(y) * high(sin_first)));
-    second = narrow_pair(rounded(low(y) * low(cos_second)) + rounded(low(x) * low(sin_second)),
-                         rounded(high(y) * high(cos_second)) + rounded(high(x) * high(sin_second)));
-}
-__device__ __forceinline__ float squares(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
-__device__ __forceinline__ void store_pair(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
-__device__ __forceinline__ void store_pair(u32 at, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(v) : "memory"); }
-template <typename T> __device__ __forceinline__ void store_pair(char* at, T v) { *(T*)at = v; }
-#endif
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
@@ -254,20 +218,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
 
     const int key_lane = ONE_BLOCK ? 0 : lane % KEYS;  // of a slice's keys the one whose slot this thread looks up
-#if TURN
-    // The launch before may still run when this one begins, and those before it, too: what they may write is read ahead only to have it near.
-    {
-        const int key = own * KEYS + key_lane, entry = load_index(table + min(key / S, args.num_columns - 1));
-        const int lines = (ONE_BLOCK ? KEYS : 1) * ROW_BYTES / 128;
-        if (own * KEYS < load_index(args.lens + request))
-            for (int i = ONE_BLOCK ? lane : 0; i < lines; i += ONE_BLOCK ? 32 : 1) {
-                const long long at = ((long long)entry * S + key % S) * ROW_BYTES + i * 128;
-                prefetch(k_head + at), prefetch(v_head + at);
-            }
-    }
-    await_launches();
-    let_next_start();  // not before the wait: the next launch may be another of this kernel
-#endif
     const int first_entry = load_index(table + min((own * KEYS + key_lane) / S, args.num_columns - 1));  // beside the length, not after it
     const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
@@ -309,124 +259,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     next.skip_empty(own, first_slice, end_slice);
     int slot = slot_of(next.slice);
     const int first = next.slice;
-#if TURN
-    // The new keys of a slice, or its new values: to its tile, and to the cache.
-    auto store_new = [&](bool values, u32 tile, int slice, int slot) {
-        const int stop = min(context_len, (slice + 1) * KEYS), own_head = args.num_kv_heads * args.group + (values ? args.num_kv_heads : 0) + kv_head;
-        for (int key = max(old_len, slice * KEYS); key < stop; ++key) {
-            const int row = key - slice * KEYS, at = ONE_BLOCK ? slot + row : __shfl_sync(0xFFFFFFFFu, slot, row);
-            const u16* from = args.q + ((long long)request * args.q_len + key - old_len) * args.row_stride + own_head * C;
-            u32 first[PAIRS], second[PAIRS];
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                const int channel = 2 * (lane + 32 * j);
-                first[j] = channel < C / 2 ? load_fresh(from + channel) : 0, second[j] = channel < C / 2 ? load_fresh(from + C / 2 + channel) : 0;
-            }
-            float sum = 0.0f, most = 0.0f;
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) sum += squares(first[j]) + squares(second[j]);
-            const float root = TURN >= 2 && !values ? rsqrtf(sum_of_lanes(sum) / C + args.eps) : 1.0f;
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                const int channel = 2 * (lane + 32 * j);
-                if (!values && channel < C / 2) {
-                    if (TURN >= 2) first[j] = weighed(first[j], root, args, own_head, channel), second[j] = weighed(second[j], root, args, own_head, C / 2 + channel);
-                    turn(first[j], second[j], args, key, channel);
-                }
-                most = larger(most, larger(fabsf(low(first[j])), fabsf(high(first[j]))));
-                most = larger(most, larger(fabsf(low(second[j])), fabsf(high(second[j]))));
-            }
-            char* to = (char*)(values ? v_head : k_head) + (long long)at * ROW_BYTES;
-#if FORMAT
-            float* scales = (float*)(values ? args.v_scale : args.k_scale);
-            const float scale = FORMAT == 1 ? scale_of(warp_max(most)) : *scales;
-            if (FORMAT == 1 && lane == 0 && blockIdx.y == 0) scales[kv_head * args.scale_stride + at] = scale;
-            if (FORMAT == 1 && lane == row) (values ? v_scale : k_scale) = scale;
-#endif
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                const int channel = 2 * (lane + 32 * j);
-                if (channel >= C / 2) continue;
-#if FORMAT
-                const u16 pair[2] = {(u16)e4m3_pair(first[j], scale), (u16)e4m3_pair(second[j], scale)};
-#else
-                const u32 pair[2] = {first[j], second[j]};
-#endif
-                constexpr int BYTES = ROW_BYTES / C;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int place = (half * (C / 2) + channel) * BYTES;
-                    store_pair(tile + row * PITCH + place, pair[half]);
-                    if (blockIdx.y == 0) store_pair(to + place, pair[half]);
-                }
-            }
-        }
-    };
-#endif
-    // What the cache has of a slice, and zeros for what is past the end; of a step that TURNs, the new rows are not in it.
-    auto load_slice = [&](u32 to, const char* head, int slice, int slot) {
-        load_rows(to, head, slice, slot, 0, TURN ? old_len : 0x7FFFFFFF);
-        if (TURN && (slice + 1) * KEYS > context_len) load_rows(to, head, slice, slot, context_len, 0x7FFFFFFF);
-    };
-#if !TURN
     if (first < end_slice) load_rows(k_tile, k_head, first, slot, 0, old_len);
     commit();
     if (first < end_slice) load_rows(v_tile, v_head, first, slot, 0, old_len);
     commit();
     await_launches();
     let_next_start();  // not before the wait: the next launch may be another of this kernel
-#endif
-#if TURN
-    const bool incomplete = false;
-    if (first < end_slice) load_slice(k_tile, k_head, first, slot);
-    commit();
-    if (first < end_slice) load_slice(v_tile, v_head, first, slot);
-    commit();
-#else
     const bool incomplete = first < end_slice && (first + 1) * KEYS > old_len;
     if (incomplete) {
         load_rows(k_tile, k_head, first, slot, old_len, 0x7FFFFFFF);
         load_rows(v_tile, v_head, first, slot, old_len, 0x7FFFFFFF);
         commit();
     }
-#endif
     if (first < end_slice) load_scales(first, slot);
-#if TURN
-    if (first < end_slice) store_new(false, k_tile, first, slot), store_new(true, v_tile, first, slot);
-#endif
 
     u32 q[NT][C_TILES][2];
     int position[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int row = first_row + 8 * n + g;
-        const int token = min(row, num_rows - 1) / args.group, own_head = kv_head * args.group + row % args.group;
-        const u16* at = args.q + ((long long)request * args.q_len + token) * args.row_stride + own_head * C;
-        auto channel_of = [&](int i, int h) { return 16 * i + (FORMAT ? 4 * t + 2 * h : 2 * t + 8 * h); };
-        u32 raw[C_TILES][2];
-#pragma unroll
-        for (int i = 0; i < C_TILES; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) raw[i][h] = row < num_rows ? *(const u32*)(at + channel_of(i, h)) : 0;
-#if TURN
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < C_TILES; ++i) sum += squares(raw[i][0]) + squares(raw[i][1]);
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1), sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-        const float root = rsqrtf(sum / C + args.eps);
-#pragma unroll
-        for (int i = 0; i < C_TILES; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (TURN >= 2) raw[i][h] = weighed(raw[i][h], root, args, own_head, channel_of(i, h));
-#pragma unroll
-        for (int i = 0; i < C_TILES / 2; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) turn(raw[i][h], raw[i + C_TILES / 2][h], args, max(old_len + token, 0), channel_of(i, h));
-#endif
+        const long long head = ((long long)request * args.q_len + row / args.group) * args.num_kv_heads * args.group;
+        const u16* at = args.q + (head + kv_head * args.group + row % args.group) * C;
 #pragma unroll
         for (int i = 0; i < C_TILES; ++i) {
-            u32 low = raw[i][0], high = raw[i][1];
+            u32 low = 0, high = 0;
+            if (row < num_rows) {
+                const int channel = 16 * i + (FORMAT ? 4 * t : 2 * t);
+                low = *(const u32*)(at + channel), high = *(const u32*)(at + channel + (FORMAT ? 2 : 8));
+            }
 #if FORMAT
             // The order of channels in which four codes come apart: even, then odd.
             const u32 even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
@@ -475,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     for (int m = 0; m < NT; ++m) mma(s[j][m], a, q[m][i][0], q[m][i][1]);
                 }
             __syncwarp();
-            if (more) load_slice(k_tile, k_head, next.slice, slot);
+            if (more) load_rows(k_tile, k_head, next.slice, slot, 0, 0x7FFFFFFF);
             commit();
 
             float key_scale[KEY_TILES][2], value_scale[KEY_TILES][2];
@@ -490,9 +350,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
                 }
             if (more) load_scales(next.slice, slot);
-#if TURN
-            if (more) store_new(false, k_tile, next.slice, slot);
-#endif
 
             u32 p[KEY_TILES][NT][2];
 #pragma unroll
@@ -552,11 +409,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     for (int m = 0; m < NT; ++m) mma(state.o[i][m], a, p[j][m][0], p[j][m][1]);
                 }
             __syncwarp();
-            if (more) load_slice(v_tile, v_head, next.slice, slot);
+            if (more) load_rows(v_tile, v_head, next.slice, slot, 0, 0x7FFFFFFF);
             commit();
-#if TURN
-            if (more) store_new(true, v_tile, next.slice, slot);
-#endif
         }
 #pragma unroll
         for (int m = 0; m < NT; ++m)

@@ -21,13 +21,20 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MAX_PAIRED_CHOICES = 16
+PAIRED_DOWN = (
+    Tile(1, 1, 6, 1, False, staged=True),
+    Tile(1, 1, 3, 1, False, staged=True),
+    Tile(2, 1, 2, 1, False),
+    Tile(2, 1, 2, 1, False),
+)
+"""The tiles of down where every pair is a unit of its own, by the number of rows."""
 
 
 def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
     (`scripts/bench_experts.py`, and the steps of whole models)."""
     if num_rows <= MAX_PAIRED_ROWS:
-        return Tile(1, 1, 1, 3, True), Tile(1, 1, 3, 1, False)
+        return Tile(1, 1, 1, 3, True), PAIRED_DOWN[num_rows - 1]
     if num_rows <= 32:
         return Tile(1, 1, 1, 5, False), Tile(2, 1, 1, 5, False)
     if num_rows <= 64:

@@ -1,7 +1,6 @@
 """Hopper's decode attention gives the reference's values within rounding, and a row's bits do not depend on
 its company: on a CPU, by `cuda_emulator.py`, with one block for each request and KV head."""
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +11,6 @@ from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import FP8
-from compress.kernels.operands.turn import Turn
-from compress.kernels.rope_store.reference import rope_store
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
@@ -85,64 +82,3 @@ def test_values_and_bits(
     assert float(error) < torch.finfo(dtype).eps
     assert torch.equal(attend(q[:, 1:2], lens - 1, table), whole[:, 1:2])
     assert torch.equal(attend(q[2:], lens[2:], table[2:].contiguous()), whole[2:])
-
-
-TURNED = [
-    ("BF16", 128, 64, 8, 2, None, torch.bfloat16, False),
-    slow("F16", 64, 16, 7, 1, 40, torch.float16, True),
-    ("FP8_TOKEN_HEAD", 64, 16, 4, 2, None, torch.bfloat16, True),
-    slow("FP8_STATIC", 64, 64, 2, 2, None, torch.float16, False),
-]
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("kv_format", "head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype", "normed"), TURNED
-)
-def test_queries_and_new_keys_are_turned_as_by_a_launch_of_their_own(
-    kv_format: str,
-    head_dim: int,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int | None,
-    dtype: torch.dtype,
-    normed: bool,
-) -> None:
-    blocks = 160 // block_size + 1
-    order = torch.randperm(len(LENS) * blocks, generator=torch.Generator().manual_seed(2)) + 1
-    table = order.view(len(LENS), blocks).to(torch.int32)
-    lens = torch.tensor(LENS, dtype=torch.int32)
-    first = pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
-    second = copy.deepcopy(first)
-    num_rows = len(LENS) * Q_LEN
-    qkv = randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim, seed=3).to(dtype)
-    angles = torch.outer(torch.arange(200.0), 10000.0 ** -torch.linspace(0, 1, head_dim // 2)).repeat(1, 2)
-    tables = angles.cos().to(dtype), angles.sin().to(dtype)
-    norm = (1 + 0.1 * randn(num_heads + num_kv_heads, head_dim, seed=4)).to(dtype) if normed else None
-    positions = (lens.unsqueeze(1) - Q_LEN + torch.arange(Q_LEN)).flatten().long()
-    row_blocks = table.long().repeat_interleave(Q_LEN, 0).gather(1, (positions // block_size).unsqueeze(1))
-    slots = row_blocks.squeeze(1) * block_size + positions % block_size
-    facts = {"window": window, "scale": head_dim**-0.5}
-    q = rope_store(qkv, *tables, positions, slots, first, num_heads=num_heads, qk_norm=norm, eps=1e-6)
-    expected = reference_decode(q, first, table.long(), lens.long(), q_len=Q_LEN, **facts)
-    eights = hopper.row_eights_of(Q_LEN * num_heads // num_kv_heads)
-    turn = Turn(*tables, norm, 1e-6)
-
-    def attend(rows: Tensor, q_len: int, ends: Tensor, kv: PagedKV) -> Tensor:
-        return hopper.attend(
-            rows, kv, table, ends, q_len=q_len, row_eights=eights, cluster=1, turn=turn, **facts
-        )
-
-    third = copy.deepcopy(second)
-    out = attend(qkv, Q_LEN, lens, second)
-    error = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert float(error) < torch.finfo(dtype).eps
-    for mine, theirs in ((second.k, first.k), (second.v, first.v)):
-        different = (mine.float() != theirs.float()).float().mean()
-        assert float(different) < (1e-3 if normed else 1e-9)
-    for step in range(Q_LEN):
-        rows = qkv.view(len(LENS), Q_LEN, -1)[:, step].contiguous()
-        alone = attend(rows, 1, lens - (Q_LEN - 1 - step), third)
-        assert torch.equal(alone, out.view(len(LENS), Q_LEN, num_heads, head_dim)[:, step])
-    assert torch.equal(third.k.view(torch.uint8), second.k.view(torch.uint8))
