@@ -26,6 +26,7 @@ from compress.calibrate.experts import expert_of
 from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.layer_run import piece_tokens_of
 from compress.calibrate.memory_guard import rounds_as_one
+from compress.calibrate.side_by_side import MAX_AT_ONCE, num_at_once
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch
@@ -214,9 +215,10 @@ def _output_moment_bytes(layer: LayerShape, hidden_size: int) -> int:
 
 def _rounding_bytes(work: Workload, layer: LayerShape) -> int:
     """Return the bytes of one stack of linears: its copies with the moment and its factor, or those of the
-    factorisation or of the rounding target with the stack."""
+    factorisation or of the rounding target with the stack. A GPU may hold several."""
     most = 0
     on_cpu = work.device == "cpu"
+    at_once = MAX_AT_ONCE
     for group in layer.groups:
         shapes = [layer.linear_shape(name, work.arch.hidden_size) for name in group.linears]
         sizes = [rows * columns for rows, columns in shapes]
@@ -226,7 +228,8 @@ def _rounding_bytes(work: Workload, layer: LayerShape) -> int:
         factorised = 2 * stack + MOMENT_COPIES * moment if work.factorises else 0
         target = TARGET_STACK_COPIES * stack + TARGET_MOMENT_COPIES * moment if work.compares else 0
         most = max(most, 4 * max(copies, factorised, target))
-    return most
+        at_once = min(at_once, num_at_once(stack // shapes[0][1], shapes[0][1]))
+    return most if on_cpu else at_once * most
 
 
 def _num_params(arch: Arch, layer: LayerShape) -> int:

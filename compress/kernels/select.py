@@ -26,6 +26,7 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
+                       a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
     router             fn(x_TD, router, facts) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
@@ -78,7 +79,8 @@ class Kernel:
     tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
     the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
-    experts have `repack_experts` in place of `repack`.
+    experts have `repack_experts` in place of `repack`. Prefill attention that `takes_lists` can be captured
+    in a CUDA graph for chunks of other lengths.
     """
 
     op: Op
@@ -90,6 +92,7 @@ class Kernel:
     repack: Repack | None = None
     prepares: bool = False
     repack_experts: RepackExperts | None = None
+    takes_lists: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this kernel cannot serve a problem; None where it can."""

@@ -5,8 +5,9 @@ either it returns the same when it runs again, or the caller sets aside what it 
 are called as they are.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows.
 """
-_WARMUPS = 2
+WARMUPS = 2
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class _Captured(Generic[T]):
 
 
 class Graphs(Generic[T]):
-    """One graph for each key, for batches of at most `max_rows` rows."""
+    """One graph for each key, for batches of at most `max_rows` rows. Functions that have run before, with
+    these shapes, need no `warmups`."""
 
-    def __init__(self, device: torch.device, max_rows: int) -> None:
+    def __init__(self, device: torch.device, max_rows: int, *, warmups: int = WARMUPS) -> None:
         self._device = device
+        self._warmups = warmups
         self._captured: dict[Hashable, _Captured[T]] = {}
         self._pool: Any = None
         self._sizes = [size for size in GRAPH_SIZES if size < max_rows] + [graph_size(max_rows)]
@@ -82,14 +85,27 @@ class Graphs(Generic[T]):
         with set_aside():
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                for _ in range(_WARMUPS):
+                for _ in range(self._warmups):
                     function()
             torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
             result = function()
         self._pool = self._pool or graph.pool()
         return _Captured(graph, result)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage meanwhile: a graph of another engine that went this way would end
+    a capture, because none may be freed during one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def graph_size(num_rows: int) -> int:

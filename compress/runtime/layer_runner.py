@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
@@ -323,10 +324,12 @@ class LayerRunner:
         block_table_RB: Tensor,
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
+        lists: FixedLists | None = None,
         *,
         block_size: int,
     ) -> Attend:
-        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
+        those of the chunks, for a CUDA graph (`takes_lists`)."""
         whole = block_table_RB, query_lens, context_lens
         chunks = {
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
@@ -338,10 +341,18 @@ class LayerRunner:
             if layer.shape.chunk in chunks:
                 parts = chunks[layer.shape.chunk]
                 operands = parts.table_RB, parts.query_lens, parts.context_lens
+            if lists is not None:
+                facts["lists"] = lists
             out: Tensor = fn(q_THC, kv, *operands, **facts)
             return out
 
         return attend
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether prefill attention can be captured in a CUDA graph."""
+        kernels = [bound.kernel for (op, _), bound in self._head_ops.items() if op == "attention_prefill"]
+        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
 
     def _attention(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return the attention kernel of a layer and the facts of the layer that it takes."""

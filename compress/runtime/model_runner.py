@@ -13,8 +13,8 @@ longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,56 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+from compress.kernels.attention_prefill.tiles import FixedLists
+from compress.kernels.operands.paged import DENSE_FORMATS, FP8_STATIC, PagedKV
 from compress.kernels.problem import Phase
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks, chunk_sizes
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner, Reader, Stream
 from compress.runtime.loader import ModelWeights, stream_scale
+from compress.runtime.prefill_graphs import PrefillGraphs
 
 _SCRATCH_BLOCK = 64
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """The ragged rows of one prefill pass: a chunk of each of R prompts.
-
-    `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] -
-    1`. Block tables are padded with block 0. `wanted_rows` are the indices, among the T rows, of those whose
-    logits are wanted.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    block_table_RB: Tensor
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    wanted_rows_W: Tensor
-
-
-@dataclass(frozen=True)
-class Features:
-    """The hidden states of a pass that a proposer reads.
-
-    `rows_TE` holds the hidden states after each of `depths` layers (0: the embedding), not normalized,
-    concatenated.
-    """
-
-    depths: tuple[int, ...]
-    rows_TE: Tensor
-
-    @staticmethod
-    def empty(depths: Sequence[int], num_rows: int, embed_VD: Tensor) -> "Features":
-        """Return features of `num_rows` rows that are yet to be filled in."""
-        return Features(tuple(depths), embed_VD.new_empty(num_rows, len(depths) * embed_VD.shape[1]))
-
-    def keep(self, depth: int, x_TD: Tensor, scale: float) -> None:
-        """Store the hidden states x * scale after `depth` layers, if they are wanted."""
-        if depth in self.depths:
-            start = self.depths.index(depth) * x_TD.shape[1]
-            self.rows_TE[:, start : start + x_TD.shape[1]] = x_TD if scale == 1 else x_TD * scale
 
 
 class ModelRunner:
@@ -97,6 +59,15 @@ class ModelRunner:
         ]
         """The linear that reads the stream after each layer."""
         self._layers = LayerRunner(arch, weights.deployment, cache.kv_format, max_model_len=max_model_len)
+        self._prefills = PrefillGraphs(
+            self._prefilled,
+            weights.deployment.device,
+            block_size=cache.block_size,
+            max_model_len=max_model_len,
+            max_rows=weights.deployment.max_step_tokens,
+            takes_lists=self._layers.takes_lists,
+            coded=cache.kv_format not in DENSE_FORMATS.values(),
+        )
 
     @property
     def embedding(self) -> Tensor:
@@ -143,15 +114,19 @@ class ModelRunner:
         bytes bound their time, and a row has the same bits in any batch. The caller decides which prompts are
         short, by nothing but the prompt itself.
         """
-        attend = self._layers.attend_prefill(
-            batch.block_table_RB, batch.query_lens, batch.context_lens, block_size=self._cache.block_size
-        )
+        x_TD = self._prefills.run(batch, short=short, features=features)
+        return self._logits(Stream(x_TD[batch.wanted_rows_W]), "decode")
+
+    def _prefilled(
+        self, batch: PrefillBatch, short: bool, features: Features | None, lists: FixedLists | None
+    ) -> Tensor:
+        """Return the stream [T, D] after the last layer."""
+        whole = batch.block_table_RB, batch.query_lens, batch.context_lens
+        attend = self._layers.attend_prefill(*whole, lists, block_size=self._cache.block_size)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
+        where = batch.positions_T, batch.slots_T, self._cache.layer
         phase = _prefill_phase(short)
-        stream = self._hidden(
-            x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features, all_rows=False
-        )
-        return self._logits(Stream(stream.x_TD[batch.wanted_rows_W]), "decode")
+        return self._hidden(x_TD, *where, attend, phase, features, all_rows=False).x_TD
 
     def score(self, tokens_BS: Tensor) -> Tensor:
         """Return float32 logits [B, S, V] of whole sequences, prefilled over pages of their own.

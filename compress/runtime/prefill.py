@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.runtime.batch import PrefillBatch
 from compress.runtime.generation import Generation
-from compress.runtime.model_runner import PrefillBatch
 from compress.runtime.sampler import SampledTokens, sample
 from compress.runtime.scheduler import PrefillChunk
 
@@ -100,37 +101,34 @@ class Prefill:
 
     def _batch(self, chunks: Sequence[PrefillChunk]) -> PrefillBatch:
         """Return the ragged batch of these chunks, on the device."""
-        block_size = self._block_size
         tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+        positions: list[Tensor] = []
+        slots: list[Tensor] = []
         wanted_rows: list[int] = []
+        tables: list[Tensor] = []
         for each in chunks:
             generation = each.generation
             start = generation.num_computed
-            span = range(start, start + each.num_tokens)
-            tokens += generation.tokens[start : span.stop]
-            positions += span
-            slots += [
-                generation.blocks[position // block_size] * block_size + position % block_size
-                for position in span
-            ]
+            stop = start + each.num_tokens
+            tokens += generation.tokens[start:stop]
+            positions.append(torch.arange(start, stop))
+            tables.append(torch.tensor(generation.blocks))
+            slots.append(slots_of(positions[-1], tables[-1], self._block_size))
             if each.is_last:
                 wanted_rows.append(len(tokens) - 1)
-        num_blocks = max(len(each.generation.blocks) for each in chunks)
-        table = [
-            each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks))
-            for each in chunks
-        ]
+        table_RB = pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK)
+        tokens_T = torch.from_numpy(np.array(tokens, np.int64))  # quicker than `torch.tensor`
         return PrefillBatch(
-            tokens_T=self._tensor(tokens),
-            positions_T=self._tensor(positions),
-            slots_T=self._tensor(slots),
-            block_table_RB=self._tensor(table),
+            tokens_T=tokens_T.to(self._device),
+            positions_T=torch.cat(positions).to(self._device),
+            slots_T=torch.cat(slots).to(self._device),
+            block_table_RB=table_RB.to(self._device),
             query_lens=tuple(each.num_tokens for each in chunks),
             context_lens=tuple(each.generation.num_computed + each.num_tokens for each in chunks),
-            wanted_rows_W=self._tensor(wanted_rows),
+            wanted_rows_W=torch.tensor(wanted_rows, dtype=torch.int64).to(self._device),
         )
 
-    def _tensor(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+def slots_of(positions_T: Tensor, blocks_B: Tensor, block_size: int) -> Tensor:
+    """Return the slots [T] of positions of a sequence that has these blocks."""
+    return blocks_B[positions_T // block_size] * block_size + positions_T % block_size

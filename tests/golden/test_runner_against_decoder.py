@@ -13,9 +13,9 @@ from compress.models.layer_shape import Rope
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative

@@ -73,6 +73,24 @@ def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor
     return rows
 
 
+@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD"])
+def test_prompts_have_the_same_bits_launch_by_launch_captured_and_replayed(kv_format: str | None) -> None:
+    config = EngineConfig(kv_cache_bytes=1 << 28, kv_format=kv_format, max_step_tokens=400)
+    engine = Engine(make_source(), device=CUDA, config=config)
+    generator = torch.Generator().manual_seed(2)
+    lengths = (40, 300, 129, 399, 33, 290)
+    prompts = [tuple(torch.randint(1013, (each,), generator=generator).tolist()) for each in lengths]
+    requests = [
+        Request(str(idx), prompt, SamplingParams(2, seed=idx, ignore_eos=True))
+        for idx, prompt in enumerate(prompts)
+    ]
+    first = {key: row for request in requests for key, row in run(engine, [request]).items()}
+    for order in (requests, requests[::-1], requests):  # other prompts of a size come in between
+        again = {key: row for request in order for key, row in run(engine, [request]).items()}
+        assert again.keys() == first.keys()
+        assert all(torch.equal(row, first[key]) for key, row in again.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(dtype: torch.dtype) -> None:
     engine = Engine(

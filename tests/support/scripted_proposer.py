@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.engine import Engine
 from compress.runtime.generation import Generation
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.speculative.state import SpeculativeState

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.config import Config, config_of
-from compress.kernels.attention_prefill.tiles import query_tiles
+from compress.kernels.attention_prefill.tiles import FixedLists, query_tiles
 from compress.kernels.attention_prefill.widen import widened
 from compress.kernels.compilers.triton import (
     jit,
@@ -211,9 +211,10 @@ def attention_prefill(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    lists: FixedLists | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
-    in the pages."""
+    in the pages. With `lists`, those of these chunks, the launch serves a CUDA graph."""
     config = config_of(q_THC.shape[2], q_THC.dtype)
     return attend(
         q_THC,
@@ -226,6 +227,7 @@ def attention_prefill(
         softcap=softcap,
         sinks_H=sinks_H,
         config=config,
+        lists=lists,
     )
 
 
@@ -241,10 +243,11 @@ def attend(
     config: Config,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    lists: FixedLists | None = None,
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
-        kv, block_table_RB = widened(kv, block_table_RB, context_lens, q_THC.dtype)
+        kv, block_table_RB = widened(kv, block_table_RB, context_lens, q_THC.dtype, lists)
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
     (num_rows, num_heads, _) = q_THC.shape
     group = num_heads // num_kv_heads
@@ -256,7 +259,11 @@ def attend(
     box = [config.tile, triton.next_power_of_2(head_dim)]
     tile_loads = [tensor_descriptor(each.view(-1, head_dim), box) if tma else None for each in (kv.k, kv.v)]
     rows = max(config.rows, triton.next_power_of_2(group))
-    tiles = query_tiles(query_lens, context_lens, rows // group, q_THC.device)
+    tiles = (
+        query_tiles(query_lens, context_lens, rows // group, q_THC.device)
+        if lists is None
+        else lists.query_tiles(rows // group)
+    )
     out_THC = torch.empty_like(q_THC)
     _attention_prefill[(tiles.shape[0] * num_kv_heads,)](
         q_THC,
@@ -302,5 +309,6 @@ register(
         priority=10,
         supports=supports,
         fn=attention_prefill,
+        takes_lists=True,
     )
 )

@@ -1,5 +1,9 @@
 """The lists by which the paged Triton prefill attention spreads ragged chunks over programs: tiles of
-queries, and the blocks of quantized pages."""
+queries, and the blocks of quantized pages.
+
+A CUDA graph reads them from memory that stays in place (`FixedLists`), and launches as many programs for any
+chunks: entries beyond the list have no token, or repeat a block.
+"""
 
 from functools import lru_cache
 
@@ -35,3 +39,56 @@ def query_tiles(
         row += query_len
     tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
     return torch.tensor(tiles, dtype=torch.int32).to(device)
+
+
+class FixedLists:
+    """The lists of a pass of `num_rows` rows in at most `max_sequences` sequences, whose contexts have at
+    most `max_blocks` blocks in all. `load` brings those of other chunks to the same place."""
+
+    def __init__(self, num_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._max_sequences = max_sequences
+        self._max_blocks = max_blocks
+        self._device = device
+        self.query_lens: tuple[int, ...] = ()
+        self.context_lens: tuple[int, ...] = ()
+        self._tiles: dict[int, Tensor] = {}
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def load(self, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> None:
+        """Bring the lists of these chunks to where those of the last ones were."""
+        self.query_lens = query_lens
+        self.context_lens = context_lens
+        for size, tiles in self._tiles.items():
+            self._load_tiles(size, tiles)
+        for block_size, places in self._blocks.items():
+            self._load_blocks(block_size, *places)
+
+    def query_tiles(self, size: int) -> Tensor:
+        """Return `query_tiles` of the chunks, and after them tiles without a token."""
+        if size not in self._tiles:
+            most = -(-self._num_rows // size) + self._max_sequences
+            self._tiles[size] = torch.zeros(most, 4, dtype=torch.int32, device=self._device)
+            self._load_tiles(size, self._tiles[size])
+        return self._tiles[size]
+
+    def dense_blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return `dense_blocks` of the contexts, and after them the first block again."""
+        if block_size not in self._blocks:
+            shapes = (self._max_blocks, 2), (self._max_sequences, self._max_blocks)
+            places = tuple(torch.zeros(each, dtype=torch.int32, device=self._device) for each in shapes)
+            self._blocks[block_size] = places[0], places[1]
+            self._load_blocks(block_size, *self._blocks[block_size])
+        return self._blocks[block_size]
+
+    def _load_tiles(self, size: int, place: Tensor) -> None:
+        tiles = query_tiles(self.query_lens, self.context_lens, size, torch.device("cpu"))
+        place.zero_()
+        place[: len(tiles)] = tiles.to(self._device)
+
+    def _load_blocks(self, block_size: int, blocks_place: Tensor, table_place: Tensor) -> None:
+        counts = tuple(-(-length // block_size) for length in self.context_lens)
+        blocks, table_RB = dense_blocks(counts, torch.device("cpu"))
+        blocks_place.zero_()
+        blocks_place[: len(blocks)] = blocks.to(self._device)
+        table_place[: table_RB.shape[0], : table_RB.shape[1]] = table_RB.to(self._device)

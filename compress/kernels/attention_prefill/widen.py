@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import dense_blocks
+from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
@@ -56,7 +56,11 @@ def _widen_pages(
 
 
 def widened(
-    kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens: tuple[int, ...],
+    dtype: torch.dtype,
+    lists: FixedLists | None = None,
 ) -> tuple[PagedKV, Tensor]:
     """Return the blocks of these contexts in `dtype`, and the block table that finds them. This is one pass
     over memory, where every tile of queries would dequantize its own keys in registers (3.7 times slower
@@ -64,8 +68,9 @@ def widened(
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
-    blocks, table_RB = dense_blocks(
-        tuple(-(-length // block_size) for length in context_lens), block_table_RB.device
+    counts = tuple(-(-length // block_size) for length in context_lens)
+    blocks, table_RB = (
+        dense_blocks(counts, block_table_RB.device) if lists is None else lists.dense_blocks(block_size)
     )
     k, v = (
         torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device)

@@ -35,7 +35,7 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _DIGEST_SIZE = 32
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
-_MAP_TYPES = {1: 0, 2: 1, 8: 4}
+_MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
 _MAP_SWIZZLE_128B = 3
 _MAP_PROMOTE_128B = 2
 """Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
@@ -125,8 +125,8 @@ def cache_directory() -> Path:
 
 
 def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> bytes:
-    """Describe to the copy engine of sm_90 how to read tiles of a tensor, or of a strided view, of 1, 2 or 8
-    bytes a number.
+    """Describe to the copy engine of sm_90 how to read tiles of a tensor, or of a strided view, of 1, 2, 4
+    or 8 bytes a number.
 
     `tile` is the extent along each dimension; in shared memory, its rows (the last dimension) are nested
     in the order of the other dimensions. Swizzled rows are 128 bytes, and the 16-byte chunks of a row are

@@ -1,9 +1,9 @@
 """Experts of decode rows with weights of four bits by products in slices (`operands/slices.cu`): gate and up
 with their activation, down, and the sum over the choices of a token.
 
-Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and
-the last block of some outputs adds (one block reads K numbers of every row); more pairs are sorted by expert.
-y is kept in float32 and added in the order of K, so a row has the same bits in any company.
+Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and a
+block has a warp for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
+float32 and added in the order of K, so a row has the same bits in any company.
 """
 
 from functools import partial
@@ -20,12 +20,21 @@ from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
+MAX_PAIRED_CHOICES = 16
+PAIRED_DOWN = (
+    Tile(1, 1, 6, 1, False, staged=True),
+    Tile(1, 1, 3, 1, False, staged=True),
+    Tile(2, 1, 2, 1, False),
+    Tile(2, 1, 2, 1, False),
+)
+"""The tiles of down where every pair is a unit of its own, by the number of rows."""
+
 
 def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
     (`scripts/bench_experts.py`, and the steps of whole models)."""
     if num_rows <= MAX_PAIRED_ROWS:
-        return Tile(1, 1, 1, 3, True), Tile(2, 1, 1, 3, True)
+        return Tile(1, 1, 1, 3, True), PAIRED_DOWN[num_rows - 1]
     if num_rows <= 32:
         return Tile(1, 1, 1, 5, False), Tile(2, 1, 1, 5, False)
     if num_rows <= 64:
@@ -56,36 +65,23 @@ def decode(
     assert weights_TK.is_contiguous()
     first, second = tiles or tiles_of(num_rows)
     assert first.row_tiles == second.row_tiles, "both products have the same units"
-    paired = num_rows <= MAX_PAIRED_ROWS
     h_PF = torch.empty(num_rows * top_k, packed.down.in_features, dtype=packed.dtype, device=device)
-    y_PD = torch.empty(num_rows * top_k, hidden, dtype=torch.float32, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    paired = num_rows <= MAX_PAIRED_ROWS and top_k <= MAX_PAIRED_CHOICES
     chosen = Chosen(ids_TK, None, top_k)
     if not paired:
         units = sort_pairs(ids_TK, packed.num_experts, 8 * first.row_tiles)
         chosen = Chosen(units.experts, units.pairs, top_k)
     multiply_units = partial(multiply, dtype=packed.dtype, num_rows=num_rows, chosen=chosen)
-    multiply_units(
-        x_TD.contiguous(),
-        None,
-        packed.gate_up,
-        h_PF,
-        first,
-        activation=activation,
-        bias=packed.gate_up.bias_EO,
-        rows="chosen",
-    )
-    multiply_units(
-        h_PF,
-        None,
-        packed.down,
-        y_PD,
-        second,
-        bias=packed.down.bias_EO,
-        rows="by pair",
-        total=Sum(weights_TK, residual_TD, out_TD, packed.arrivals) if paired else None,
-    )
-    if not paired:
+    bias = packed.gate_up.bias_EO
+    x_TD = x_TD.contiguous()
+    multiply_units(x_TD, None, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen")
+    multiply_down = partial(multiply_units, h_PF, None, packed.down, bias=packed.down.bias_EO, rows="by pair")
+    if paired:
+        multiply_down(y=out_TD, tile=second, total=Sum(weights_TK, residual_TD))
+    else:
+        y_PD = torch.empty(num_rows * top_k, hidden, dtype=torch.float32, device=device)
+        multiply_down(y=y_PD, tile=second)
         add_choices(y_PD, weights_TK, residual_TD, out_TD)
     return out_TD
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.kernels.linear import dense16, fp8
 from compress.kernels.linear.fp8 import PackedFp8
+from compress.kernels.linear.launch import KernelWeight
 from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Repack
@@ -23,11 +24,23 @@ MIN_COLUMNS = 16
 
 @dataclass(frozen=True)
 class Blocks:
-    """One matrix, and the output rows that share a scale of fp8_block."""
+    """One matrix, and the output rows that share a scale of fp8_block; `scale_KO` [I / 128, O] has these
+    scales for each output."""
 
     matrices: Matrices
     scale_rows: int
     dtype: torch.dtype
+    scale_KO: Tensor | None = None
+
+    @property
+    def kernel_weight(self) -> KernelWeight:
+        """The weight as `hopper.cu` reads it."""
+        matrices = self.matrices
+        assert matrices.format == "fp8_block"
+        codes = matrices.data.squeeze(0)
+        return KernelWeight(
+            "fp8_block", codes, matrices.out_features, matrices.in_features, scale_KO=self.scale_KO
+        )
 
 
 def repack(
@@ -40,9 +53,10 @@ def repack(
         return Blocks(matrices, 1, dtype)
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     scale_rows = TILE if all(weight.shape[0] % TILE == 0 for weight in quantized) else 1
-    scale_OG = torch.cat([each.scheme.by_row(each.scale_OG, each.shape[0]) for each in quantized])
-    scale = scale_OG[::scale_rows].to(device=device, dtype=torch.float32).contiguous().unsqueeze(0)
-    return Blocks(replace(matrices, scale=scale), scale_rows, dtype)
+    by_row = torch.cat([each.scheme.by_row(each.scale_OG, each.shape[0]) for each in quantized])
+    scale_OG = by_row.to(device=device, dtype=torch.float32)
+    scale = scale_OG[::scale_rows].contiguous().unsqueeze(0)
+    return Blocks(replace(matrices, scale=scale), scale_rows, dtype, scale_OG.t().contiguous())
 
 
 def as_blocks(packed: Any) -> Blocks:

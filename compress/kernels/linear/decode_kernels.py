@@ -69,9 +69,10 @@ def decode_kernels(
     refusal: Callable[[Problem], str | None],
     min_sm: int = MIN_SM,
     priority: int = 20,
+    prepares: bool = True,
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a format, one for each activation; `refusal` adds what only this format
-    refuses."""
+    """Yield the kernels of a format, one for each activation; `refusal` adds what only this format refuses,
+    and those that `prepares` take raw rows."""
     for activation in ACTIVATIONS:
 
         def supports(problem: Problem, activation: str | None = activation) -> str | None:
@@ -99,5 +100,5 @@ def decode_kernels(
             supports=supports,
             fn=bound,
             repack=repack,
-            prepares=True,
+            prepares=prepares,
         )

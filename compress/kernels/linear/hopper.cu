@@ -5,11 +5,12 @@
 // with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. At most
 // `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come among the last. The
 // others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no
-// register ever holds one; four-bit weights become 16-bit integers in registers on the way.
+// register ever holds one; four-bit weights become 16-bit integers in registers on the way. Where weights are scaled in blocks (BLOCKED), each
+// stage also brings the scales of its rows, and those of all tokens are brought before the first.
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
-// group of four-bit weights, whose scale is applied here. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each warpgroup
+// group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each warpgroup
 // along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the outputs.
 // How many tokens an instruction takes changes no bit (tested, H200).
 //
@@ -37,6 +38,7 @@ constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
 struct alignas(64) Args {
     char w_map[128];
     char x_map[128];
+    char scale_map[128];
     const float* w_scale;
     const float* x_scale;
     const u16* bias;
@@ -45,7 +47,7 @@ struct alignas(64) Args {
     const uint4* raw;
     const uint4* norm_weight;
     const float* static_scale;
-    int num_tokens, n, k, tiles, stages, window, num_items, token_blocks, inbox_bytes, x_bytes;
+    int num_tokens, n, k, tiles, stages, window, num_items, token_blocks, inbox_bytes, x_bytes, scale_bytes;
     float norm_eps;
 };
 
@@ -64,6 +66,21 @@ __device__ __forceinline__ void copy_weights(u32 to, const char* map, int chunk,
     copy_tiles(to, map, 0, tile * 16, chunk, barrier);
 #endif
 }
+#if BLOCKED
+__device__ __forceinline__ void copy_scales(u32 to, const char* map, int chunk, int tile, u32 barrier) {
+#if ACT
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(0), "r"(tile), "r"(chunk), "r"(barrier) : "memory");
+#else
+    copy_tiles(to, map, 0, tile, chunk, barrier);
+#endif
+}
+__device__ __forceinline__ float load_fresh(const float* at) {  // past the first-level cache, which may hold what was there before
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+#endif
 __device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, int token, u32 barrier) {
     copy_tiles(to, map, 0, token, chunk * (X_ROW / 128), barrier);
 }
@@ -185,7 +202,7 @@ __device__ __forceinline__ Channel channel_of(const Args& args, int channel, boo
 #pragma unroll
     for (int half = 0; half < (ACT ? 2 : 1); ++half) {
         const int row = channel + half * (args.n / 2);
-        if (FP8 && there) c.scale[half] = args.w_scale[row];
+        if (FP8 && !BLOCKED && there) c.scale[half] = args.w_scale[row];
         if (there && args.bias) c.bias[half] = widen(args.bias[row]);
     }
     return c;
@@ -197,7 +214,7 @@ __device__ __forceinline__ float residual_at(const Args& args, long long at) { r
 // An output from its sums, before it is rounded: `up` counts where it is gated.
 __device__ __forceinline__ float finished(const Args& args, const Channel& c, float token_scale, float sum, float up) {
     auto value = [&](float s, int half) {
-        const float v = FP8 ? s * c.scale[half] * token_scale : s;
+        const float v = FP8 && !BLOCKED ? s * c.scale[half] * token_scale : s;
         return args.bias ? v + c.bias[half] : v;
     };
 #if ACT
@@ -219,15 +236,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     asm volatile("griddepcontrol.launch_dependents;");
     extern __shared__ char shared_memory[];
     __shared__ u64 barriers[2 * MAX_STAGES];
-    const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;  // inbox | raw row | ring
-    const u32 x_at = shared + args.inbox_bytes, ring = x_at + args.x_bytes;
+    const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;  // inbox | raw row | scales of x | ring
+    const u32 x_at = shared + args.inbox_bytes, scales_at = x_at + args.x_bytes, ring = scales_at + args.scale_bytes;
     const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * MAX_STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int block = blockIdx.x / SEGMENTS, num_blocks = gridDim.x / SEGMENTS, segment = SEGMENTS == 1 ? 0 : blockIdx.x & 1;
     const int num_chunks = args.k / CHUNK, num_blocks_of_chunks = (num_chunks + 2 * K_SLOTS - 1) / (2 * K_SLOTS);
     const int steps = (num_blocks_of_chunks + SEGMENTS - 1) / SEGMENTS * (2 / DEEP);
-    // A stage: x of its chunks, then W of them: [tile][chunk] of blocks, or [chunk][row] of e4m3.
-    const int w_bytes = PLACES * args.tiles * W_TILE, stage_bytes = (PLACES * X_BYTES + w_bytes + 1023) & ~1023;
+    // A stage: x of its chunks, then W of them: [tile][chunk] of blocks, or [chunk][row] of e4m3, then scales [chunk][row].
+    const int w_bytes = PLACES * args.tiles * W_TILE, scales_in_stage = PLACES * X_BYTES + w_bytes;
+    const int filled = scales_in_stage + (BLOCKED ? PLACES * args.tiles * 64 : 0), stage_bytes = (filled + 1023) & ~1023;
     auto chunk = [&](int step, int place) {  // place = warpgroup along K + K_SLOTS * (0 .. DEEP - 1). Past the end: zeros
         const int i = step * DEEP + place / K_SLOTS;
         return ((i / 2 * SEGMENTS + segment) * 2 + i % 2) * K_SLOTS + place % K_SLOTS;
@@ -251,7 +269,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         const int early = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
         auto load_weights = [&](int item, int step, int slot) {
             const u32 barrier = full + 8 * slot;
-            arrive_expecting(barrier, PLACES * X_BYTES + w_bytes);
+            arrive_expecting(barrier, filled);
+#if BLOCKED
+            copy_scales(ring + slot * stage_bytes + scales_in_stage, args.scale_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
+#endif
             copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
         };
         if (lane < args.stages) {
@@ -306,6 +327,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     __shared__ float token_scales[MAX_ROWS];  // read behind a barrier at the end
 #if RAW
     token_scales[0] = raw_row.prepare(args, x_at);
+#elif BLOCKED
+    const int scale_pitch = args.token_blocks * TOKENS;  // [chunk][token]
+    for (int i = threadIdx.x; i < args.num_tokens * num_chunks; i += THREADS)
+        store_float(scales_at + 4 * (i % num_chunks * scale_pitch + i / num_chunks), load_fresh(args.x_scale + i));
+    meet();
 #elif FP8
     for (int token = threadIdx.x; token < args.num_tokens; token += THREADS) token_scales[token] = args.x_scale[token];
 #endif
@@ -360,11 +386,24 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #if FP8
             float sums[NT][4];
             multiply(sums, descriptor(stage + a_offset), x_of(0));
+#if BLOCKED
+            const u32 row_scale = stage + scales_in_stage + ((k_slot * args.tiles + tile_slot) * 16 + (lane >> 2)) * 4;
+            const float above = load_float(row_scale), below = load_float(row_scale + 32);  // of rows g and g + 8
+            if (lane == 0) arrive(empty + 8 * slot);
+            const u32 token_scale = scales_at + 4 * (min(chunk(step, k_slot), num_chunks - 1) * scale_pitch + first_token + (lane & 3) * 2);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                const float of_token[2] = {load_float(token_scale + j * 32), load_float(token_scale + j * 32 + 4)};
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(__fmul_rn(sums[j][c], of_token[c & 1]), c < 2 ? above : below, total[j][c]);
+            }
+#else
             if (lane == 0) arrive(empty + 8 * slot);
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
                 for (int c = 0; c < 4; ++c) total[j][c] += sums[j][c];
+#endif
 #else
             // Halves of a chunk: one becomes integers while the one before it is multiplied.
             uint4 words[DEEP][2];

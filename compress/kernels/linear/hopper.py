@@ -41,7 +41,7 @@ class _Arguments(ctypes.Structure):
     """`Args` of hopper.cu."""
 
     _fields_ = [
-        *((name, TileMap) for name in ("w_map", "x_map")),
+        *((name, TileMap) for name in ("w_map", "x_map", "scale_map")),
         *(
             (name, ctypes.c_void_p)
             for name in ("w_scale", "x_scale", "bias", "residual", "y", "raw", "norm_weight", "static_scale")
@@ -59,6 +59,7 @@ class _Arguments(ctypes.Structure):
                 "token_blocks",
                 "inbox_bytes",
                 "x_bytes",
+                "scale_bytes",
             )
         ),
         ("norm_eps", ctypes.c_float),
@@ -109,6 +110,7 @@ def multiply(
     arguments = _Arguments(
         TileMap(*_weight_map(weight, chosen, shape.gated)),
         TileMap(*rows_map),
+        TileMap(*_scale_map(weight, chosen, shape.gated)),
         *(*pointers, norm_weight, static_scale),
         *(
             num_rows,
@@ -121,6 +123,7 @@ def multiply(
             chosen.token_blocks,
             chosen.inbox_bytes,
             chosen.x_bytes,
+            chosen.scale_bytes,
             eps,
         ),
     )
@@ -143,7 +146,7 @@ def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
     gate rows over their 8 up rows."""
     tiles = chosen.tiles
     places = chosen.places
-    if weight.format != "fp8":
+    if weight.format in ("w4", "w4_asym"):
         return tile_map(
             weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False
         )
@@ -153,3 +156,14 @@ def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
         weight.data.view(2, -1, 8, weight.k // CHUNK, CHUNK).permute(3, 1, 0, 2, 4),
         (places, tiles, 2, 8, CHUNK),
     )
+
+
+def _scale_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
+    """Describe the scales of a unit's rows, in the chunks of a stage, in the order of its rows."""
+    if weight.scale_KO is None:
+        return b""
+    if not gated:
+        view = weight.scale_KO.unflatten(1, (-1, 16))
+        return tile_map(view, (chosen.places, chosen.tiles, 16), swizzled=False)
+    view = weight.scale_KO.unflatten(1, (2, -1, 8)).transpose(1, 2)
+    return tile_map(view, (chosen.places, chosen.tiles, 2, 8), swizzled=False)

@@ -52,6 +52,7 @@ class Plan:
     token_blocks: int
     inbox_bytes: int
     x_bytes: int
+    scale_bytes: int
     keep: int | None
     launch: Launch
 
@@ -117,7 +118,10 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
 
 
 def _kept_of(shape: Shape, gpu: Gpu) -> int | None:
-    """Return how many chunks of a raw row a thread keeps; None where they are too many for registers."""
+    """Return how many chunks of a raw row a thread keeps; None where they are too many for registers, and
+    where a row is rounded in groups."""
+    if shape.format == "fp8_block":
+        return None
     keep = -(-shape.k // (8 * _consumers_of(unit_of(shape, gpu.num_sms)[0])))
     return keep if keep <= _KEEP else None
 
@@ -136,15 +140,17 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     token_blocks = -(-num_rows // tokens)
     num_items = units * token_blocks
     num_chunks = shape.k // CHUNK
-    deep = 2 if shape.format != "fp8" and token_tiles <= 4 else 1
+    deep = 2 if not shape.e4m3 and token_tiles <= 4 else 1
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
-    # As hopper.cu lays it out: inbox | raw row | ring. The last warpgroup reads past its tiles.
+    # As hopper.cu lays it out: inbox | raw row | scales of x | ring. The last warpgroup reads past its tiles.
     tile_bytes = TILE_BYTES[shape.format]
-    row_bytes = 1 if shape.format == "fp8" else 2
+    row_bytes = 1 if shape.e4m3 else 2
     inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
+    scale_bytes = _aligned(num_chunks * token_blocks * tokens * 4) if shape.format == "fp8_block" else 0
     places = deep * k_slots
-    around = _ALIGNMENT + inbox_bytes + x_bytes + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes
+    fixed = _ALIGNMENT + inbox_bytes + x_bytes + scale_bytes
+    around = fixed + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes
     stage_bytes = _aligned(
         places * (tiles * tile_bytes + (tokens * CHUNK * row_bytes if keep is None else 0))
     )
@@ -157,7 +163,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(
         grid=(blocks, 1),
-        threads=_consumers_of(tiles) + (32 if shape.format == "fp8" else 128),
+        threads=_consumers_of(tiles) + (32 if shape.e4m3 else 128),
         shared_bytes=max(around + max(stages * stage_bytes, sums_bytes), ALONE_BYTES),
         cluster=segments,
         overlap=True,
@@ -174,6 +180,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         token_blocks,
         inbox_bytes,
         x_bytes,
+        scale_bytes,
         keep,
         launch,
     )

@@ -29,13 +29,14 @@ TileMap = ctypes.c_ubyte * 128
 @dataclass(frozen=True)
 class KernelWeight:
     """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O`
-    where outputs are scaled at the end."""
+    where outputs are scaled at the end, `scale_KO` [k / 128, n] where chunks of columns are."""
 
     format: Format
     data: Tensor
     n: int
     k: int
     scale_O: Tensor | None = None
+    scale_KO: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

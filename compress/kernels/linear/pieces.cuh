@@ -2,7 +2,8 @@
 // Macros as in stream.cu.
 
 #define W4 (FORMAT == 1 || FORMAT == 2)
-#define FP8 (FORMAT == 3)
+#define FP8 (FORMAT >= 3)
+#define BLOCKED (FORMAT == 4)  // a scale for each output, or row, and 128 columns
 #define MMA_F16 (F16 || FP8)
 #define TMA (HOPPER && !RESIDENT && !FP8)  // x by the copy engine
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8"]
-FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8")
+Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block"]
+FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block")
 TILE_ROWS = 16
-TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
+TILE_BYTES = {"dense16": 2048, "fp8": 2048, "fp8_block": 2112, "w4": 1056, "w4_asym": 1088}
 """Bytes of one row tile in one stage."""
 ALONE_BYTES = 117 * 1024
 """Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
@@ -26,6 +26,11 @@ class Shape:
     def num_tiles(self) -> int:
         """Tiles of 16 rows; for a gated linear, 8 gate rows over their 8 up rows."""
         return -(-(self.n // 2) // 8) if self.gated else -(-self.n // TILE_ROWS)
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether weights and rows are e4m3 codes."""
+        return self.format in ("fp8", "fp8_block")
 
     @property
     def stage_k(self) -> int:

@@ -19,7 +19,7 @@
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
 // group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
 // matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
-// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; STAGED;
+// rows of x are pairs; COMBINE = the choices of a token, a warp each, which the block adds; OUT32 = y is float32; SPLIT; STAGED;
 // TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
 
 constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
@@ -28,6 +28,7 @@ constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2; 
 constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
 constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
 constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
+static_assert(!COMBINE || (!SPLIT && FORMAT != 3), "a warp for each choice, whose rows have no scales in shared memory");
 constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
 constexpr int STAGES = STAGED ? DEPTH * PLACES * 128 : 0;
 constexpr int OWN = !SPLIT ? STAGES + SUMS : STAGES > SUMS ? STAGES : SUMS;  // numbers of shared memory of a warp
@@ -45,7 +46,6 @@ struct Args {
     const int* pairs;  // NULL: unit u is pair u
     const float* weights;
     u16* combined;
-    u32* arrivals;
     long long expert_bytes, expert_scales;
     int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
 };
@@ -135,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     float* sums = shared_sums + warp * OWN;
     uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
-    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = blockIdx.y;
-    const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
+    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
+    const int tile = SPLIT || COMBINE ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
     __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
 #if HOPPER
@@ -381,59 +381,57 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             before[j * WARP] = make_float4(own[0], own[1], own[2], own[3]);
         }
     } else close_slice();
-    if (SPLIT) __syncthreads();
+    if (SPLIT || COMBINE) __syncthreads();
     else __syncwarp();
 
-    const int slices = SPLIT ? blockDim.x / WARP : 1, thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;
-    for (int at = thread; at < OUTPUTS * TOKENS; at += threads) {
-        const int own = at % OUTPUTS, token = at / OUTPUTS, output = first_output + own, pair = pair_of(token);
-        if (pair < 0) break;  // nor has any token after it
-        if (output >= size) continue;
+    const int slices = SPLIT ? blockDim.x / WARP : 1;
+    // Output `own` of a token of this block's, or of this warp's, from the sums of `of_warp` and those of the slices after it.
+    auto finished = [&](const float* of_warp, int own, int token, int own_expert, int pair) {
         float value[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
-            const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
+            const float* sum = of_warp + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
+            const int output = m * size + first_output + own;
             float v = *sum;
             for (int s = 1; s < slices; ++s) v += sum[s * OWN];
             if (FORMAT == 2) {
                 const float x_scale = load_float(args.x_scale + row_of(pair)) * E4M3_FACTOR;
-                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[scales + m * size + output]);
+                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[own_expert * args.expert_scales + output]);
             }
-            if (args.bias) v += widen(args.bias[(long long)expert * args.out + m * size + output]);
+            if (args.bias) v += widen(args.bias[(long long)own_expert * args.out + output]);
             value[m] = v;
         }
 #if ACT
-        const float y = gated(value[0], value[MATRICES - 1]);
+        return gated(value[0], value[MATRICES - 1]);
 #else
-        const float y = value[0];
+        return value[0];
 #endif
-        const long long to = (long long)pair * size + output;
+    };
+#if COMBINE
+    for (int own = threadIdx.x; own < OUTPUTS && first_output + own < size; own += blockDim.x) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < COMBINE; ++c) {
+            const int pair = blockIdx.y * COMBINE + c;
+            const float y = finished(shared_sums + c * OWN, own, 0, load_index(args.experts + pair), pair);
+            sum = __fmaf_rn(y, load_float(args.weights + pair), sum);
+        }
+        const long long to = (long long)blockIdx.y * size + first_output + own;
+        args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
+    }
+#else
+    const int thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;
+    for (int at = thread; at < OUTPUTS * TOKENS; at += threads) {
+        const int own = at % OUTPUTS, token = at / OUTPUTS, pair = pair_of(token);
+        if (pair < 0) break;  // nor has any token after it
+        if (first_output + own >= size) continue;
+        const float y = finished(SPLIT ? shared_sums : sums, own, token, expert, pair);
+        const long long to = (long long)pair * size + first_output + own;
 #if OUT32
         ((float*)args.y)[to] = args.residual && !UNITS ? widen(args.residual[to]) + y : y;
 #else
         ((u16*)args.y)[to] = args.residual && !UNITS ? narrow(widen(args.residual[to]) + rounded(y)) : narrow(y);
 #endif
-    }
-#if COMBINE
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(args.arrivals + blockIdx.x, 1) == gridDim.y - 1;
-        if (last) args.arrivals[blockIdx.x] = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; last && at < OUTPUTS * args.num_rows; at += blockDim.x) {
-        const int output = first_output + at % OUTPUTS, token = at / OUTPUTS;
-        if (output >= size) continue;
-        float sum = 0.0f;
-        for (int c = 0; c < args.choices; ++c) {
-            const long long choice = (long long)token * args.choices + c;
-            sum = __fmaf_rn(load_float((const float*)args.y + choice * size + output), load_float(args.weights + choice), sum);
-        }
-        const long long to = (long long)token * size + output;
-        args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
     }
 #endif
 }

@@ -56,13 +56,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over the choices of a token that the last block of some outputs forms: weights [T, K], a
-    residual [T, O] or None, the result [T, O], and zeroed counters, a number for each block of outputs."""
+    """The sum over the choices of each token, which a block forms of a warp for each: weights [T, K], and a
+    residual [T, O] or None."""
 
     weights_TK: Tensor
     residual_TO: Tensor | None
-    out_TO: Tensor
-    arrivals: Tensor
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Variant:
     tail: bool
     activation: str | None
     rows: Rows
-    combine: bool
+    choices: int
     float32_output: bool
     tile: Tile
 
@@ -90,17 +88,22 @@ class Variant:
             "TAIL": int(self.tail),
             "ACT": ACTIVATIONS.index(self.activation),
             "UNITS": ROWS.index(self.rows),
-            "COMBINE": int(self.combine),
+            "COMBINE": self.choices,
             "OUT32": int(self.float32_output),
             "SPLIT": int(self.tile.split),
             "STAGED": int(self.tile.staged),
             "MT": self.tile.output_tiles,
             "NT": self.tile.row_tiles,
             "DEPTH": self.tile.depth,
-            "WARPS": self.tile.warps,
+            "WARPS": self.warps,
             "BLOCKS": self.tile.blocks,
         }
         return Source(source_text(*SOURCES), "sliced_product", tuple(macros.items()))
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block at most."""
+        return self.choices or self.tile.warps
 
     def shared_bytes(self, steps: int) -> int:
         """Return the bytes of the sums of all warps, or of their steps under way, and of the scales of x."""
@@ -110,7 +113,7 @@ class Variant:
         w, x = (1, 4) if self.format == "w4" else (2, 2)
         staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
         sums = tiles * tile.row_tiles * 512
-        return tile.warps * (max(staged, sums) if tile.split else staged + sums) + scales
+        return self.warps * (max(staged, sums) if tile.split else staged + sums) + scales
 
 
 def variant_of(
@@ -121,7 +124,7 @@ def variant_of(
     activation: str | None,
     out_dtype: torch.dtype,
     rows: Rows = "in order",
-    combine: bool = False,
+    choices: int = 0,
 ) -> Variant:
     """Return what the kernel is compiled for to serve weights."""
     return Variant(
@@ -132,7 +135,7 @@ def variant_of(
         tail=matrices.in_features % _columns(matrices) != 0,
         activation=activation,
         rows=rows,
-        combine=combine,
+        choices=choices,
         float32_output=out_dtype == torch.float32,
         tile=tile,
     )
@@ -167,7 +170,6 @@ class _Arguments(ctypes.Structure):
                 "pairs",
                 "weights",
                 "combined",
-                "arrivals",
             )
         ),
         *((name, ctypes.c_longlong) for name in ("expert_bytes", "expert_scales")),
@@ -206,7 +208,7 @@ def multiply(
     total: Sum | None = None,
 ) -> None:
     """Write y = x W^T of `num_rows` rows in order, or of the pairs of `chosen`: [.., O], or [.., O / 2] with
-    an activation, in the model's `dtype` or in float32.
+    an activation, in the model's `dtype` or in float32; or the `total` of each token's pairs, [T, O].
 
     x are numbers of that dtype, or e4m3 codes with their scales. `scale_rows` outputs share a scale of
     fp8_block. The residual is of rows in order.
@@ -224,7 +226,7 @@ def multiply(
         activation=activation,
         out_dtype=y.dtype,
         rows=rows,
-        combine=total is not None,
+        choices=0 if total is None or chosen is None else chosen.top_k,
     )
     tensors = (
         x,
@@ -234,12 +236,11 @@ def multiply(
         matrices.offset,
         bias,
         residual if total is None else total.residual_TO,
-        y,
+        y if total is None else None,
         None if chosen is None else chosen.experts,
         None if chosen is None else chosen.pairs,
         None if total is None else total.weights_TK,
-        None if total is None else total.out_TO,
-        None if total is None else total.arrivals,
+        None if total is None else y,
     )
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
@@ -257,10 +258,16 @@ def multiply(
     )
     size = matrices.out_features if activation is None else matrices.out_features // 2
     tiles = -(-size // (16 * tile.output_tiles))
-    units = -(-num_rows // (8 * tile.row_tiles)) if chosen is None else chosen.experts.numel()
+    if total is not None:
+        grid = (tiles, num_rows)
+        warps = variant.choices
+    else:
+        units = -(-num_rows // (8 * tile.row_tiles)) if chosen is None else chosen.experts.numel()
+        grid = (tiles if tile.split else -(-tiles // ITEMS), units)
+        warps = -(-steps // per) if tile.split else ITEMS
     launch = Launch(
-        grid=(tiles if tile.split else -(-tiles // ITEMS), units),
-        threads=32 * (-(-steps // per) if tile.split else ITEMS),
+        grid=grid,
+        threads=32 * warps,
         shared_bytes=variant.shared_bytes(steps),
         overlap=gpu_of(device).sm >= 90,
     )

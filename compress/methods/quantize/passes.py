@@ -9,7 +9,7 @@ Shapes: O out, I in.
 """
 
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.memory_guard import rounds_as_one
+from compress.calibrate.side_by_side import num_at_once, side_by_side
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
@@ -31,6 +32,16 @@ CPU_PIECE = (1 << 15) - 1
 """Largest number of weights that a core rounds at once: intermediate results stay in its cache, and torch
 does not divide an operation of so few numbers among threads, which wait for one another on a busy machine:
 rounding the bundled model took 2 to 20 s on two busy cores, and in such pieces 0.7 s."""
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Linears over one input that are rounded as one matrix [O, I], stacked along O."""
+
+    linears: tuple[str, ...]
+    shape: tuple[int, int]
+    stats: InputStats
+    scheme: Scheme
 
 
 class SmoothPass:
@@ -115,35 +126,47 @@ class RoundPass:
         Raises:
             UsageError: the statistics hold NaN or infinity.
         """
-        for group in state.groups:
-            scheme = state.scheme(self._schemes, group.linears)
-            if scheme is None:
-                continue
-            stats = state.stats[group.tap]
-            try:
-                for linears in self._stacks(group, state):
-                    whole = partial(self._round, linears, stats, state, scheme)
-                    alone = (
-                        partial(self._one_by_one, linears, stats, state, scheme) if len(linears) > 1 else None
-                    )
-                    state.run.memory.retry_on_oom(whole, f"rounding {', '.join(linears)}", smaller=alone)
-            except UsageError as error:
-                raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
-
-    def _stacks(self, group: LinearGroup, state: LayerState) -> list[tuple[str, ...]]:
-        """Return the sets of linears that are rounded as one matrix each."""
-        weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
-        as_one = rounds_as_one(sum(weight.numel() for weight in weights), on_cpu=not weights[0].is_cuda)
-        return [group.linears] if as_one else [(linear,) for linear in group.linears]
-
-    def _one_by_one(
-        self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme
-    ) -> None:
-        """Round the linears of a stack apart, which needs less memory."""
-        for linear in linears:
+        stacks = [stack for group in state.groups for stack in self._stacks(group, state)]
+        at_once = min((num_at_once(*each.shape) for each in stacks), default=1)
+        solve = partial(self._round_named, state)
+        for stack in side_by_side(solve, stacks, state.run.device, at_once):
+            smaller = [replace(stack, linears=(each,)) for each in stack.linears]
             state.run.memory.retry_on_oom(
-                partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}"
+                partial(solve, stack),
+                f"rounding {', '.join(stack.linears)}",
+                smaller=partial(self._one_by_one, smaller, state) if len(smaller) > 1 else None,
             )
+
+    def _stacks(self, group: LinearGroup, state: LayerState) -> list[_Stack]:
+        """Return what is rounded of a group as one matrix each; nothing of a group that stays dense."""
+        scheme = state.scheme(self._schemes, group.linears)
+        if scheme is None:
+            return []
+        loaded = state.loaded_weights()
+        weights = [dense(loaded[f"{linear}.weight"]) for linear in group.linears]
+        rows = [len(weight) for weight in weights]
+        columns = weights[0].shape[1]
+        as_one = rounds_as_one(sum(rows) * columns, on_cpu=not weights[0].is_cuda)
+        sets = [group.linears] if as_one else [(linear,) for linear in group.linears]
+        sizes = [sum(rows)] if as_one else rows
+        stats = state.stats[group.tap]
+        return [
+            _Stack(linears, (size, columns), stats, scheme) for linears, size in zip(sets, sizes, strict=True)
+        ]
+
+    def _one_by_one(self, stacks: list[_Stack], state: LayerState) -> None:
+        """Round stacks of one linear in turn, which needs less memory."""
+        for stack in stacks:
+            state.run.memory.retry_on_oom(
+                partial(self._round_named, state, stack), f"rounding {stack.linears[0]}"
+            )
+
+    def _round_named(self, state: LayerState, stack: _Stack) -> None:
+        """Round a stack of linears, and name them in the error of bad statistics."""
+        try:
+            self._round(stack.linears, stack.stats, state, stack.scheme)
+        except UsageError as error:
+            raise UsageError(f"layer {state.layer_idx}, {', '.join(stack.linears)}: {error}") from error
 
     def _round(self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme) -> None:
         """Round some linears as one matrix.

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.decode_run import HostResults
 from compress.runtime.deployment import Deployment
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
-from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, Proposer
 from compress.runtime.speculative.speculation import Acceptance, Speculative

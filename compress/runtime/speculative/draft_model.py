@@ -22,11 +22,12 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.weights import WeightSource
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
-from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream

@@ -35,6 +35,7 @@ from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.generation import Generation
@@ -42,7 +43,6 @@ from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import LayerWeights, fuse, fuse_groups, row_norm, stream_scale
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.generation import Generation
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.state import SpeculativeState

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compress.models.arch import Arch
+from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import Deployment
 from compress.runtime.generation import Generation
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative.state import SpeculativeState
 
 

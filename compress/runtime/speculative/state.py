@@ -27,9 +27,10 @@ from torch import Tensor
 from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.host_memory import host_visible
 from compress.kernels.step.verify import CONTEXT, VerifyBuffers, end_verify, place_rows
+from compress.runtime.batch import Features
 from compress.runtime.decode_run import host_results
 from compress.runtime.generation import Generation
-from compress.runtime.model_runner import Features, ModelRunner
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compress.runtime.batch import Features
 from compress.runtime.graphs import Graphs
-from compress.runtime.model_runner import Features, ModelRunner
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SamplingPlan, sample_rows
 from compress.runtime.speculative.acceptance import Rule, accept_by_rejection, accept_forced
 from compress.runtime.speculative.proposer import Drafts, Proposer

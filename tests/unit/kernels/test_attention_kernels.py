@@ -35,6 +35,7 @@ if INTERPRETED:
 
     from compress.kernels.attention_decode import paged as decode
     from compress.kernels.attention_prefill import paged as prefill
+    from compress.kernels.attention_prefill.tiles import FixedLists
     from compress.kernels.operands.paged import PagedKV
     from compress.kernels.operands.rows import FP8
 
@@ -233,6 +234,19 @@ if INTERPRETED:
             zip(out.split(list(query_lens)), q.split(list(query_lens)), strict=True)
         ):
             assert_close(part, expected_f64(rows, kv, table[idx], context_lens[idx], window, scale))
+
+    @pytest.mark.parametrize("kv_format", FORMATS)
+    def test_lists_in_place_serve_other_chunks(kv_format: str) -> None:
+        table = block_table(3, 8)
+        kv = pages(kv_format, (2, 25, 16, 64), torch.float32)
+        lists = FixedLists(40, 4, 32, torch.device("cpu"))
+        facts = {"window": None, "scale": 0.125}
+        for lens in (((10, 30), (100, 30)), ((40,), (128,)), ((1, 20, 19), (20, 50, 80))):
+            q = randn(40, 4, 64, seed=len(lens[0]))
+            lists.load(*lens)
+            expected = prefill.attention_prefill(q, kv, table, *lens, **facts)
+            ours = prefill.attention_prefill(q, kv, table, *lens, **facts, lists=lists)
+            assert torch.equal(ours, expected)
 
     def test_a_prefilled_sequence_keeps_its_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
         use_row_independent_products(monkeypatch)

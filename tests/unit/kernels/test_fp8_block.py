@@ -149,7 +149,8 @@ def test_blocks_are_served_everywhere_and_the_other_kernels_say_why_not(
 ) -> None:
     problem = Problem("linear", 192, 256, 1, m_max, m_max <= 128, "FP8_BLOCK", torch.bfloat16, device, sm)
     if device == "cuda":
-        served = "cuda.slices.fp8_block" if m_max <= 128 else "triton.fp8_block.prefill"
+        decodes = "hopper.fp8_block" if sm == 90 else "cuda.slices.fp8_block"
+        served = decodes if m_max <= 128 else "triton.fp8_block.prefill"
         assert select(problem).name == served
     else:
         assert select(problem).name == f"reference.fp8_block.tile{4 if m_max <= 128 else 48}"

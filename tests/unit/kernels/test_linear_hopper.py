@@ -3,6 +3,7 @@ kernel compiles.
 """
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
+from compress.kernels.linear import hopper
 from compress.kernels.linear.hopper import PROGRAM
 from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
-from compress.kernels.linear.launch import rounding_of, variant_of
+from compress.kernels.linear.launch import KernelWeight, rounding_of, variant_of
 from compress.kernels.linear.shape import Format, Shape
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.rows import ActivationQuant, RawRows
@@ -33,7 +35,7 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("w4", "w4_asym", "fp8")
+WEIGHT_FORMATS: tuple[Format, ...] = ("w4", "w4_asym", "fp8", "fp8_block")
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -104,6 +106,27 @@ def test_a_single_raw_row_is_prepared_inside_the_linear() -> None:
     assert plan(shape, 1, H200).keep is None
     assert plan(shape, 2, H200, raw=True).keep is None
     assert plan(Shape("fp8", 4096, 65536, False), 1, H200, raw=True).keep is None, "too long for registers"
+    blocks = Shape("fp8_block", *SHAPES["gate_up 8b"])
+    assert plan(blocks, 1, H200, raw=True).keep is None, "rounded in groups"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = []
+    monkeypatch.setattr(hopper, "tile_map", lambda view, tile, **_: described.append((view, tile)) or b"")
+    n, k = 96, 384
+    row_O = torch.arange(n, dtype=torch.uint8)
+    scale_KO = row_O.float() + torch.tensor([[0.0], [100.0], [200.0]])
+    weight = KernelWeight("fp8_block", row_O.unsqueeze(1).repeat(1, k), n, k, scale_KO=scale_KO)
+    chosen = plan(Shape("fp8_block", n, k, gated), 1, H200)
+    hopper._weight_map(weight, chosen, gated)
+    hopper._scale_map(weight, chosen, gated)
+    (w, w_tile), (scale, scale_tile) = described
+    w_CO, scale_CO = w[..., 0].reshape(3, -1), scale.reshape(3, -1)
+    assert torch.equal(scale_CO, w_CO.float() + torch.tensor([[0.0], [100.0], [200.0]]))
+    assert math.prod(w_tile[:-1]) == math.prod(scale_tile) == chosen.places * chosen.tiles * 16
 
 
 @needs_nvrtc
@@ -166,3 +189,12 @@ def test_hopper_serves_itself_and_other_devices_stream(
     assert select(asked).prepares
     for sm in (80, 89, 100):
         assert select(replace(asked, sm=sm)).name == f"stream.{kernel}{suffix}"
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_hopper_serves_blocks_of_e4m3_up_to_its_sizes(activation: str | None) -> None:
+    suffix = f".{activation}" if activation else ""
+    asked = problem(scheme="FP8_BLOCK", activation=activation)
+    assert select(asked).name == f"hopper.fp8_block{suffix}"
+    for other in (replace(asked, sm=80), replace(asked, k=65536), replace(asked, m_max=256)):
+        assert select(other).name == f"cuda.slices.fp8_block{suffix}"
