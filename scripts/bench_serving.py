@@ -66,7 +66,6 @@ PROMPT_LAW = LengthLaw(256, 0.9, 16, 2048)
 OUTPUT_LAW = LengthLaw(160, 0.8, 8, 1024)
 EXPERIMENTS = ("workload_512", "ttft", "itl_mixed", "trace")
 HOSTS = ("plain", "slow")
-WARMUP_REQUESTS = 48
 NUM_LONG = 3
 NAMES = {
     "req_s": "request_throughput",
@@ -239,7 +238,7 @@ class Bench:
                 {self.name: target},
                 lambda repeat: workload,
                 repeats=self.args.repeats,
-                warmup=workload.first(WARMUP_REQUESTS),
+                warmup=workload,  # every size of a prefill pass has its graph afterwards
             )
         return row
 

@@ -17,8 +17,10 @@ one more, for the step after the last one of a request.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,23 +65,15 @@ class DecodeState:
         next_block_S = self._buffers.next_block_S
         # The host writes an entry ten times faster through numpy.
         self._next_block: Any = next_block_S if next_block_S.is_cuda else next_block_S.numpy()
+        self._loaded = LoadedRows(max_rows, num_columns, device)
         self._sampling = self._sampling_rows(())
 
     def load(self, generations: Sequence[Generation]) -> None:
         """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished
         all earlier steps.
         """
-        buffers = self._buffers
-        num_padding = self.max_rows - len(generations)
-        num_columns = buffers.block_table_SB.shape[1]
-        blocks = [[*each.blocks, *[PADDING_BLOCK] * (num_columns - len(each.blocks))] for each in generations]
-        buffers.block_table_SB.copy_(torch.tensor([*blocks, *[[PADDING_BLOCK] * num_columns] * num_padding]))
-        buffers.tokens_S.copy_(torch.tensor([*(each.tokens[-1] for each in generations), *[0] * num_padding]))
-        buffers.context_lens_S.copy_(
-            torch.tensor([*(len(each.tokens) for each in generations), *[1] * num_padding])
-        )
-        buffers.running_S.copy_(torch.tensor([*[1] * len(generations), *[0] * num_padding]))
-        buffers.num_steps.zero_()
+        self._loaded.send(generations, self._buffers)
+        self._buffers.num_steps.zero_()
         for row_idx, each in enumerate(generations):
             self._next_block[row_idx] = each.blocks[(len(each.tokens) - 1) // self._block_size]
         self._sampling.copy_(self._sampling_rows(generations))
@@ -121,6 +115,42 @@ class DecodeState:
     def _sampling_rows(self, generations: Sequence[Generation]) -> SamplingRows:
         params = [each.request.params for each in generations]
         return SamplingRows.of(params, self._device, pad_to=self.max_rows)
+
+
+class LoadedRows:
+    """The rows of a state on the host, in memory from which the device takes them while the host goes on."""
+
+    def __init__(self, max_rows: int, num_columns: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._facts_3S = torch.zeros(3, max_rows, dtype=torch.int64, pin_memory=on_cuda)
+        self._table_SB = torch.zeros(max_rows, num_columns, dtype=torch.int64, pin_memory=on_cuda)
+        self._sent = torch.cuda.Event() if on_cuda else None
+
+    def send(self, generations: Sequence[Generation], buffers: DecodeBuffers) -> None:
+        """Bring the rows of these requests, and padding after them, to the buffers."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        facts_3S: Any = self._facts_3S.numpy()
+        table_SB: Any = self._table_SB.numpy()
+        facts_3S[:] = [[0], [1], [0]]
+        table_SB[:] = PADDING_BLOCK
+        if generations:
+            facts_3S[:, : len(generations)] = [
+                [each.tokens[-1] for each in generations],
+                [len(each.tokens) for each in generations],
+                [1] * len(generations),
+            ]
+            counts_R = np.array([len(each.blocks) for each in generations])
+            rows_N = np.repeat(np.arange(len(generations)), counts_R)
+            columns_N = np.arange(len(rows_N)) - np.repeat(counts_R.cumsum() - counts_R, counts_R)
+            table_SB[rows_N, columns_N] = list(chain.from_iterable(each.blocks for each in generations))
+        tokens_S, context_lens_S, running_S = self._facts_3S
+        buffers.tokens_S.copy_(tokens_S, non_blocking=True)
+        buffers.context_lens_S.copy_(context_lens_S, non_blocking=True)
+        buffers.running_S.copy_(running_S, non_blocking=True)
+        buffers.block_table_SB.copy_(self._table_SB, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
 
 @dataclass(frozen=True)

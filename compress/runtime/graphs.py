@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 """The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows.
 """
 WARMUPS = 2

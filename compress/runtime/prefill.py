@@ -119,14 +119,18 @@ class Prefill:
         table_RB = pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK)
         tokens_T = torch.from_numpy(np.array(tokens, np.int64))  # quicker than `torch.tensor`
         return PrefillBatch(
-            tokens_T=tokens_T.to(self._device),
-            positions_T=torch.cat(positions).to(self._device),
-            slots_T=torch.cat(slots).to(self._device),
-            block_table_RB=table_RB.to(self._device),
+            tokens_T=self._sent(tokens_T),
+            positions_T=self._sent(torch.cat(positions)),
+            slots_T=self._sent(torch.cat(slots)),
+            block_table_RB=self._sent(table_RB),
             query_lens=tuple(each.num_tokens for each in chunks),
             context_lens=tuple(each.generation.num_computed + each.num_tokens for each in chunks),
-            wanted_rows_W=torch.tensor(wanted_rows, dtype=torch.int64).to(self._device),
+            wanted_rows_W=self._sent(torch.tensor(wanted_rows, dtype=torch.int64)),
         )
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device. The host does not wait for what was launched before."""
+        return tensor.to(self._device, non_blocking=True)
 
 
 def slots_of(positions_T: Tensor, blocks_B: Tensor, block_size: int) -> Tensor:

@@ -22,7 +22,7 @@ from compress.runtime.graphs import Graphs
 
 MAX_ROWS = 4096
 """Most rows of a pass that has a graph."""
-MAX_SEQUENCES = 32
+MAX_SEQUENCES = 129
 """Most chunks of such a pass, with that which fills it up."""
 LEAST_STEP = 16
 """Rows between two sizes of short passes; those of long ones are a thirty-second to a sixteenth apart."""
@@ -44,7 +44,7 @@ class _Key:
 
 @dataclass(frozen=True)
 class _Place:
-    """The memory that a graph reads, and the features that it writes."""
+    """The memory that a graph reads, and the features that it writes. Places share their block table."""
 
     batch: PrefillBatch
     lists: FixedLists
@@ -88,6 +88,7 @@ class PrefillGraphs:
         self._graphs: Graphs[Tensor] = Graphs(device, 1, warmups=0)
         self._places: dict[_Key, _Place] = {}
         self._kept_TD: Tensor | None = None
+        self._table_RB: Tensor | None = None
 
     def run(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
         """Return the stream [T, D] after the last layer, of the batch's rows and those that fill it up, and
@@ -126,13 +127,14 @@ class PrefillGraphs:
         return _Key(len(filled.tokens_T), short, max_blocks, depths)
 
     def _new_place(self, key: _Key, filled: PrefillBatch, features: Features | None) -> _Place:
-        table = filled.block_table_RB.new_full((MAX_SEQUENCES, self._num_columns), PADDING_BLOCK)
+        if self._table_RB is None:
+            self._table_RB = filled.block_table_RB.new_full((MAX_SEQUENCES, self._num_columns), PADDING_BLOCK)
         batch = replace(
             filled,
             tokens_T=torch.empty_like(filled.tokens_T),
             positions_T=torch.empty_like(filled.positions_T),
             slots_T=torch.empty_like(filled.slots_T),
-            block_table_RB=table,
+            block_table_RB=self._table_RB,
         )
         lists = FixedLists(key.num_rows, MAX_SEQUENCES, key.max_blocks, self._device)
         return _Place(batch, lists, None if features is None else features.like(key.num_rows))

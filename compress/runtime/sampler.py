@@ -77,7 +77,9 @@ class SamplingRows:
         params = [*params, *[_GREEDY] * (pad_to - len(params))]
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(each, name) for each in params], dtype=dtype).to(device)
+            return torch.tensor([getattr(each, name) for each in params], dtype=dtype).to(
+                device, non_blocking=True
+            )
 
         temperature_R, top_p_R, min_p_R = (
             column(name, torch.float32) for name in ("temperature", "top_p", "min_p")
@@ -124,7 +126,7 @@ def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Seque
     sequences.
     """
     device = logits_RV.device
-    positions_R = torch.tensor(positions, dtype=torch.int64).to(device)
+    positions_R = torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True)
     return sample_rows(
         logits_RV.to(torch.float32), SamplingRows.of(params, device), positions_R, SamplingPlan.of(params)
     )

@@ -196,7 +196,8 @@ class Scheduler:
             while generation.blocks and self._num_missing(generation) > self._pool.num_free:
                 self._preempt(max(reversed(self._running), key=lambda each: each.request.priority))
             if generation.blocks:  # otherwise it was preempted itself
-                generation.blocks += self._pool.allocate(self._num_missing(generation))
+                if (missing := self._num_missing(generation)) > 0:
+                    generation.blocks += self._pool.allocate(missing)
                 decodes.append(generation)
         return [each for each in decodes if each.blocks]
 

@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 SCHEME = SCHEMES["FP8_BLOCK"]
 SIZES = [((48,), 128), ((640, 384), 2944), ((1024,), 14336), ((4096, 512, 512), 2048), ((28672,), 512)]
 GATED = [((128, 128), 384, "gelu"), ((1408, 1408), 2944, "silu"), ((14336, 14336), 512, "silu")]
-COMPANIES = ((0, 1), (7, 8), (0, 9), (40, 57), (64, 128), (3, 100))
+COMPANIES = ((0, 1), (7, 8), (0, 9), (40, 57), (64, 128), (3, 100), (200, 457), (511, 512))
 
 
 def weights_of(sizes: tuple[int, ...], k: int) -> list[QuantizedWeight]:
@@ -52,7 +52,7 @@ def case(sizes: tuple[int, ...], k: int, dtype: torch.dtype, *, gated: bool = Fa
     weights = weights_of(sizes, k)
     packed = blocks.repack(weights, dtype=dtype, device=CUDA, gated=gated)
     x = quantize(
-        (randn(128, k, seed=7) * randn(128, 1, seed=8).exp2()).to(dtype), ActivationQuant(group_size=128)
+        (randn(512, k, seed=7) * randn(512, 1, seed=8).exp2()).to(dtype), ActivationQuant(group_size=128)
     )
     return x, packed, in_float64(x, weights)
 
@@ -61,7 +61,7 @@ def case(sizes: tuple[int, ...], k: int, dtype: torch.dtype, *, gated: bool = Fa
 @pytest.mark.parametrize(("sizes", "k"), SIZES)
 def test_products_and_bits(sizes: tuple[int, ...], k: int, dtype: torch.dtype) -> None:
     x, packed, exact = case(sizes, k, dtype)
-    bias_O, residual = randn(sum(sizes), seed=3).to(dtype), randn(128, sum(sizes), seed=4).to(dtype)
+    bias_O, residual = randn(sum(sizes), seed=3).to(dtype), randn(512, sum(sizes), seed=4).to(dtype)
     y = hopper_blocks.hopper_linear(x, packed, None, activation=None, out_dtype=torch.float32)
     assert float((y.double() - exact).norm() / exact.norm()) < 4 * 2.0**-14
     both = hopper_blocks.hopper_linear(x, packed, bias_O, activation=None, residual_TO=residual)
@@ -77,7 +77,7 @@ def test_products_and_bits(sizes: tuple[int, ...], k: int, dtype: torch.dtype) -
 def test_no_plan_changes_a_bit(sizes: tuple[int, ...], k: int) -> None:
     x, packed, _ = case(sizes, k, torch.bfloat16)
     shape = Shape("fp8_block", sum(sizes), k, False)
-    for rows in (1, 9, 65, 128):
+    for rows in (1, 9, 65, 128, 321):
         few = first_rows(x, rows)
         expected = hopper_blocks.hopper_linear(few, packed, None, activation=None)
         for found in plans(shape, rows, gpu_of(torch.device("cuda", 0))):

@@ -19,7 +19,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-ROWS = (1, 3, 7, 8, 9, 16, 17, 33, 64, 65, 128)
+ROWS = (1, 3, 7, 8, 9, 16, 17, 33, 64, 65, 128, 257, 512)
 SHAPES = [(64, 128), (208, 384), (1024, 1024), (4096, 4096), (1024, 14336)]
 SCHEME_NAMES = ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "BF16"]
 HOPPER = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def case(
 ) -> Case:
     device = torch.device("cuda", 0)
     gated = activation is not None
-    x_TI = randn(128, k, seed=1).to(dtype)
+    x_TI = randn(512, k, seed=1).to(dtype)
     x = x_TI
     x_f64 = x_TI.double()
     if name == "BF16":
@@ -126,7 +126,7 @@ def assert_near(actual: Tensor, expected_f64: Tensor, *, k: int) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_it_is_the_product_and_a_row_is_the_same_in_every_batch(name: str, n: int, k: int) -> None:
     linear = case(name, n, k)
-    whole = linear(128, out_dtype=torch.float32)
+    whole = linear(512, out_dtype=torch.float32)
     assert_near(whole, linear.x_f64 @ linear.w_f64.t(), k=k)
     for rows in ROWS:
         assert torch.equal(linear(rows, out_dtype=torch.float32), whole[:rows]), f"M = {rows}"
@@ -179,7 +179,7 @@ def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
 def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool) -> None:
     linear = case(name, n, k, activation="silu" if gated else None)
     gpu = gpu_of(torch.device("cuda", 0))
-    for rows in (1, 9, 33, 65, 128):
+    for rows in (1, 9, 33, 65, 128, 321):
         expected = linear(rows)
         for found in hopper_plan.plans(Shape(linear.kernel_weight.format, n, k, gated), rows, gpu):
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
@@ -285,7 +285,7 @@ def test_rows_prepared_inside_the_linear_have_the_bits_of_rows_prepared_before_i
     weight_K = (1 + 0.2 * randn(k, seed=5)).to(dtype) if normed else None
     static_scale = torch.tensor(0.02, device="cuda") if static else None
     quant = ActivationQuant(static_scale) if fp8_input else None
-    x_TK = (3 * randn(128, k, seed=6)).to(dtype)
+    x_TK = (3 * randn(512, k, seed=6)).to(dtype)
     x_TK[5] = 0
     x_TK[6, 3] = 60_000.0
     before = prepare_rows(RawRows(x_TK, weight_K, 1e-5, quant))

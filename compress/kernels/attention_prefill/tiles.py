@@ -83,12 +83,18 @@ class FixedLists:
 
     def _load_tiles(self, size: int, place: Tensor) -> None:
         tiles = query_tiles(self.query_lens, self.context_lens, size, torch.device("cpu"))
-        place.zero_()
-        place[: len(tiles)] = tiles.to(self._device)
+        _load(place, tiles)
 
     def _load_blocks(self, block_size: int, blocks_place: Tensor, table_place: Tensor) -> None:
         counts = tuple(-(-length // block_size) for length in self.context_lens)
         blocks, table_RB = dense_blocks(counts, torch.device("cpu"))
-        blocks_place.zero_()
-        blocks_place[: len(blocks)] = blocks.to(self._device)
-        table_place[: table_RB.shape[0], : table_RB.shape[1]] = table_RB.to(self._device)
+        _load(blocks_place, blocks)
+        _load(table_place, table_RB)
+
+
+def _load(place: Tensor, entries: Tensor) -> None:
+    """Copy entries [N, C] to the first rows and columns of a place, and zeros to the others. The host does
+    not wait for what was launched before."""
+    whole = torch.zeros(place.shape, dtype=place.dtype)
+    whole[: entries.shape[0], : entries.shape[1]] = entries
+    place.copy_(whole, non_blocking=True)

@@ -14,7 +14,7 @@ from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, Repack
 
-MAX_ROWS = 128
+MAX_ROWS = 512
 MIN_SM = 80
 
 

@@ -1,4 +1,4 @@
-// y = x W^T for few rows x (M = 1..128) on Hopper: e4m3 weights by e4m3 rows (W8A8), and four-bit weights by 16-bit rows (W4A16).
+// y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows (W8A8), and four-bit weights by 16-bit rows (W4A16).
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32 or 64), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
@@ -6,7 +6,7 @@
 // `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come among the last. The
 // others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no
 // register ever holds one; four-bit weights become 16-bit integers in registers on the way. Where weights are scaled in blocks (BLOCKED), each
-// stage also brings the scales of its rows, and those of all tokens are brought before the first.
+// stage also brings the scales of its rows, and those of a block of tokens are brought before its first.
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
@@ -23,7 +23,7 @@
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 
-constexpr int MAX_STAGES = 16, MAX_ROWS = 128;
+constexpr int MAX_STAGES = 16, MAX_ROWS = 512;
 constexpr int CHUNK = 128;                            // columns of one chunk of a stage
 constexpr int X_ROW = FP8 ? CHUNK : 2 * CHUNK;        // bytes of a row of x in it
 constexpr int W_TILE = FP8 ? 16 * CHUNK : A_BYTES;    // of a row tile in it
@@ -328,10 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #if RAW
     token_scales[0] = raw_row.prepare(args, x_at);
 #elif BLOCKED
-    const int scale_pitch = args.token_blocks * TOKENS;  // [chunk][token]
-    for (int i = threadIdx.x; i < args.num_tokens * num_chunks; i += THREADS)
-        store_float(scales_at + 4 * (i % num_chunks * scale_pitch + i / num_chunks), load_fresh(args.x_scale + i));
-    meet();
+    int scaled_token = -1;  // the first of those whose scales are there, [chunk][token]
 #elif FP8
     for (int token = threadIdx.x; token < args.num_tokens; token += THREADS) token_scales[token] = args.x_scale[token];
 #endif
@@ -345,6 +342,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
         const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
         float total[NT][4] = {};
+#if BLOCKED
+        if (first_token != scaled_token) {
+            meet();  // all have read those of the item before
+            for (int i = threadIdx.x; i < num_tokens * num_chunks; i += THREADS)
+                store_float(scales_at + 4 * (i % num_chunks * TOKENS + i / num_chunks), load_fresh(args.x_scale + first_token * num_chunks + i));
+            meet();
+            scaled_token = first_token;
+        }
+#endif
 #if DIRECT_SUMS
         const int tile = first_tile + tile_slot, row = lane >> 2;
         const bool there = tile_slot < args.tiles && tile < args.n / 16;
@@ -390,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             const u32 row_scale = stage + scales_in_stage + ((k_slot * args.tiles + tile_slot) * 16 + (lane >> 2)) * 4;
             const float above = load_float(row_scale), below = load_float(row_scale + 32);  // of rows g and g + 8
             if (lane == 0) arrive(empty + 8 * slot);
-            const u32 token_scale = scales_at + 4 * (min(chunk(step, k_slot), num_chunks - 1) * scale_pitch + first_token + (lane & 3) * 2);
+            const u32 token_scale = scales_at + 4 * (min(chunk(step, k_slot), num_chunks - 1) * TOKENS + (lane & 3) * 2);
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
                 const float of_token[2] = {load_float(token_scale + j * 32), load_float(token_scale + j * 32 + 4)};

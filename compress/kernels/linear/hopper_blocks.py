@@ -12,7 +12,7 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import register
 
 MAX_COLUMNS = 32768
-"""Columns whose scales of 128 rows leave shared memory for a stage of weights."""
+"""Columns whose scales of 64 rows leave shared memory for a stage of weights."""
 
 hopper_linear = for_packed(multiply)
 

@@ -21,7 +21,7 @@ MAX_TILES = 16
 MAX_STAGES = 16
 CHUNK = 128
 _ALIGNMENT = 1024
-STATIC_BYTES = 2048
+STATIC_BYTES = 3072
 """Shared memory that the kernel declares for barriers and sums of squares, with a margin."""
 _CLUSTER_TILES = 4
 """Row tiles up to which two blocks share the chunks of a unit. A block with half as many rows of its own
@@ -147,7 +147,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     row_bytes = 1 if shape.e4m3 else 2
     inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
-    scale_bytes = _aligned(num_chunks * token_blocks * tokens * 4) if shape.format == "fp8_block" else 0
+    scale_bytes = _aligned(num_chunks * tokens * 4) if shape.format == "fp8_block" else 0
     places = deep * k_slots
     fixed = _ALIGNMENT + inbox_bytes + x_bytes + scale_bytes
     around = fixed + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes

@@ -1,4 +1,4 @@
-// y = x W^T for few rows x (decode and verification, M = 1..128): weights stream once from memory through tensor cores. Every device from
+// y = x W^T for few rows x (decode and verification, M = 1..512): weights stream once from memory through tensor cores. Every device from
 // sm_80 on; on Hopper itself `hopper.cu` serves four-bit and e4m3 weights, except shapes that fill no tile.
 //
 // Orientation: W is the A operand of the matrix instruction (16 output rows x 16 of K), tokens are its n8 columns, accumulators are float32.
@@ -44,10 +44,12 @@ extern "C" __global__ void __launch_bounds__(512) stream_linear(const __grid_con
     const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // known to be the same for all lanes
     const int part = warp / args.tiles, tile_slot = warp - part * args.tiles, num_warps = args.tiles * args.parts;
-    const int segment = blockIdx.x % args.segments, row_block = blockIdx.x / args.segments;
+    // Blocks of tokens that share rows of the weight are neighbours, so that memory is asked for those once.
+    const int cluster = (blockIdx.y * gridDim.x + blockIdx.x) / args.segments, token_block = cluster % gridDim.y;
+    const int segment = blockIdx.x % args.segments, row_block = cluster / gridDim.y;
     const int num_row_blocks = gridDim.x / args.segments, tile_start = (int)((long long)row_block * args.num_tiles / num_row_blocks);
     const int tile_stop = (int)((long long)(row_block + 1) * args.num_tiles / num_row_blocks), tile = tile_start + tile_slot;
-    const int token_start = blockIdx.y * TOKENS, num_tokens = min(args.num_tokens - token_start, TOKENS);
+    const int token_start = token_block * TOKENS, num_tokens = min(args.num_tokens - token_start, TOKENS);
     const int num_groups = args.k / K_STAGE, num_parts = args.segments * args.parts;
     const int first = (segment * args.parts + part) * num_groups / num_parts;
     const int count = (segment * args.parts + part + 1) * num_groups / num_parts - first;
@@ -382,14 +384,14 @@ extern "C" __global__ void __launch_bounds__(512) stream_linear(const __grid_con
     }
 #else
     const int output_start = 0, num_own = num_outputs;
-    float* stored = args.partials + ((long long)blockIdx.y * num_row_blocks + row_block) * args.segments * TOKENS * rows;
+    float* stored = args.partials + ((long long)token_block * num_row_blocks + row_block) * args.segments * TOKENS * rows;
     if (args.segments > 1) {  // the last block of a row block to arrive adds what all of them stored, in order
         for (int token = my_token; token < num_tokens; token += token_step)
             stored[(segment * TOKENS + token) * rows + my_row] = part_sum(token, my_row);
         __threadfence();
         __syncthreads();
         __shared__ u32 arrived;
-        if (threadIdx.x == 0) arrived = atomicAdd(args.arrivals + blockIdx.y * num_row_blocks + row_block, 1u);
+        if (threadIdx.x == 0) arrived = atomicAdd(args.arrivals + token_block * num_row_blocks + row_block, 1u);
         __syncthreads();
         if (arrived + 1 != args.segments) return;
         __threadfence();

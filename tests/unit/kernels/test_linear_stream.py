@@ -115,7 +115,7 @@ def each_plan(gpu: Gpu) -> list[Plan]:
         found
         for weight_format in FORMATS
         for n, k, gated in SHAPES.values()
-        for rows in (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128)
+        for rows in (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 512)
         for found in (
             plan(Shape(weight_format, n, k, gated), rows, gpu),
             *plans(Shape(weight_format, n, k, gated), rows, gpu),
@@ -141,7 +141,7 @@ def test_the_order_of_a_sum_does_not_depend_on_the_number_of_rows(gpu: Gpu, weig
         shape = Shape(weight_format, n, k, gated)
         found = [
             each.split
-            for rows in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128)
+            for rows in (1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300, 512)
             for each in plans(shape, rows, gpu)
         ]
         assert {split.parts * split.segments for split in found} == {num_parts_of(shape, gpu.num_sms)}
@@ -197,7 +197,7 @@ def test_decode_linears_of_a_gpu_are_streamed(scheme: str, activation: str | Non
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"m_max": 129}, "M up to 128"),
+        ({"m_max": 513}, "M up to 512"),
         ({"row_invariant": False}, "for decode rows"),
         ({"k": 320}, "multiple of 128"),
         ({"dtype": torch.float32}, "bfloat16 or float16"),
