@@ -23,8 +23,10 @@ from scripts.docs.tables import (
     quality,
     readme,
     schemes,
+    serving,
     speculation,
 )
+from scripts.slow_host import LAUNCH_S
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = (
@@ -38,6 +40,7 @@ PAGES = (
     "results/speculation.md",
     "results/performance.md",
     "results/mixtures.md",
+    "results/serving.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
@@ -72,6 +75,8 @@ def environment() -> Environment:
         "speculation": speculation,
         "performance": performance,
         "mixtures": mixtures,
+        "serving": serving,
+        "slow_launch_us": 1e6 * LAUNCH_S,
         "families": families,
         "schemes": schemes,
         "recipe": RecipeReference(),
