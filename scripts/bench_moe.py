@@ -35,6 +35,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.request import Request, SamplingParams
 from compress.validate.latency import LatencyConditions, measure_latency
+from compress.validate.profile.steps import profile_steps
 from scripts.bench_setup import (
     argument_parser,
     markdown,
@@ -43,7 +44,7 @@ from scripts.bench_setup import (
     read_arch,
     write_results,
 )
-from scripts.step_profile import drain, fill, profile_steps
+from scripts.step_profile import drain, fill
 
 DENSE = "BF16"
 ADDED = 0.05
@@ -160,7 +161,7 @@ class Bench:
             for batch_size in args.batch_sizes:
                 fill(engine, batch_size, args.prompt_tokens, args.output_tokens)
                 facts = {"scheme": scheme, "batch_size": batch_size}
-                self.profiles.append(facts | profile_steps(engine, steps=4))
+                self.profiles.append(facts | profile_steps(engine, steps=4).as_json())
                 drain(engine)
         took_s = time.perf_counter() - started_s
         done = f"{scheme}: loaded in {loaded_s:.1f} s, measured in {took_s:.1f} s"

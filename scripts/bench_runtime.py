@@ -48,7 +48,8 @@ from compress.quant.scheme import SCHEMES, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
-from compress.validate.roofline import Work, roofline
+from compress.validate.profile.steps import profile_steps
+from compress.validate.roofline import roofline, work_of
 from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
     H200_LAUNCH_S,
@@ -62,7 +63,7 @@ from scripts.bench_setup import (
 )
 from scripts.kernel_bench.timer import time_launches
 from scripts.result_file import decode_kernels
-from scripts.step_profile import drain, fill, profile_steps, queue, time_rounds
+from scripts.step_profile import drain, fill, queue, time_rounds
 
 DENSE = "dense"
 DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
@@ -139,7 +140,7 @@ class Bench:
         self, engine: Engine, scheme: str, phase: str, batch_size: int, prompt_tokens: int, *, steps: int
     ) -> None:
         facts = {"scheme": scheme, "phase": phase, "batch_size": batch_size, "prompt_tokens": prompt_tokens}
-        self.profiles.append(facts | profile_steps(engine, steps=steps))
+        self.profiles.append(facts | profile_steps(engine, steps=steps).as_json())
         drain(engine)
 
     def _engine(self, scheme: str) -> Engine:
@@ -203,18 +204,10 @@ class Bench:
 
     def _ttft_floor(self, engine: Engine, scheme: str, row: LatencyRow) -> float:
         """The first token's floor; the head is counted at the same rate, one row of it."""
-        arch = self.arch
         linears = SCHEMES.get(scheme.partition("+")[0])
         quantizes = linears is not None and linears.activation is not None
-        work = Work(
-            weight_bytes=engine.weight_bytes,
-            kv_bytes_per_token=engine.kv_bytes_per_token,
-            flops_per_token=2 * arch.num_active_linear_params,
-            head_flops=2 * arch.vocab_size * arch.hidden_size,
-            attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
-        )
         prefill, _ = roofline(
-            work,
+            work_of(engine),
             batch_size=1,
             prompt_tokens=row.prompt_tokens,
             output_tokens=row.output_tokens,

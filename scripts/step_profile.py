@@ -1,17 +1,14 @@
-"""Steps of an engine: the host's share of them, and where the device's time goes, kernel by kernel."""
+"""Steps of an engine and the host's share of them."""
 
 import statistics
 import time
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from compress.runtime.engine import Engine
 from compress.runtime.request import Request, SamplingParams
 
 _WARM_STEPS = 3
-_SHOWN_KERNELS = 40
 
 
 def queue(engine: Engine, batch_size: int, prompt_tokens: int, output_tokens: int) -> None:
@@ -80,71 +77,3 @@ def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
             f"{name}_p90": deciles[-1] * scale,
         }
     return row
-
-
-def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
-    """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds, those of its
-    own and its share of these. On a CPU: torch's ops.
-
-    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks behind: from then on
-    the launch of a graph costs the host of this process 0.25 us a kernel, so what times the host comes before
-    the first profile. Under programmatic dependent launch a kernel starts before its predecessor ends, and
-    its time includes that wait: kernels then add up to more than the step. A kernel's own time is by how much
-    later it ends than all before it: those add up to the time in which kernels ran.
-    """
-    on_gpu = engine.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        if on_gpu:
-            torch.cuda.synchronize(engine.device)
-        wall_us = (time.perf_counter() - begin) * 1e6
-    events = [event for event in profiler.events() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
-    spans = [(event.time_range.start, event.time_range.end) for event in events]
-    totals: dict[str, tuple[int, float, float]] = {}
-    last_us = float("-inf")
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        count, total_us, total_own_us = totals.get(event.name, (0, 0.0, 0.0))
-        if on_gpu:
-            spent_us = event.time_range.elapsed_us()
-            own_us = max(0.0, event.time_range.end - max(event.time_range.start, last_us))
-            last_us = max(last_us, event.time_range.end)
-        else:
-            spent_us = own_us = event.self_cpu_time_total
-        totals[event.name] = (count + 1, total_us + spent_us, total_own_us + own_us)
-    whole_us = sum(own_us for _, _, own_us in totals.values())
-    ordered = sorted(totals.items(), key=lambda item: -item[1][2])[:_SHOWN_KERNELS]
-    return {
-        "steps": steps,
-        "wall_us": wall_us / steps,
-        "idle_us": max(0.0, wall_us - covered_us(spans)) / steps,
-        "kernels": [
-            {
-                "name": short_name(name),
-                "count": count / steps,
-                "us": total_us / steps,
-                "own_us": own_us / steps,
-                "share": own_us / whole_us,
-            }
-            for name, (count, total_us, own_us) in ordered
-        ],
-    }
-
-
-def covered_us(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals: overlapping kernels count once."""
-    covered = 0.0
-    end = float("-inf")
-    for start, stop in sorted(spans):
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return covered
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without its template and call arguments, which fill lines; what stands before them
-    tells kernels apart."""
-    plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
-    cut = min((plain.find(each) for each in "<(" if plain.find(each) > 0), default=len(plain))
-    return plain[:cut].split("::")[-1] or kernel

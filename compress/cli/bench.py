@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.cli.load_profile import new_directory, profile_targets, profile_text
 from compress.cli.load_targets import check_lengths, engine_target, shapes_of, target_names, url_target
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
@@ -160,6 +161,14 @@ def bench(
         Path | None,
         typer.Option("--out", help="New HTML page with table and pictures.", show_default=False),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            help="New directory of traces; shows which ops engines here spend their time on, and why.",
+            show_default=False,
+        ),
+    ] = None,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
@@ -184,6 +193,8 @@ def bench(
         raise UsageError("--rate-scale scales the rate of a --trace; without one, give --request-rate.")
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; name a new page with --out.")
+    if profile is not None:
+        new_directory(profile, has_urls=any(each.is_url for each in places))
     traffics = _traffics(_numbers(request_rate, "--request-rate"), max_concurrency, burstiness)
     shapes = shapes_of(places, offline=offline)
     known_vocab = vocab_size or min((each.vocab_size for each in shapes.values()), default=_SMALL_VOCAB)
@@ -236,10 +247,14 @@ def bench(
         write_atomic(out, render_load_page(document).encode())
         document["page"] = str(out)
         note(f"page {out}")
+    shown = _table(document["rows"])
+    if profile is not None:
+        document["profiles"] = profile_targets(loaded, sweep.loads[0](0), profile)
+        shown = f"{shown}\n\n{profile_text(document['profiles'])}"
     failure = _failure(rows)
     for warning in document["warnings"]:
         note(f"warning: {warning}")
-    emit(document, _table(document["rows"]), as_json=as_json, failure=failure)
+    emit(document, shown, as_json=as_json, failure=failure)
     if failure is not None:
         raise typer.Exit(failure.exit_code)
 

@@ -14,9 +14,14 @@ Both rates are measured on the device (`compress/machine.py`). Activations and n
 small, and a floor must not lie above the truth.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from compress.runtime.engine import Engine
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,69 @@ class Work:
         )
 
 
+def work_of(engine: "Engine") -> Work:
+    """Return the work of the model that an engine serves."""
+    arch = engine.arch
+    return Work(
+        weight_bytes=engine.weight_bytes,
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        flops_per_token=2 * arch.num_active_linear_params,
+        head_flops=2 * arch.vocab_size * arch.hidden_size,
+        attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
+        expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
+    )
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes that must move and arithmetic."""
+
+    bytes: int
+    flops: int
+
+    def bound_ms(self, *, bandwidth_bytes_per_s: float, flops_per_s: float) -> tuple[float, float]:
+        """Return the milliseconds of the bytes, and those of the arithmetic."""
+        return self.bytes / bandwidth_bytes_per_s * 1e3, self.flops / flops_per_s * 1e3
+
+
+def needed(
+    work: Work, phase: Phase, *, batch_size: int, prompt_tokens: int, context: float
+) -> dict[Literal["products", "attention"], Needed]:
+    """Return what a prefill of prompts, or one decode step at a context, needs for the products with weights
+    and for attention."""
+    if phase == "prefill":
+        pairs = prompt_tokens * (prompt_tokens + 1) // 2
+        num_tokens = batch_size * prompt_tokens
+        return {
+            "products": Needed(
+                work.step_weight_bytes(num_tokens),
+                num_tokens * work.flops_per_token + batch_size * work.head_flops,
+            ),
+            "attention": Needed(
+                num_tokens * work.kv_bytes_per_token, batch_size * pairs * work.attention_flops_per_pair
+            ),
+        }
+    return {
+        "products": Needed(
+            work.step_weight_bytes(batch_size), batch_size * (work.flops_per_token + work.head_flops)
+        ),
+        "attention": Needed(
+            int(batch_size * context * work.kv_bytes_per_token),
+            int(batch_size * context * work.attention_flops_per_pair),
+        ),
+    }
+
+
+def total(parts: Mapping[Any, Needed]) -> Needed:
+    """Return what all parts need."""
+    return Needed(sum(each.bytes for each in parts.values()), sum(each.flops for each in parts.values()))
+
+
 @dataclass(frozen=True)
 class RooflineRow:
     """One phase of serving at one batch size."""
 
-    phase: Literal["prefill", "decode"]
+    phase: Phase
     batch_size: int
     prompt_tokens: int
     output_tokens: int
@@ -80,46 +143,31 @@ def roofline(
     medians.
     """
     decode_total_ms = (output_tokens - 1) * tpot_ms
-    pairs = prompt_tokens * (prompt_tokens + 1) // 2
-    context = prompt_tokens + output_tokens / 2
-    kv_bytes = int(batch_size * context * work.kv_bytes_per_token)
-    decode_weight_bytes = work.step_weight_bytes(batch_size)
-    phases = (
-        (
-            "prefill",
-            work.step_weight_bytes(batch_size * prompt_tokens)
-            + batch_size * prompt_tokens * work.kv_bytes_per_token,
-            batch_size
-            * (
-                prompt_tokens * work.flops_per_token + work.head_flops + pairs * work.attention_flops_per_pair
-            ),
-            ttft_ms,
-            ttft_ms / (ttft_ms + decode_total_ms),
-        ),
-        (
-            "decode",
-            decode_weight_bytes + kv_bytes,
-            int(
-                batch_size
-                * (work.flops_per_token + work.head_flops + context * work.attention_flops_per_pair)
-            ),
-            tpot_ms,
-            decode_total_ms / (ttft_ms + decode_total_ms),
-        ),
+    times: tuple[tuple[Phase, float, float], ...] = (
+        ("prefill", ttft_ms, ttft_ms / (ttft_ms + decode_total_ms)),
+        ("decode", tpot_ms, decode_total_ms / (ttft_ms + decode_total_ms)),
     )
+    rates = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "flops_per_s": flops_per_s}
     rows: list[RooflineRow] = []
-    for phase, num_bytes, flops, measured_ms, time_frac in phases:
-        memory_ms = num_bytes / bandwidth_bytes_per_s * 1e3
-        compute_ms = flops / flops_per_s * 1e3
+    for phase, measured_ms, time_frac in times:
+        parts = needed(
+            work,
+            phase,
+            batch_size=batch_size,
+            prompt_tokens=prompt_tokens,
+            context=prompt_tokens + output_tokens / 2,
+        )
+        whole = total(parts)
+        memory_ms, compute_ms = whole.bound_ms(**rates)
         floor_ms = max(memory_ms, compute_ms)
         rows.append(
             RooflineRow(
-                phase="prefill" if phase == "prefill" else "decode",
+                phase=phase,
                 batch_size=batch_size,
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
-                bytes=num_bytes,
-                flops=flops,
+                bytes=whole.bytes,
+                flops=whole.flops,
                 memory_ms=memory_ms,
                 compute_ms=compute_ms,
                 bound="memory" if memory_ms >= compute_ms else "compute",
@@ -132,7 +180,7 @@ def roofline(
                     memory_ms=memory_ms,
                     compute_ms=compute_ms,
                     measured_ms=measured_ms,
-                    kv_frac=kv_bytes / (decode_weight_bytes + kv_bytes),
+                    kv_frac=parts["attention"].bytes / max(whole.bytes, 1),
                 ),
             )
         )

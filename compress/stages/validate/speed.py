@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from compress.machine import measure_bandwidth, measure_matmul_rate
-from compress.models.arch import Arch
 from compress.runtime.engine import Engine
 from compress.stages.validate.spec import Latency
 from compress.validate.latency import LatencyConditions, LatencyRow, compare_latency
-from compress.validate.roofline import RooflineRow, Work, roofline
+from compress.validate.roofline import RooflineRow, roofline, work_of
 
 MIN_REPEATS = 3
 """Repeats after which a measurement may end, if they agree: fewer have no spread worth the name."""
@@ -48,7 +47,7 @@ def time_models(
 
 
 def _rooflines(engine: Engine, rows: list[LatencyRow], bandwidth: float, rate: float) -> list[RooflineRow]:
-    work = _work(engine.arch, engine)
+    work = work_of(engine)
     return [
         each
         for row in rows
@@ -63,14 +62,3 @@ def _rooflines(engine: Engine, rows: list[LatencyRow], bandwidth: float, rate: f
             flops_per_s=rate,
         )
     ]
-
-
-def _work(arch: Arch, engine: Engine) -> Work:
-    return Work(
-        weight_bytes=engine.weight_bytes,
-        kv_bytes_per_token=engine.kv_bytes_per_token,
-        flops_per_token=2 * arch.num_active_linear_params,
-        head_flops=2 * arch.vocab_size * arch.hidden_size,
-        attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
-        expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
-    )

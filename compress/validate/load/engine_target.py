@@ -46,6 +46,11 @@ class EngineTarget:
         self._clock = clock if clock is not None else WallClock()
         self._num_runs = 0
 
+    @property
+    def engine(self) -> Stepped:
+        """The engine itself."""
+        return self._engine
+
     def run(self, workload: Workload) -> LoadRun:
         """Serve a workload to its end.
 

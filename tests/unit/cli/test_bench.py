@@ -135,3 +135,33 @@ def test_targets_have_names_of_their_own() -> None:
     assert [each.name for each in target_names(["a/x"], ["static"])] == ["x"]
     with pytest.raises(UsageError, match="name what serves"):
         target_names([], [])
+
+
+def test_a_profile_names_what_bounds_each_phase(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.machine.measure_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr("compress.machine.measure_matmul_rate", lambda device, dtype: 1e11)
+    small = (*SMALL[:4], "--output-len", "24", *SMALL[6:])
+    code, found = run(capsys, model, *small, "--profile", tmp_path / "traces")
+    assert code == 0
+    assert [(each["target"], each["phase"]) for each in found["profiles"]] == [
+        ("tiny", "prefill"),
+        ("tiny", "decode"),
+    ]
+    assert {each["verdict"] for each in found["profiles"]} <= {"memory", "compute", "host"}
+    assert {each.name for each in (tmp_path / "traces").iterdir()} == {
+        "tiny.prefill.json.gz",
+        "tiny.decode.json.gz",
+    }
+    assert main(["bench", str(model), *small, "--profile", str(tmp_path / "more")]) == 0
+    printed = capsys.readouterr().out
+    assert "products" in printed
+    assert "ms of it without a kernel" in printed
+    for words, reason in (
+        ((model, *SMALL, "--profile", tmp_path / "traces"), "exists; name a new directory"),
+        (("http://127.0.0.1:9/v1", *SMALL, "--profile", tmp_path / "other"), "leave URLs out"),
+    ):
+        code, found = run(capsys, *words)
+        assert code == 2
+        assert reason in json.dumps(found)

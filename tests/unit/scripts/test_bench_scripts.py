@@ -17,10 +17,10 @@ import torch
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import OPS
+from compress.validate.profile.steps import covered_us, short_name
 from scripts import bench_kernels, bench_quantize, bench_runtime
 from scripts.bench_setup import read_arch
 from scripts.kernel_bench import case, linear, timer
-from scripts.step_profile import covered_us, short_name
 from tests.support.scripts import run_script
 from tests.support.tiny_decoder import QWEN3, tiny_arch
 
