@@ -52,11 +52,11 @@ def profile_steps(engine: Engine, *, steps: int, trace: Path | None = None) -> S
     kernels are torch's ops. `trace` is a new file of Chrome's trace events (gzip where its name ends in .gz),
     which https://ui.perfetto.dev opens.
 
-    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks in the driver: from then on
-    the launch of a graph costs the host of this process 0.25 us a kernel, so what times the host comes before
-    the first profile. Under programmatic dependent launch a kernel starts before its predecessor ends, and
-    its time includes that wait: kernels then add up to more than the step. A kernel's own time is by how much
-    later it ends than all before it: those add up to the time in which kernels ran.
+    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks in the driver: from
+    then on the launch of a graph costs the host of this process 0.25 us a kernel, so what times the host
+    comes before the first profile. Under programmatic dependent launch a kernel starts before its predecessor
+    ends, and its time includes that wait: kernels then add up to more than the step. A kernel's own time is
+    by how much later it ends than all before it: those add up to the time in which kernels ran.
     """
     on_gpu = engine.device.type == "cuda"
     taken = 0
