@@ -10,6 +10,9 @@
   highest `priority` value. That request loses its blocks and waits before all others. Its keys and values are
   recomputed from its tokens when it is admitted again, or taken back from host memory (`swap.py`). The first
   admitted of the most urgent requests always proceeds, so all finish.
+- A step may be scheduled before the tokens of the last one are read, unless it has to preempt
+  (`decodes_ahead`). A request that has its last token with the last step gives up its row and its blocks
+  then: the device does steps in order, so nobody writes to them before it has done that one.
 """
 
 from collections.abc import Iterator
@@ -142,9 +145,14 @@ class Scheduler:
         self._waiting.add(generation)
 
     def finish(self, generation: Generation) -> None:
-        """Remove a generation from the queue or from the running set, and free its blocks."""
-        (self._running if generation in self._running else self._waiting).remove(generation)
-        self._release(generation)
+        """Remove a generation from the queue or from the running set, where it still is, and free its
+        blocks.
+        """
+        if generation in self._running:
+            self._leave(generation)
+        elif generation in self._waiting:
+            self._waiting.remove(generation)
+        generation.ended = True
         self._batching.left(len(self._waiting))
         if self._swap is not None:
             self._swap.drop(generation)
@@ -158,6 +166,15 @@ class Scheduler:
             generation.blocks += self._pool.allocate(min(missing, self._pool.num_free))
         return num_tokens <= len(generation.blocks) * self._block_size
 
+    def decodes_ahead(self) -> list[Generation] | None:
+        """Return the requests that the next step decodes if it is scheduled before the last one is read, or
+        None where it would have to preempt one: what has to be kept of that is known when it is read.
+        """
+        self._retire()
+        decodes = [each for each in self._running if each.decoding]
+        missing = sum(self._num_missing(each) for each in decodes)
+        return decodes if missing <= self._pool.num_free else None
+
     def schedule(self, now_s: float = 0.0, *, max_prefill_tokens: int | None = None) -> Batch:
         """Choose what the next step serves, and allocate its blocks. Beside decodes, prefill
         chunks have at most `max_prefill_tokens` in all (None: what the budget leaves).
@@ -166,6 +183,7 @@ class Scheduler:
         """
         if self._prefixes is not None:
             self._prefixes.begin_step()
+        self._retire()
         preemptions = self.num_preemptions
         decodes = self._schedule_decodes()
         budget = self._max_step_tokens - len(decodes)
@@ -243,17 +261,25 @@ class Scheduler:
         missing = self._num_missing(generation) - len(found)
         return missing <= self._pool.num_free - self._pool.num_evictable_of(found)
 
+    def _retire(self) -> None:
+        """Take the row and the blocks of requests that have all tokens once the last step is read."""
+        for generation in [each for each in self._running if each.is_complete]:
+            self._leave(generation)
+
     def _is_long(self, generation: Generation) -> bool:
         return len(generation.request.prompt) > self._short_prompt_tokens
 
     def _num_missing(self, generation: Generation) -> int:
-        return -(-len(generation.tokens) // self._block_size) - len(generation.blocks)
+        return -(-generation.length // self._block_size) - len(generation.blocks)
+
+    def _leave(self, generation: Generation) -> None:
+        self._running.remove(generation)
+        self._release(generation)
 
     def _preempt(self, generation: Generation) -> None:
-        self._running.remove(generation)
         if self._swap is not None and generation.decoding:
             self._swap.store(generation)
-        self._release(generation)
+        self._leave(generation)
         generation.num_computed = 0
         self._waiting.put_back(generation)
         self.num_preemptions += 1

@@ -97,4 +97,4 @@ def _load(place: Tensor, entries: Tensor) -> None:
     not wait for what was launched before."""
     whole = torch.zeros(place.shape, dtype=place.dtype)
     whole[: entries.shape[0], : entries.shape[1]] = entries
-    place.copy_(whole, non_blocking=True)
+    place.copy_(whole.pin_memory() if place.is_cuda else whole, non_blocking=True)
