@@ -126,6 +126,7 @@ class Engine:
             short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
+            shares_prompts=proposer is None or not proposer.kv_bytes_per_token,
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
@@ -151,7 +152,7 @@ class Engine:
             device=device,
         )
         self._decoding = decoding
-        self._launched = StepQueue(decoding, prefill)
+        self._launched = StepQueue(decoding, prefill, cache.copy_blocks)
         self._eos = frozenset(self.arch.eos_token_ids)
         self._unfinished: dict[str, Generation] = {}
         self.wait_s = 0.0
@@ -185,6 +186,8 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             swapped_out=0 if swap is None else swap.num_out,
             swapped_in=0 if swap is None else swap.num_in,
+            shared_prompts=scheduler.num_shared,
+            copied_blocks=scheduler.num_copied,
         )
 
     @property

@@ -12,7 +12,8 @@ class Generation:
     The keys and values of the first `num_computed` tokens are in `blocks`, once the device has done what was
     launched. Steps that were launched and not read choose `num_pending` more tokens; speculative steps, which
     may give several, count none. `prefill_end` tokens are prefilled after the last admission, and later ones
-    are decoded. It may have `end` tokens in all, and nothing is appended once it has `ended`. It was
+    are decoded; while it is prefilled, `leader` is the request whose chunks are its own too, if there is one.
+    It may have `end` tokens in all, and nothing is appended once it has `ended`. It was
     admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; its first
     `num_cached_blocks` blocks are in that cache, by `block_keys`.
     """
@@ -24,6 +25,7 @@ class Generation:
     num_computed: int = 0
     num_pending: int = 0
     prefill_end: int = 0
+    leader: "Generation | None" = field(default=None, repr=False)
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -61,6 +63,10 @@ class Generation:
     def decoding(self) -> bool:
         """Whether its prefill is complete."""
         return self.num_computed >= self.prefill_end
+
+    def follows(self, leader: "Generation") -> bool:
+        """Return whether this request is prefilled by the chunks of `leader`."""
+        return self.leader is leader and not self.decoding
 
     def append(
         self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None

@@ -81,10 +81,11 @@ class Prefill:
         passes: list[tuple[PrefillBatch, bool]] = []
         for group, short in self._groups(chunks):
             passes.append((self._batch(group), short))
-            generations += [each.generation for each in group if each.is_last]
+            generations += [one for each in group if each.is_last for one in each.generations]
         prefilled = self._compute(passes, generations)
         for each in chunks:
-            each.generation.num_computed += each.num_tokens
+            for generation in each.generations:
+                generation.num_computed += each.num_tokens
         for generation in generations:
             generation.num_pending += 1
         return prefilled
@@ -138,7 +139,7 @@ class Prefill:
             tables.append(torch.tensor(generation.blocks))
             slots.append(slots_of(positions[-1], tables[-1], self._block_size))
             if each.is_last:
-                wanted_rows.append(len(tokens) - 1)
+                wanted_rows += [len(tokens) - 1] * len(each.generations)
         table_RB = pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK)
         tokens_T = torch.from_numpy(np.array(tokens, np.int64))  # quicker than `torch.tensor`
         return PrefillBatch(

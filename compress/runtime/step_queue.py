@@ -5,7 +5,7 @@ chosen them.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
@@ -34,11 +34,16 @@ class LaunchedStep:
 
 
 class StepQueue:
-    """Launches steps, and returns them in that order."""
+    """Launches steps, and returns them in that order. `copy_blocks` copies blocks of the cache, in that order
+    too.
+    """
 
-    def __init__(self, decoding: Decoding, prefill: Prefill) -> None:
+    def __init__(
+        self, decoding: Decoding, prefill: Prefill, copy_blocks: Callable[[Sequence[tuple[int, int]]], None]
+    ) -> None:
         self._decoding = decoding
         self._prefill = prefill
+        self._copy_blocks = copy_blocks
         self._run: DecodeRun | None = None
         self._steps: deque[LaunchedStep] = deque()
 
@@ -56,9 +61,11 @@ class StepQueue:
 
     def launch(self, batch: Batch, *, defers: bool = False) -> None:
         """Launch a step of this batch, or only its decodes if it `defers` its prefill chunks."""
-        decoded = self._decode(batch.decodes) if batch.decodes else None
-        if decoded is None:
+        if batch.copies:
+            self._copy_blocks(batch.copies)
+        if batch.copies or not batch.decodes:
             self._run = None
+        decoded = self._decode(batch.decodes) if batch.decodes else None
         step = LaunchedStep(batch.decodes, decoded, None, batch.num_prefill_tokens, batch.prefills)
         if not defers:
             self.launch_deferred(step)
