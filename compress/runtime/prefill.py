@@ -100,9 +100,9 @@ class Prefill:
         logits_WV = torch.cat(logits)
         params = [each.request.params for each in generations]
         sampled = sample(logits_WV, params, [len(each.tokens) for each in generations])
-        logprobs_R = sampled.tokens_R if sampled.logprobs_R is None else sampled.logprobs_R
-        done = torch.cuda.Event() if logits_WV.is_cuda else None
-        results = HostResults(received(sampled.tokens_R), received(logprobs_R), done)
+        tokens_R = received(sampled.tokens_R)
+        logprobs_R = tokens_R if sampled.logprobs_R is None else received(sampled.logprobs_R)
+        results = HostResults(tokens_R, logprobs_R, torch.cuda.Event() if logits_WV.is_cuda else None)
         results.record()
         return PrefilledTokens(generations, logits_WV, sampled, results)
 

@@ -25,12 +25,13 @@ class LaunchedStep:
     prefilled: PrefilledTokens | None
     num_prefill_tokens: int
     deferred: Sequence[PrefillChunk] = ()
+    shows_likeliest: bool = False
 
     @property
     def holds_logits(self) -> bool:
         """Whether its logits are read, which the next step may overwrite."""
         firsts = () if self.prefilled is None else self.prefilled.generations
-        return any(each.request.params.top_logprobs for each in (*self.decodes, *firsts))
+        return self.shows_likeliest or _show_likeliest(firsts)
 
 
 class StepQueue:
@@ -66,7 +67,14 @@ class StepQueue:
         if batch.copies or not batch.decodes:
             self._run = None
         decoded = self._decode(batch.decodes) if batch.decodes else None
-        step = LaunchedStep(batch.decodes, decoded, None, batch.num_prefill_tokens, batch.prefills)
+        step = LaunchedStep(
+            batch.decodes,
+            decoded,
+            None,
+            batch.num_prefill_tokens,
+            batch.prefills,
+            shows_likeliest=_show_likeliest(batch.decodes),
+        )
         if not defers:
             self.launch_deferred(step)
         self._steps.append(step)
@@ -85,7 +93,8 @@ class StepQueue:
             return False
         decoded = run.launch_next()
         if decoded is not None:
-            self._steps.append(LaunchedStep(run.generations, decoded, None, 0))
+            likeliest = self.newest.shows_likeliest  # the same requests
+            self._steps.append(LaunchedStep(run.generations, decoded, None, 0, shows_likeliest=likeliest))
         return decoded is not None
 
     def _decode(self, generations: Sequence[Generation]) -> PendingTokens:
@@ -98,3 +107,7 @@ class StepQueue:
         prefilled = self._steps[-1].prefilled if self._steps else None
         self._run = DecodeRun(self._decoding, generations, None if prefilled is None else prefilled.firsts)
         return self._run.first
+
+
+def _show_likeliest(generations: Sequence[Generation]) -> bool:
+    return any(each.request.params.top_logprobs for each in generations)

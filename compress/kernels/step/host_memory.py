@@ -30,7 +30,10 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     and may write to its tensor at once: the transfer reads a copy in pinned memory, which torch's allocator
     keeps until the transfer is done.
     """
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    pinned = tensor.pin_memory() if tensor.numel() else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def received(tensor: Tensor) -> Tensor:
