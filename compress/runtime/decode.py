@@ -6,7 +6,7 @@ All that a step reads is on the device, and it ends by writing what the next ste
 (`kernels/step/decode.py`). So steps follow one another without the host, and one graph serves every step of
 as many rows (`graphs.py`): for the host a step is one launch and one event. The host writes only when
 requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`). It need
-not know the last tokens for that: a row takes its token from the row that its request had before, or from
+not have the last tokens for that: a row takes its token from the row that its request had before, or from
 the first tokens of the prompts that were just prefilled.
 
 Padding rows fill a batch up to the size of a graph: a context of one token that never grows, in the padding
@@ -80,8 +80,8 @@ class DecodeState:
         """Assign rows 0, 1, ... to these requests and make the others padding; `num_steps` were launched so
         far. All but the last one have been read.
 
-        Row r takes the last token that the host knows of its request or, where there are `sources`, entry
-        `sources[r]` of: the tokens that the host knows of the rows, the tokens of the rows before this call,
+        Row r takes the last token that the host has of its request or, where there are `sources`, entry
+        `sources[r]` of: the tokens that the host has of the rows, the tokens of the rows before this call,
         and `firsts_W`.
         """
         self._loaded.fill(generations, sources, num_steps)
@@ -141,7 +141,7 @@ class DecodeState:
 
 
 _TOKEN, _SOURCE, _CONTEXT, _RUNNING, _STEPS = range(5)
-"""The rows of facts: the token that the host knows, where to take the token from, the context length, whether
+"""The rows of facts: the token that the host has, where to take the token from, the context length, whether
 a request is there; and in the first column, the number of steps launched."""
 _ALIGNMENT = 16
 
@@ -318,7 +318,7 @@ class PlainDecoding:
 
     def _sources(self, generations: Sequence[Generation], firsts: FirstTokens | None) -> list[int]:
         """Return where each row takes its token from, as `DecodeState.load` counts the places; nothing if the
-        host knows all tokens.
+        host has all tokens.
         """
         if not any(each.num_pending for each in generations):
             return []

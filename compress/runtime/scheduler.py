@@ -117,7 +117,7 @@ class Scheduler:
         self._shares_prompts = shares_prompts
         self._running: list[Generation] = []
         self._copies: dict[Generation, tuple[int, int]] = {}
-        """Those of the step that is being scheduled, by who writes to the second block."""
+        """Copies of the step that is being scheduled, by the request that writes to the second block."""
         self.num_preemptions = 0
         self.num_shared = 0
         self.num_copied = 0
