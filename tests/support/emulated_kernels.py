@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source
@@ -154,7 +153,7 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
-def _emulated(module: ModuleType, folder: Path, made: Any, device: torch.device) -> EmulatedFunction:
-    del device
+def _emulated(module: ModuleType, folder: Path, *made_of: Any) -> EmulatedFunction:
+    *facts, _ = made_of  # the last is the device
     source_of, replaced = KERNELS[module]
-    return EmulatedFunction(source_of(made), replaced, folder)
+    return EmulatedFunction(source_of(*facts), replaced, folder)
