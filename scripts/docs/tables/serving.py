@@ -15,6 +15,7 @@ def workload(run: Run) -> str:
         [
             f"`{row['scheme']}`",
             row["max_running"],
+            row["policy"],
             row["host"],
             bold(fixed(row["req_s"], 1)),
             fixed(row["output_tok_s"]),
@@ -27,6 +28,7 @@ def workload(run: Run) -> str:
     header = [
         "weights",
         "at once",
+        "policy",
         "host",
         "requests/s",
         "tokens/s",
@@ -34,7 +36,7 @@ def workload(run: Run) -> str:
         "ITL, p99",
         "live positions",
     ]
-    return table(header, rows, align="lrlrrrrr")
+    return table(header, rows, align="lrllrrrrr")
 
 
 def first_tokens(run: Run) -> str:
@@ -45,13 +47,14 @@ def first_tokens(run: Run) -> str:
             row["prompt_tokens"],
             row["cached_tokens"],
             row["burst"],
+            row["host"],
             bold(f"{fixed(row['ttft_ms_p50'], 1)} ms"),
             f"{fixed(row['ttft_ms_p50_least'], 1)} .. {fixed(row['ttft_ms_p50_largest'], 1)}",
         ]
         for row in run.where(experiment="ttft")
     ]
-    header = ["weights", "prompt", "of it cached", "arrive at once", "TTFT, median", "of repeats"]
-    return table(header, rows, align="lrrrrr")
+    header = ["weights", "prompt", "of it cached", "arrive at once", "host", "TTFT, median", "of repeats"]
+    return table(header, rows, align="lrrrlrr")
 
 
 def mixed(run: Run) -> str:
@@ -68,4 +71,21 @@ def mixed(run: Run) -> str:
         for row in run.where(experiment="itl_mixed")
     ]
     header = ["weights", "tokens a step", "ITL alone", "ITL meanwhile", "worst", "TTFT of the long prompt"]
+    return table(header, rows, align="lrrrrr")
+
+
+def traced(run: Run) -> str:
+    """Return the table of requests that arrive by a trace."""
+    rows = [
+        [
+            f"`{row['scheme']}`",
+            f"{fixed(row['request_rate'], 1)} and {fixed(row['req_s'], 1)}",
+            bold(f"{fixed(row['ttft_ms_p50'])} ms"),
+            f"{fixed(row['ttft_ms_p99'])} ms",
+            f"{fixed(row['itl_ms_p50'], 1)} ms",
+            f"{fixed(row['itl_ms_p99'], 1)} ms",
+        ]
+        for row in run.where(experiment="trace")
+    ]
+    header = ["weights", "requests/s offered and done", "TTFT, median", "TTFT, p99", "ITL, median", "ITL, p99"]
     return table(header, rows, align="lrrrrr")
