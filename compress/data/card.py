@@ -103,10 +103,21 @@ class Card:
             found.append((card, each.weight))
         return found
 
+    @property
+    def counts_answers(self) -> bool:
+        """Whether statistics and losses count only the answers of some of its text."""
+        chats = [part.chat for part, _ in self.parts()]
+        return any(chat is not None and chat.count == "answers" for chat in chats)
+
     def shape(self) -> str:
         """Return what the text is like for a model: chat by its template, plain text, or both in a mix."""
         shapes = {TEXT if part.chat is None else CHAT for part, _ in self.parts()}
         return shapes.pop() if len(shapes) == 1 else f"{CHAT} and {TEXT}"
+
+
+def shape_of(facts: Mapping[str, Any]) -> str:
+    """Return what text is like for a model, from the facts of its card: chat by a template, or plain text."""
+    return str(facts.get("shape", TEXT))
 
 
 def load_card(ref: str) -> Card:

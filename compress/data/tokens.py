@@ -24,7 +24,7 @@ Shapes: N samples, S sequence.
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -77,6 +77,15 @@ class TokenSet:
         ids = self.tokens_NS.contiguous().numpy().astype("<i4").tobytes()
         counted = b"" if self.counted_NS is None else self.counted_NS.contiguous().numpy().tobytes()
         return digest_bytes(shape + ids + counted)
+
+    def beginnings(self, num_samples: int) -> "TokenSet":
+        """Return the first windows without their last tokens, which training only predicts."""
+        some_NS, counted_NS = (
+            None if each is None else each[:num_samples, :-1].contiguous()
+            for each in (self.tokens_NS, self.counted_NS)
+        )
+        assert some_NS is not None
+        return replace(self, tokens_NS=some_NS, counted_NS=counted_NS)
 
 
 def tokenize(

@@ -91,6 +91,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     if speculates:
         notes.append(f"speculation on {', '.join(spec.prompt_data)}")
+    notes += _other_shapes(spec, facts)
     if not spec.gates:
         notes.append("no gates: nothing can fail")
     flops = 2.0 * num_params * num_tokens
@@ -106,6 +107,18 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         )
         notes.append(f"load: {num_runs} runs of {load.num_requests} requests{_schedule(load, num_runs)}")
     return Estimate(peak, 1_000_000, flops, notes=tuple(notes))
+
+
+def _other_shapes(spec: Validate, facts: PlanFacts) -> list[str]:
+    """Return a note for each stage whose text has another shape than the evaluation text."""
+    judged = load_card(spec.data).shape()
+    cards = {kind: getattr(facts.specs.get(kind), "data", None) for kind in ("calibrate", "distill", "draft")}
+    shapes = {kind: load_card(card).shape() for kind, card in cards.items() if card is not None}
+    return [
+        f"WARNING: {kind} reads {shape} and the evaluation text is {judged}"
+        for kind, shape in shapes.items()
+        if shape != judged
+    ]
 
 
 def _schedule(load: Load, num_runs: int) -> str:
