@@ -188,7 +188,7 @@ def documents(card: Card, renderer: ChatRenderer | None = None) -> Iterator[Docu
     last document.
 
     Args:
-        renderer: of the model that will read the conversations; without one each is its canonical JSON.
+        renderer: of the model that will read the conversations; without one each is its JSON.
 
     Raises:
         UsageError: a missing file, a row without the text field, or text that does not match the card's

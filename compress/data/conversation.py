@@ -1,12 +1,13 @@
 """Conversations of a data card: read from a row, and rendered by a model's chat template.
 
 A row holds its conversation in `text_field` as a list of messages (in csv as their JSON), or in one field for
-each turn. Until a model is known a conversation is a document whose text is canonical JSON, so that its
-digest does not depend on a template.
+each turn. Until a model is known a conversation is a document whose text is JSON, so that its digest does
+not depend on a template.
 
     {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from compress.data.answers import ASSISTANT, answer_spans
 from compress.data.card_spec import ChatShape
 from compress.data.chat import ChatTemplate
 from compress.data.corpus import Document
-from compress.digest import canonical_json
 from compress.errors import UsageError, did_you_mean
 from compress.untrusted.parse import Malformed, parse_json
 
@@ -58,7 +58,8 @@ class ChatRenderer:
 
 
 def conversation_text(row: Mapping[str, Any], text_field: str, shape: ChatShape, at: str) -> str:
-    """Return the conversation of a row as canonical JSON.
+    """Return the conversation of a row as JSON, its keys in the order of the row: templates write schemas of
+    tools in it.
 
     Raises:
         UsageError: the row has no conversation there; `at` says where the row is.
@@ -72,7 +73,7 @@ def conversation_text(row: Mapping[str, Any], text_field: str, shape: ChatShape,
         if tools:
             conversation["tools"] = _with_values(tools)
     try:
-        return canonical_json(conversation).decode()
+        return json.dumps(conversation, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{at}: the conversation holds what JSON does not: {error}.") from None
 
