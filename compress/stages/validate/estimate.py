@@ -11,6 +11,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
+from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
 from compress.validate.latency import LATENCY_METRICS
@@ -89,6 +90,19 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
     peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
+    disk_bytes = 1_000_000
+    moved_bytes = 0
+    if spec.apart is not None:
+        if spec.load is not None:
+            raise UsageError(
+                "validate: under load source and candidate are served in turn, and with apart only one of "
+                "them is in memory: leave out load or apart."
+            )
+        need = apart_needs(spec, source_arch, arch, facts, num_kept=1 + num_between)
+        peak = max(need.source_bytes, need.candidate_bytes + reading)
+        disk_bytes += need.kept_bytes
+        moved_bytes = need.read_bytes
+        notes += need.notes()
     if speculates:
         notes.append(f"speculation on {', '.join(spec.prompt_data)}")
     notes += _other_shapes(spec, facts)
@@ -106,7 +120,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             * (load.prompt_tokens + load.output_tokens)
         )
         notes.append(f"load: {num_runs} runs of {load.num_requests} requests{_schedule(load, num_runs)}")
-    return Estimate(peak, 1_000_000, flops, notes=tuple(notes))
+    return Estimate(peak, disk_bytes, flops, notes=tuple(notes), moved_bytes=moved_bytes)
 
 
 def _other_shapes(spec: Validate, facts: PlanFacts) -> list[str]:
