@@ -73,11 +73,11 @@ def test_answers_alone_change_the_codes_and_training(
         calibrate = {"kind": "calibrate", "data": str(card), "num_samples": 8, "seq_len": 32}
         distill = {
             "kind": "distill", "data": str(card), "tokens": 256, "seq_len": 32, "batch_size": 2,
-            "eval_samples": 2, "loss": {"top_k": 16},
+            "eval_samples": 2, "loss": {"top_k": 16}, "student": {"layers": 2},
         }  # fmt: skip
         judged = {"kind": "validate", **JUDGED, "data": str(CARDS / "chat-csv.yaml")}
         report = run(command, chat_recipe([calibrate, distill, quantize, export, judged]))["report"]
-        digests.append((report["recovery"]["after"], report["layers"][0]["error_after"]))
+        digests.append((report["distillation"]["after"], report["layers"][0]["error_after"]))
     assert digests[0] != digests[1]
     assert digests[0][0] != digests[1][0]
 
