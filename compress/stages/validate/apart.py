@@ -21,6 +21,7 @@ from compress.errors import UsageError
 from compress.export import open_weights
 from compress.machine import arithmetic_class
 from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.streamed_model import StreamedModel
 from compress.stages import Inputs, Port
 from compress.stages.validate.spec import Apart, Validate
@@ -38,10 +39,12 @@ def score_apart(
     paths: Mapping[str, Path],
     tokens: TokenSet,
     load: LoadEngine,
+    config: EngineConfig,
     ctx: Context,
 ) -> tuple[dict[tuple[str, str], Accuracy], dict[str, Engine], dict[str, Any]]:
     """Return the accuracy of the candidate against the source and, with weights in between, of each step by
     itself; the candidate, still loaded; and facts of the scoring. With `top_k` KL is the upper bound.
+    `config` has the sizes that `load` gives an engine.
 
     Raises:
         UsageError: models of several vocabularies, or logits that are not finite.
@@ -57,7 +60,7 @@ def score_apart(
         )
     batch_size = spec.windows_at_once(arches[SOURCE])
     tokens_NS = tokens.tokens_NS.to(device)
-    scored = partial(_scored, spec, paths, load, tokens_NS, batch_size, ctx)
+    scored = partial(_scored, spec, paths, load, config, tokens_NS, batch_size, ctx)
     compare = partial(
         compare_kept, tokens_NS=tokens_NS, num_bytes=tokens.num_scored_bytes, batch_size=batch_size
     )
@@ -67,7 +70,7 @@ def score_apart(
         if side == DENSE:
             found[SOURCE, DENSE] = compare([kept[SOURCE]], scored(side))[0]
         digest = inputs.source.digest if side == SOURCE else inputs[Port.DENSE].digest
-        kept[side] = _kept(spec.apart, spec, arches[side].dtype, digest, tokens, batch_size, ctx)
+        kept[side] = _kept(spec.apart, config, arches[side].dtype, digest, tokens, batch_size, ctx)
         if not kept[side].are_whole():
             kept[side].fill(scored(side))
     candidate = load(CANDIDATE, paths[CANDIDATE])
@@ -90,20 +93,19 @@ def score_apart(
 
 def _kept(
     apart: Apart,
-    spec: Validate,
+    config: EngineConfig,
     stored_dtype: str,
     digest: str,
     tokens: TokenSet,
     batch_size: int,
     ctx: Context,
 ) -> KeptScores:
-    config = asdict(spec.engine_config(speculates=False))
     identity = {
         "source": digest,
         "tokens": tokens.digest(),
         "dtype": stored_dtype,
         "machine": arithmetic_class(ctx.device),
-        "sizes": digest_json({name: str(value) for name, value in config.items()}),
+        "sizes": digest_json({name: str(value) for name, value in asdict(config).items()}),
         "torch": torch.__version__,
         "compress": compress.__version__,
     }
@@ -121,6 +123,7 @@ def _scored(
     spec: Validate,
     paths: Mapping[str, Path],
     load: LoadEngine,
+    config: EngineConfig,
     tokens_NS: Tensor,
     batch_size: int,
     ctx: Context,
@@ -131,7 +134,7 @@ def _scored(
     if spec.apart.streamed:
         device = torch.device(ctx.device)
         source = open_weights(paths[side])
-        model = StreamedModel(source, device=device, config=spec.engine_config(speculates=False))
+        model = StreamedModel(source, device=device, config=config)
         num_layers = source.arch.num_layers
 
         def done(layer_idx: int) -> None:

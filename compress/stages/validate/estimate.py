@@ -192,7 +192,13 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
 
 
 def check_gates_by_name(spec: Validate) -> None:
-    """Raise UsageError for a gate on something else than accuracy or size."""
+    """Raise UsageError for a gate on something else than accuracy or size, and for models scored apart, which
+    the bundled runtime does."""
+    if spec.apart is not None:
+        raise UsageError(
+            "validate: a model that is quantized by name is measured through transformers, which holds both "
+            "models: leave out apart."
+        )
     for gate in read_gates(spec.gates):
         name = gate.name.rpartition(".")[2]
         if name not in (*ACCURACY_METRICS, "size_ratio"):

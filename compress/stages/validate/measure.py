@@ -87,7 +87,8 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     scoring: dict[str, Any] | None = None
     if spec.apart is not None:
         load = partial(_engine, spec, device=device, speculates=bool(proposers))
-        accuracy, engines, scoring = score_apart(spec, inputs, paths, tokens, load, ctx)
+        config = spec.engine_config(speculates=bool(proposers))
+        accuracy, engines, scoring = score_apart(spec, inputs, paths, tokens, load, config, ctx)
         next(steps)
     ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
     if spec.apart is None:
