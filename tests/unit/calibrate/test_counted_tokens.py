@@ -11,10 +11,12 @@ from torch import Tensor
 
 from compress.calibrate.experts import Tokens
 from compress.calibrate.gradients import GradientVisitor, visit_gradients
-from compress.calibrate.layer_run import LayerRun
+from compress.calibrate.layer_run import LayerRun, sample_range, shards_of_rank
+from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.observe import gather_everywhere, observe, observed_kinds
+from compress.calibrate.samples import Samples
 from compress.calibrate.sequential import Compression, run_sequential
-from compress.calibrate.stats import AbsMax, AbsMean, CrossMoment, SecondMoment
+from compress.calibrate.stats import AbsMax, AbsMean, CrossMoment, MergeTree, SecondMoment
 from compress.context import Context, OneRank
 from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name
@@ -131,3 +133,21 @@ def test_the_experts_input_counts_as_other_taps_do() -> None:
         observe(layer, run, (SecondMoment,)), observed_kinds(layer, (SecondMoment,)), OneRank()
     )
     assert stats[ALL_TOKENS][SecondMoment].num_tokens == int(COUNTED_NS.sum())
+
+
+def test_two_ranks_make_the_sums_of_one() -> None:
+    layer = build_decoder(tiny_source(tiny_arch(QWEN3)), dtype=torch.float32, device=CPU).layers[1]
+    x_NSD = torch.randn(*SHAPE, layer.arch.hidden_size, generator=torch.Generator().manual_seed(1))
+    sums = []
+    for num_ranks in (1, 2):
+        merged: MergeTree[Any] = MergeTree()
+        for rank in range(num_ranks):
+            shards = shards_of_rank(len(x_NSD), rank=rank, num_ranks=num_ranks)
+            own = sample_range(shards)
+            samples = Samples.from_tensor(x_NSD[own])
+            run = LayerRun(samples, None, shards, OneRank(), MemoryGuard(None, samples), torch.float32)
+            trees = observe(layer, replace(run, counted_NS=COUNTED_NS[own]), (SecondMoment,))
+            for node in trees["ffn_in", SecondMoment].nodes():
+                merged.join(node)
+        sums.append(merged.root().mean())
+    assert torch.equal(*sums)
