@@ -13,6 +13,8 @@ library, whose answers are docstrings. It is quantized with one recipe after cal
 
 and judged by KL(source || candidate) on conversations and on plain text of modules that neither training nor
 calibration saw. Windows, window length, seeds and settings are the same for all.
+
+A run that was cut goes on from what lies in `--work`: the toy with its losses, and the rows.
 """
 
 import argparse
@@ -115,6 +117,10 @@ def write_cards(work: Path) -> dict[str, str]:
 def chat_model(work: Path, card: str, args: argparse.Namespace) -> tuple[Path, list[float]]:
     """Train the bundled model on conversations, the loss on answers alone; return its directory and the
     losses of its log."""
+    place = work / "toy"
+    log = work / "losses.json"
+    if log.exists():
+        return place, json.loads(log.read_text())
     start = work / "start"
     shutil.copytree(BUILTIN["reference"], start, dirs_exist_ok=True)
     (start / "chat_template.jinja").write_text(TEMPLATE)
@@ -140,9 +146,9 @@ def chat_model(work: Path, card: str, args: argparse.Namespace) -> tuple[Path, l
     for row in rows:
         print(f"step {row.step} loss {row.loss:.3f} {row.tokens_per_s:,.0f} tokens/s", flush=True)
         losses.append(row.loss)
-    place = work / "toy"
     shutil.copytree(start, place, dirs_exist_ok=True)
     write_checkpoint(place, MemorySource(model, dtype=torch.bfloat16))
+    log.write_text(json.dumps(losses))
     return place, losses
 
 
@@ -205,9 +211,14 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     cards = write_cards(args.work)
     model, losses = chat_model(args.work, cards["training"], args)
-    rows = [
-        measured(args, args.work, model, name, cards, seed) for seed in range(args.seeds) for name in CARDS
-    ]
+    kept = args.work / "rows.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    known = {(row["seed"], row["calibration"]) for row in rows}
+    for seed in range(args.seeds):
+        for name in (each for each in CARDS if (seed, each) not in known):
+            rows.append(measured(args, args.work, model, name, cards, seed))
+            with kept.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
     conditions = {
         name: getattr(args, name)
         for name in ("steps", "batch_size", "lr", "seq_len", "num_samples", "eval_samples", "seeds")

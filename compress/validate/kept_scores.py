@@ -4,23 +4,24 @@ source is no longer in memory.
     <place>/scores-<digest>/<batch>.safetensors
         exact    logits float32 [B, T, V]
         top k    ids int32 [B, T, K], log_p float32 [B, T, K], log_tail float32 [B, T],
-                 nll float32 [B, T], top1 int32 [B, T]
+                 drawn int32 [B, T, R], log_drawn float32 [B, T, R], nll float32 [B, T], top1 int32 [B, T]
 
 The digest covers everything that decides the content: source, tokens, dtype, kind of machine, sizes that
 kernels are chosen by, versions, K. So a file of another model or text is never read, and a file that was
 damaged is made again.
 
 Exact scores give the same bits as both models side by side. With the k likeliest tokens, perplexity and top-1
-agreement are exact as well, and KL is bounded on both sides. Let m be the mass of the source p outside of the
-kept tokens, p_K the smallest kept probability, q the candidate, Q its mass outside:
+agreement are exact as well. Let m be the mass of the source p outside of the kept tokens, Q that of the
+candidate q, and p', q' the two of the tail alone, normalised. By the chain rule
 
-    lower   sum_kept p log(p/q) + m log(m/Q)                 (data processing inequality)
-    upper   sum_kept p log(p/q) + max sum_tail p' log(p'/q)  over all p' <= p_K of mass m
+    KL(p || q) = sum_kept p log(p/q) + m log(m/Q)  +  m KL(p' || q')
 
-The maximum of a convex function is at a corner: p' = p_K at the n = floor(m / p_K) tokens of smallest q, the
-rest of m at the next one.
+The first two terms are exact, and a lower bound. The last is estimated from R tokens r that were drawn from
+p': the mean of x - 1 - log x, x = q'(r) / p'(r), which is never negative and has the right expectation
+(x has the mean 1). So a mean over text is unbiased, and the spread of its windows includes the drawing.
 
-Shapes: N windows, B of a batch, S tokens of a window, T = S - 1 scored positions, V vocabulary, K kept.
+Shapes: N windows, B of a batch, S tokens of a window, T = S - 1 scored positions, V vocabulary, K kept,
+R drawn.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +45,10 @@ from compress.validate.accuracy import (
 
 _LAYOUT = 1
 """Part of the digest: raise it when files of the same name would hold something else."""
-TOP_K_BYTES = 8
-"""Bytes of one kept token: its id and log probability."""
+TOKEN_BYTES = 8
+"""Bytes of one kept or drawn token: its id and log probability."""
+NUM_DRAWN = 16
+"""Tokens that are drawn from the tail of each position."""
 
 
 class KeptScores:
@@ -94,7 +97,11 @@ class KeptScores:
             if self.top_k is None:
                 tensors = {"logits": logits_BSV[:, :-1].to("cpu", torch.float32).contiguous()}
             else:
-                rows = [_likeliest(*each, self.top_k) for each in zip(logits_BSV, tokens_BS, strict=True)]
+                generator = torch.Generator(logits_BSV.device).manual_seed(idx)
+                rows = [
+                    likeliest(*each, self.top_k, generator)
+                    for each in zip(logits_BSV, tokens_BS, strict=True)
+                ]
                 tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             self._point(idx).save_tensors(tensors)
 
@@ -117,7 +124,7 @@ class KeptScores:
 
 def kept_bytes(num_windows: int, window_size: int, vocab_size: int, top_k: int | None) -> int:
     """Return the bytes of the scores on disk, without headers."""
-    of_position = 4 * vocab_size if top_k is None else TOP_K_BYTES * top_k + 12
+    of_position = 4 * vocab_size if top_k is None else TOKEN_BYTES * (top_k + NUM_DRAWN) + 12
     return num_windows * (window_size - 1) * of_position
 
 
@@ -130,14 +137,14 @@ def compare_kept(
     batch_size: int,
 ) -> list[tuple[Accuracy, Accuracy]]:
     """Return the accuracy of a candidate, given by its logits of each batch, against each source, with the
-    lower and with the upper bound of KL; both are the same where the scores are exact.
+    lower bound of KL and with KL; both are the same where the scores are exact.
 
     Raises:
         UsageError: the candidate has another vocabulary. GateFailed: as `measure_pairs`.
         StorageError: kept scores are gone, or damaged since they were written.
     """
     lower: list[list[WindowScores]] = [[] for _ in kept]
-    upper: list[list[WindowScores]] = [[] for _ in kept]
+    whole: list[list[WindowScores]] = [[] for _ in kept]
     sources = zip(*(each.batches() for each in kept), strict=True)
     with torch.inference_mode():
         for tokens_BS, stored, logits_BSV in zip(tokens_NS.split(batch_size), sources, logits, strict=True):
@@ -148,15 +155,15 @@ def compare_kept(
                     if "logits" in of_window:
                         found = (score_window(of_window["logits"], logits_SV[:-1], tokens_S),) * 2
                     else:
-                        found = _score_top_k(of_window, logits_SV[:-1], tokens_S)
+                        found = score_top_k(of_window, logits_SV[:-1], tokens_S)
                     for scores in found:
                         check_scores(scores, window=len(lower[idx]))
                     lower[idx].append(found[0])
-                    upper[idx].append(found[1])
+                    whole[idx].append(found[1])
     size = tokens_NS.shape[1]
     return [
         tuple(summarize(each, window_size=size, num_bytes=num_bytes) for each in pair)  # type: ignore[misc]
-        for pair in zip(lower, upper, strict=True)
+        for pair in zip(lower, whole, strict=True)
     ]
 
 
@@ -169,8 +176,14 @@ def _check_vocabulary(stored: Mapping[str, Tensor], logits_BSV: Tensor) -> None:
         )
 
 
-def _likeliest(logits_SV: Tensor, tokens_S: Tensor, top_k: int) -> dict[str, Tensor]:
-    """Return what is kept of one window."""
+def likeliest(
+    logits_SV: Tensor, tokens_S: Tensor, top_k: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return what is kept of one window of logits.
+
+    Raises:
+        UsageError: there would be no tail.
+    """
     if top_k >= logits_SV.shape[1]:
         raise UsageError(
             f"top_k is {top_k} and the vocabulary has {logits_SV.shape[1]} tokens: leave out top_k to keep "
@@ -182,10 +195,16 @@ def _likeliest(logits_SV: Tensor, tokens_S: Tensor, top_k: int) -> dict[str, Ten
         labels_T1 = tokens_S[1:][part : part + ROWS_AT_ONCE, None].to(rows_TV.device, torch.int64)
         log_p_TV = rows_TV.log_softmax(-1)
         log_p_TK, ids_TK = log_p_TV.topk(top_k, dim=-1)
+        tail_TV = log_p_TV.scatter(-1, ids_TK, float("-inf"))
+        tail_p_TV = tail_TV.exp()
+        tail_p_TV[tail_p_TV.sum(-1) <= 0] = 1.0  # what is drawn of a tail without mass weighs nothing
+        drawn_TR = torch.multinomial(tail_p_TV, NUM_DRAWN, replacement=True, generator=generator)
         found = {
             "ids": ids_TK.to(torch.int32),
             "log_p": log_p_TK,
-            "log_tail": log_p_TV.scatter(-1, ids_TK, float("-inf")).logsumexp(-1),
+            "log_tail": tail_TV.logsumexp(-1),
+            "drawn": drawn_TR.to(torch.int32),
+            "log_drawn": log_p_TV.gather(1, drawn_TR),
             "nll": -log_p_TV.gather(1, labels_T1)[:, 0],
             "top1": rows_TV.argmax(-1).to(torch.int32),
         }
@@ -194,10 +213,10 @@ def _likeliest(logits_SV: Tensor, tokens_S: Tensor, top_k: int) -> dict[str, Ten
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def _score_top_k(
+def score_top_k(
     kept: Mapping[str, Tensor], candidate_TV: Tensor, tokens_S: Tensor
 ) -> tuple[WindowScores, WindowScores]:
-    """Return the scores of one window, with the lower and with the upper bound of KL."""
+    """Return the scores of one window, with the lower bound of KL and with KL."""
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(candidate_TV), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
@@ -207,33 +226,19 @@ def _score_top_k(
         ids_TK = kept["ids"][part].to(torch.int64)
         log_q_TK = log_q_TV.gather(1, ids_TK)
         in_tail_TV = log_q_TV.scatter(1, ids_TK, float("-inf"))
-        log_p = torch.cat((kept["log_p"][part], kept["log_tail"][part, None]), dim=1)
-        log_q = torch.cat((log_q_TK, in_tail_TV.logsumexp(1, keepdim=True)), dim=1)
-        lower_T = kl_divergence(log_p, log_q)
-        gap_T = _tail_gap(kept["log_p"][part, -1], log_p[:, -1], log_q[:, -1], in_tail_TV)
+        log_m_T1 = kept["log_tail"][part, None]
+        log_tail_q_T1 = in_tail_TV.logsumexp(1, keepdim=True)
+        log_p = torch.cat((kept["log_p"][part], log_m_T1), dim=1)
+        lower_T = kl_divergence(log_p, torch.cat((log_q_TK, log_tail_q_T1), dim=1))
+        log_x_TR = log_q_TV.gather(1, kept["drawn"][part].to(torch.int64)) - log_tail_q_T1
+        log_x_TR = log_x_TR - (kept["log_drawn"][part] - log_m_T1)
+        in_tail_T = (torch.expm1(log_x_TR) - log_x_TR).mean(1)
+        tail_T = torch.where(log_m_T1[:, 0] > -100, log_m_T1[:, 0].exp() * in_tail_T, 0.0)
         nll_T = -log_q_TV.gather(1, labels_T1)[:, 0]
-        parts.append((nll_T, lower_T, lower_T + gap_T, kept["top1"][part] == rows_TV.argmax(-1)))
-    nll_T, lower_T, upper_T, same_T = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
+        parts.append((nll_T, lower_T, lower_T + tail_T, kept["top1"][part] == rows_TV.argmax(-1)))
+    nll_T, lower_T, whole_T, same_T = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     of_source = kept["nll"].cpu()
     return (
         WindowScores(of_source, nll_T, lower_T, same_T),
-        WindowScores(of_source, nll_T, upper_T, same_T),
+        WindowScores(of_source, nll_T, whole_T, same_T),
     )
-
-
-def _tail_gap(log_smallest_T: Tensor, log_m_T: Tensor, log_q_T: Tensor, in_tail_TV: Tensor) -> Tensor:
-    """Return by how much the KL of the tail may be above that of its two masses, float32 [T].
-
-    Args:
-        log_smallest_T: log p_K. log_m_T, log_q_T: logs of the masses of source and candidate in the tail.
-        in_tail_TV: log q of the tail's tokens, -inf for those that are kept.
-    """
-    m_T = log_m_T.double().exp()
-    smallest_T = log_smallest_T.double().exp()
-    rising_TV = torch.where(in_tail_TV == float("-inf"), torch.inf, in_tail_TV).double().sort(dim=1).values
-    before_TV = torch.arange(rising_TV.shape[1], device=m_T.device) * smallest_T[:, None]
-    share_TV = (m_T[:, None] - before_TV).clamp(min=0).minimum(smallest_T[:, None])
-    terms_TV = torch.where(share_TV > 0, share_TV * (share_TV.log() - rising_TV), 0.0)
-    worst_T = torch.where(terms_TV == -torch.inf, 0.0, terms_TV).sum(1)
-    of_masses_T = torch.where(m_T > 0, m_T * (log_m_T.double() - log_q_T.double()), 0.0)
-    return (worst_T - of_masses_T).clamp(min=0).to(torch.float32)

@@ -159,7 +159,7 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
                 "top_k": 64,
                 "kept_bytes": 1_000_000,
                 "kl_mean_lower": 0.01,
-                "kl_mean_upper": 0.012,
+                "kl_mean": 0.012,
             }
         ),
         "experts": ExpertsPart(experts()),

@@ -43,7 +43,7 @@ def score_apart(
     ctx: Context,
 ) -> tuple[dict[tuple[str, str], Accuracy], dict[str, Engine], dict[str, Any]]:
     """Return the accuracy of the candidate against the source and, with weights in between, of each step by
-    itself; the candidate, still loaded; and facts of the scoring. With `top_k` KL is the upper bound.
+    itself; the candidate, still loaded; and facts of the scoring. With `top_k` KL is an estimate.
     `config` has the sizes that `load` gives an engine.
 
     Raises:
@@ -78,13 +78,13 @@ def score_apart(
     with torch.inference_mode():
         for side, pair in zip(kept, compare(list(kept.values()), logits), strict=True):
             found[side, CANDIDATE] = pair
-    lower, upper = found[SOURCE, CANDIDATE]
+    lower, whole = found[SOURCE, CANDIDATE]
     facts = {
         "streamed": spec.apart.streamed,
         "top_k": spec.apart.top_k,
         "kept_bytes": sum(each.num_bytes() for each in kept.values()),
         "kl_mean_lower": lower.kl_mean.value,
-        "kl_mean_upper": upper.kl_mean.value,
+        "kl_mean": whole.kl_mean.value,
     }
     order = [(SOURCE, CANDIDATE), (SOURCE, DENSE), (DENSE, CANDIDATE)]
     accuracy = {pair: found[pair][1] for pair in order if pair in found}

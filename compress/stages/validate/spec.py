@@ -141,8 +141,8 @@ class Apart(Spec):
         None,
         ge=1,
         le=MAX_SIZE,
-        description="keep the likeliest tokens and the mass of the rest, which bounds KL; left out, all "
-        "logits, which gives the same bits as side by side",
+        description="keep the likeliest tokens, the mass of the rest and some drawn from it, which estimate "
+        "KL; left out, all logits, which give the same bits as side by side",
     )
     streamed: bool = Field(
         False,

@@ -11,7 +11,7 @@ from compress.validate.parts import PARTS, Part
 @PARTS.register("scoring")
 @dataclass(frozen=True)
 class ScoringPart(Part):
-    """Facts: `streamed`, `top_k` (None: exact), `kept_bytes`, and `kl_mean_lower`, `kl_mean_upper`."""
+    """Facts: `streamed`, `top_k` (None: exact), `kept_bytes`, and `kl_mean_lower`, `kl_mean`."""
 
     page_order: ClassVar[int] = 55
     facts: Mapping[str, Any]
@@ -38,7 +38,7 @@ def scoring_text(facts: Mapping[str, Any]) -> str:
     if facts["top_k"] is None:
         return f"{text} All of its logits were kept, so the numbers are those of both models side by side."
     return (
-        f"{text} Its {facts['top_k']:,} likeliest tokens of each position were kept. Perplexity and top-1 "
-        f"agreement are exact; KL is an upper bound: the mean lies between {facts['kl_mean_lower']:.4g} and "
-        f"{facts['kl_mean_upper']:.4g}."
+        f"{text} Its {facts['top_k']:,} likeliest tokens of each position were kept, and some drawn from the "
+        f"others. Perplexity and top-1 agreement are exact; the mean KL, {facts['kl_mean']:.4g}, is an "
+        f"unbiased estimate, of which {facts['kl_mean_lower']:.4g} is exact and a lower bound."
     )
