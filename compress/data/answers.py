@@ -1,4 +1,4 @@
-"""Where the answers are in the text of a conversation that a chat template rendered.
+"""The answers in a conversation that a chat template rendered: ranges of characters of its text.
 
 An answer is what the model itself writes: from the end of the generation prompt to the end of the turn, with
 tool calls and the token that ends the turn, without white space that the template puts after it. It is found
@@ -30,7 +30,7 @@ def answer_spans(template: ChatTemplate, messages: Sequence[Message], text: str,
     """Return the ranges of the answers in `text`, which is the template's text of all messages.
 
     Raises:
-        UsageError: where an answer begins or ends cannot be told.
+        UsageError: where an answer begins or ends is not certain.
     """
     turns = [idx for idx, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
@@ -48,7 +48,7 @@ def answer_spans(template: ChatTemplate, messages: Sequence[Message], text: str,
             span = by_content.get(turn)
         if span is None or (spans and span[0] < spans[-1][1]):
             raise UsageError(
-                f"message {turn} is an answer whose place in the text cannot be told: the model's chat "
+                f"message {turn} is an answer whose place in the text is not certain: the model's chat "
                 "template changes earlier messages or this one. Set `count: all` in the card's `chat`."
             )
         spans.append(span)
@@ -58,7 +58,7 @@ def answer_spans(template: ChatTemplate, messages: Sequence[Message], text: str,
 def _refused_if_none(spans: Spans | None, reason: str) -> Spans:
     if spans is None:
         raise UsageError(
-            f"the answers of the model's chat template cannot be told: {reason}. Set `count: all` in the "
+            f"the answers of the model's chat template are not certain: {reason}. Set `count: all` in the "
             "card's `chat`."
         )
     return spans

@@ -178,7 +178,7 @@ class MixedCard(Spec):
 
 
 class MixCard(CardSpec):
-    """Windows of several cards, each drawn as its own card says, in the proportion of their weights."""
+    """Windows of several cards, each drawn by the rules of its card, in the proportion of weights."""
 
     kind: Literal["mix"]
     cards: tuple[MixedCard, ...] = Field(min_length=2, max_length=64)

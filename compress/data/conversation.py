@@ -62,7 +62,7 @@ def conversation_text(row: Mapping[str, Any], text_field: str, shape: ChatShape,
     tools in it.
 
     Raises:
-        UsageError: the row has no conversation there; `at` says where the row is.
+        UsageError: the row has no conversation there; `at` is the place of the row, for the message.
     """
     messages = _from_fields(row, shape.fields, at) if shape.fields else _listed(row, text_field, at)
     conversation: dict[str, Any] = {"messages": messages}

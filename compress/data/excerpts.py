@@ -1,6 +1,6 @@
 """Excerpts of documents, and windows of tokens cut from them, with the tokens that count.
 
-A token counts if the last character that it stands for is in a counted range of its text. Windows in which no
+A token counts if its last character is in a counted range of its text. Windows in which no
 token counts that a model predicts are left out: they would weigh nothing in a mean, and a loss over them is
 undefined. The next window takes their place.
 """

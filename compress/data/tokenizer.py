@@ -58,7 +58,7 @@ def encode(
 
 
 def encode_with_ends(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-    """Return the ids of each text, and for each id the index after the last character that it stands for.
+    """Return the ids of each text, and for each id the index after its last character.
 
     Raises:
         UnsupportedFormat: as `encode`, or the tokenizer does not keep the order of characters.

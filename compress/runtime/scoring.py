@@ -21,8 +21,8 @@ _SCRATCH_BLOCK = 64
 
 @dataclass(frozen=True)
 class ScoringPass:
-    """What a layer needs beside the stream: positions [T], slots [T], the pages of a layer, attention, and
-    the phase whose kernels serve."""
+    """The arguments of a layer other than its weights and the stream: positions [T], slots [T], the pages of
+    a layer, attention, and the phase whose kernels serve."""
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor

@@ -117,8 +117,8 @@ class StreamedModel:
         return logits_TV.view(-1, length, logits_TV.shape[1])
 
     def _at_once(self, batch_BS: Tensor) -> tuple[Tensor, ...]:
-        """Return the sequences of a batch that go through a layer together: short ones on a GPU are few
-        enough for the decode kernels."""
+        """Return a batch in the parts that go through a layer at once: short sequences on a GPU in
+        parts that the decode kernels serve."""
         rows = self._deployment.short_prompt_rows
         length = batch_BS.shape[1]
         return batch_BS.split(rows // length) if self._is_short(length) else (batch_BS,)

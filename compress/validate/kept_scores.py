@@ -1,4 +1,4 @@
-"""What a source says of evaluation windows, kept on disk, so that a candidate is compared with it when the
+"""Scores of a source for evaluation windows, kept on disk, so that a candidate is compared with them when the
 source is no longer in memory.
 
     <place>/scores-<digest>/<batch>.safetensors

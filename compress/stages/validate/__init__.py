@@ -5,7 +5,7 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 be served. A model that was quantized by tensor name runs through transformers instead, without latency.
 
     spec.py        the stage's keys in a recipe
-    apart.py       models scored one after the other, for those that do not fit the memory together
+    apart.py       models scored one after the other, for those of which the memory holds only one
     by_name.py     the report of a model that was quantized by tensor name, measured through transformers
     measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data

@@ -1,6 +1,6 @@
 """Models scored one after the other: each is loaded, or read layer by layer, while no other is in memory.
 
-What the source says of the evaluation text stays on disk (`validate/kept_scores.py`), beside the results that
+The scores of the source stay on disk (`validate/kept_scores.py`), with the results that
 several runs reuse, so that the next candidate of the same source finds it.
 """
 
@@ -28,7 +28,9 @@ from compress.stages.validate.spec import Apart, Validate
 from compress.validate.accuracy import Accuracy
 from compress.validate.kept_scores import KeptScores, compare_kept
 
-SOURCE, DENSE, CANDIDATE = "source", "dense", "candidate"
+SOURCE = "source"
+DENSE = "dense"
+CANDIDATE = "candidate"
 LoadEngine = Callable[[str, Path], Engine]
 """(side, directory) -> the loaded model."""
 

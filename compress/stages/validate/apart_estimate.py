@@ -67,7 +67,7 @@ def apart_needs(
 
 
 def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
-    """Return the bytes of what a streamed model holds beside those of a batch."""
+    """Return the bytes of what a streamed model holds, without those of a batch."""
     outer = 2 * width * arch.vocab_size * arch.hidden_size  # a tied head is a second copy
     num_held = 2 if arch.block in ("post", "sandwich") else 1
     layer = max(_layer_params(arch, each) for each in arch.layers)

@@ -133,8 +133,8 @@ class Speculation(Spec):
 
 
 class Apart(Spec):
-    """Models that are scored one after the other, so that the memory holds one of them; what the source says
-    is kept on disk.
+    """Models that are scored one after the other, so that the memory holds one of them; the scores of the
+    source are kept on disk.
     """
 
     top_k: int | None = Field(

@@ -1,4 +1,4 @@
-"""How models were scored that do not fit the memory together."""
+"""The scoring of models one after the other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
