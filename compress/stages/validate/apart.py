@@ -1,7 +1,7 @@
 """Models scored one after the other: each is loaded, or read layer by layer, while no other is in memory.
 
 The scores of the source stay on disk (`validate/kept_scores.py`), with the results that
-several runs reuse, so that the next candidate of the same source finds it.
+several runs reuse, so that the next candidate of the same source finds them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
