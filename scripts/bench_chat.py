@@ -213,6 +213,7 @@ def main() -> None:
     model, losses = chat_model(args.work, cards["training"], args)
     kept = args.work / "rows.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    rows = [row for row in rows if row["seed"] < args.seeds]
     known = {(row["seed"], row["calibration"]) for row in rows}
     for seed in range(args.seeds):
         for name in (each for each in CARDS if (seed, each) not in known):
