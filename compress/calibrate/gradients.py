@@ -89,11 +89,14 @@ def visit_gradients(
     compute_dtype: torch.dtype,
     draws_NS: Tensor,
     outer_modules: EmbedAndHead | None = None,
+    counted_NS: Tensor | None = None,
 ) -> None:
     """Walk the model forward and back over the samples.
 
     Args:
         draws_NS: uniform in [0, 1); where in the cumulative prediction of each position its label lies.
+        counted_NS: the tokens whose predictions the loss counts, bool; None: all, and what follows the
+            window, too.
         outer_modules: those of the source, if they are loaded already.
 
     Raises:
@@ -121,6 +124,9 @@ def visit_gradients(
             _forward_(layer, x_NSD)
         gradient_NSD = x_NSD
         _replace_by_loss_gradient_(gradient_NSD, arch, outer_modules, draws_NS)
+        if counted_NS is not None:
+            predicted_NS = F.pad(counted_NS[:, 1:], (0, 1)).to(device)
+            gradient_NSD *= predicted_NS.unsqueeze(2)
         for idx in reversed(range(arch.num_layers)):
             ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
             if idx < last:

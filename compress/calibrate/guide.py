@@ -109,9 +109,16 @@ class LayerGuide:
 
 
 def make_guide(
-    spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype
+    spec: Guide,
+    source: WeightSource,
+    tokens_NS: Tensor,
+    ctx: Context,
+    *,
+    compute_dtype: torch.dtype,
+    counted_NS: Tensor | None = None,
 ) -> None:
-    """Write the guide of every layer into the scratch directory, unless it is there.
+    """Write the guide of every layer into the scratch directory, unless it is there. `counted_NS` are the
+    tokens whose predictions count, None: all.
 
     Raises:
         UsageError: the model's logits are not finite.
@@ -132,6 +139,7 @@ def make_guide(
             ctx,
             compute_dtype=compute_dtype,
             draws_NS=draws_NS[walk],
+            counted_NS=None if counted_NS is None else counted_NS[walk],
             outer_modules=outer_modules,
         )
         visitor.write()

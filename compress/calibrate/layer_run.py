@@ -37,7 +37,8 @@ class LayerRun:
     `samples` are activations of the model that is compressed, `source_samples` those of the source for the
     same tokens, or None if no statistic compares the two. `shards` is shard index -> its samples, counted
     over the whole calibration set. `dtype` is that of the computation. `experts` is what becomes of the
-    statistics of starved experts, `piece_tokens` the largest piece.
+    statistics of starved experts, `piece_tokens` the largest piece. `counted_NS`, bool, are the tokens of
+    `samples` that sums over tokens count, None where all do.
     """
 
     samples: Samples
@@ -48,6 +49,7 @@ class LayerRun:
     dtype: torch.dtype
     experts: ExpertPolicy = DEFAULT_POLICY
     piece_tokens: int = PIECE_TOKENS
+    counted_NS: Tensor | None = None
 
     @staticmethod
     def on_one_rank(x_NSD: Tensor, source_NSD: Tensor | None = None) -> "LayerRun":

@@ -27,7 +27,7 @@ from compress.calibrate.experts import (
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
-from compress.calibrate.stats import InputStats, MergeTree, Node, SourceStat, Stat, StatFactory
+from compress.calibrate.stats import AbsMax, InputStats, MergeTree, Node, SourceStat, Stat, StatFactory
 from compress.context import OneRank, Ranks
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer
@@ -78,19 +78,39 @@ def observe(
                 source_taps = {**source_taps, **_source_at_experts(source_experts, taps, chosen, source_taps)}
             for tap, x_BSD in taps.items():
                 weights_BS = token_weights[tap][piece] if token_weights and tap in token_weights else None
+                counted_T = _counted_rows(tap, run.counted_NS, piece, chosen, x_BSD)
                 rows = run.memory.retry_on_oom(
-                    partial(_rows, x_BSD, source_taps.get(tap), weights_BS), _OBSERVING
+                    partial(_rows, x_BSD, source_taps.get(tap), weights_BS, counted_T), _OBSERVING
                 )
                 for factory in layer_kinds(tap, factories) if chosen else factories:
                     stat = factory()
                     stat = sums.setdefault((tap, type(stat)), stat)
                     if factory is Tokens:
-                        stat.update(_tokens_of(tap, chosen, x_BSD))
-                    elif x_BSD.numel():  # without a token, an empty sum keeps the order of the merges
-                        run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
+                        seen = _tokens_of(tap, chosen, x_BSD)
+                        stat.update(seen if counted_T is None else seen[counted_T])
+                        continue
+                    # A range must hold for tokens that do not count, too: they are served.
+                    is_range = counted_T is not None and isinstance(stat, AbsMax)
+                    of_stat = (x_BSD.flatten(0, -2), None) if is_range else rows[stat.is_quadratic]
+                    if of_stat[0].numel():  # without a token, an empty sum keeps the order of the merges
+                        run.memory.retry_on_oom(partial(_update, stat, *of_stat), _OBSERVING)
         for key in list(sums):
             trees.setdefault(key, MergeTree()).push(shard_idx, sums.pop(key))
     return trees
+
+
+def _counted_rows(
+    tap: str, counted_NS: Tensor | None, piece: slice, chosen: Mapping[str, Tensor], x_BSD: Tensor
+) -> Tensor | None:
+    """Return which rows of a tap count, bool [T]; None where all do. An expert that sees some tokens has rows
+    for these alone."""
+    if counted_NS is None:
+        return None
+    counted_T = counted_NS[piece].flatten().to(x_BSD.device)
+    num_rows = x_BSD.numel() // x_BSD.shape[-1]
+    if num_rows == len(counted_T):
+        return counted_T
+    return counted_T[_tokens_of(tap, chosen, x_BSD).squeeze(1)]
 
 
 def _tokens_of(tap: str, chosen: Mapping[str, Tensor], x_BSD: Tensor) -> Tensor:
@@ -177,15 +197,23 @@ def _taps_of(
 
 
 def _rows(
-    x_BSD: Tensor, source_BSD: Tensor | None, weights_BS: Tensor | None
+    x_BSD: Tensor,
+    source_BSD: Tensor | None,
+    weights_BS: Tensor | None,
+    counted_T: Tensor | None,
 ) -> dict[bool, tuple[Tensor, Tensor | None]]:
-    """Return the inputs of a tap and of the source's, [T, D]: False -> as they are, True -> times the roots
-    of the token weights."""
+    """Return the inputs of a tap and of the source's that count, [T, D]: False -> as they are, True -> times
+    the roots of the token weights."""
     x_TD = x_BSD.flatten(0, -2)
     source_TD = None if source_BSD is None else source_BSD.flatten(0, -2)
-    if weights_BS is None:
+    weights_T = None if weights_BS is None else weights_BS.flatten()
+    if counted_T is not None and len(x_TD):  # an expert without a token has none of the source's either
+        x_TD = x_TD[counted_T]
+        source_TD = None if source_TD is None else source_TD[counted_T]
+        weights_T = None if weights_T is None else weights_T[counted_T.to(weights_T.device)]
+    if weights_T is None:
         return dict.fromkeys((False, True), (x_TD, source_TD))
-    roots_T1 = weights_BS.flatten().sqrt().to(x_TD).unsqueeze(1)
+    roots_T1 = weights_T.sqrt().to(x_TD).unsqueeze(1)
     return {
         False: (x_TD, source_TD),
         True: (x_TD * roots_T1, None if source_TD is None else source_TD * roots_T1),

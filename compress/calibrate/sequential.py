@@ -76,6 +76,7 @@ class Compression:
         guide: token weights and output moments from gradients; without, all tokens count the same.
         pruned: shapes that the passes leave, if they change them; it has as many layers.
         experts: what becomes of the statistics of experts that see few tokens.
+        counted_NS: the tokens of the calibration set that sums over tokens count, bool [N, S]; None: all.
     """
 
     passes: Sequence[LayerPass]
@@ -85,6 +86,7 @@ class Compression:
     guide: GuideFiles | None = None
     pruned: Arch | None = None
     experts: ExpertPolicy = DEFAULT_POLICY
+    counted_NS: Tensor | None = None
 
     @property
     def compares_with_source(self) -> bool:
@@ -187,13 +189,9 @@ def _start(
     shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
     own_NS = tokens_NS[sample_range(shards)]
     samples = _embedded(source, own_NS, out if ranks.rank == 0 else None, device, compute_dtype)
-    if not compression.compares_with_source:
-        memory = MemoryGuard(ctx.progress, samples)
-        return LayerRun(
-            samples, None, shards, ranks, memory, compute_dtype, compression.experts, piece_tokens_of(arch)
-        )
-    source_samples = samples.clone()
-    memory = MemoryGuard(ctx.progress, samples, source_samples)
+    source_samples = samples.clone() if compression.compares_with_source else None
+    memory = MemoryGuard(ctx.progress, *(each for each in (samples, source_samples) if each is not None))
+    counted_NS = compression.counted_NS
     return LayerRun(
         samples,
         source_samples,
@@ -203,6 +201,7 @@ def _start(
         compute_dtype,
         compression.experts,
         piece_tokens_of(arch),
+        None if counted_NS is None else counted_NS[sample_range(shards)],
     )
 
 

@@ -1,17 +1,13 @@
 """Data cards: YAML files that name a body of text with its source and licence, and are read as a stream of
-documents.
+documents. `card_spec.py` has their keys.
 
-    {kind: builtin, name: python, part: calibration}
-    {kind: local, paths: [news-*.jsonl.xz], format: jsonl}
-    {kind: huggingface, dataset: org/name, config: ..., split: ..., revision: <commit or tag>}
-
-Every card also has title, license and source, and may have a digest that the text must match. The references
+Every card has title, license and source, and may have a digest that the text must match. The references
 `builtin://python` and `builtin://python-eval` name the embedded text without a file; with the suffix `/code`
 or `/prose` they name one kind of it.
 
 A local row and a Hub row hold their text in `text_field`: a text, or a list of chat turns `{role, content}`,
-which become `Role: content` paragraphs. Nothing downloaded is ever executed: dataset scripts and
-`trust_remote_code` are not supported.
+which become `Role: content` paragraphs, or what the model's chat template makes of them (`chat`). Nothing
+downloaded is ever executed: dataset scripts and `trust_remote_code` are not supported.
 """
 
 import dataclasses
@@ -22,117 +18,46 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from pydantic import Field, field_validator
-
+from compress.data.card_spec import (
+    CARD_KINDS,
+    SEPARATOR,
+    BuiltinCard,
+    ChatShape,
+    HuggingFaceCard,
+    LocalCard,
+    MixCard,
+    RowsCard,
+)
 from compress.data.chat import is_conversation, transcript
+from compress.data.conversation import ChatRenderer, conversation_text
 from compress.data.corpus import (
     Category,
     Document,
-    Packing,
     Part,
     TextHasher,
     belongs_to,
     is_of,
     python_documents,
 )
+from compress.data.table_files import csv_rows, parquet_rows
 from compress.data.text_files import json_rows, text_lines
 from compress.digest import digest_file, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
-from compress.recipe import MAX_TOKENS, Spec, parse_spec, read_source, read_yaml
+from compress.recipe import parse_spec, read_source, read_yaml
 
+CHAT = "chat"
+TEXT = "plain text"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_DIGEST = r"^sha256:[0-9a-f]{64}$"
-
-
-class CardSpec(Spec):
-    """Keys that every card has, whatever its kind."""
-
-    title: str = Field(min_length=1)
-    license: str = Field(min_length=1, description="SPDX identifier where there is one")
-    source: str = Field(min_length=1, description="URL or words: where the text comes from")
-    language: str = "en"
-    packing: Packing = Field(
-        "concatenate",
-        description="windows over documents joined by the separator, or the first tokens of each document",
-    )
-    separator: str = Field("\n\n", description="between documents when they are concatenated")
-    limit: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="only the first so many documents; for a Hub dataset this bounds the download",
-    )
-    digest: str | None = Field(
-        None, pattern=_DIGEST, description="expected digest of the whole text that the card names"
-    )
-
-
-class BuiltinCard(CardSpec):
-    """The embedded text (`corpus.py`). Its bytes depend on the Python version; which documents are in a part
-    does not."""
-
-    kind: Literal["builtin"]
-    name: Literal["python"]
-    part: Part = "calibration"
-    category: Category = Field("all", description="sources, pages of the language reference, or both")
-
-
-class LocalCard(CardSpec):
-    """Files, by paths relative to the card or absolute; `.xz .gz .bz2 .zst` are unpacked while reading."""
-
-    kind: Literal["local"]
-    paths: tuple[str, ...] = Field(
-        min_length=1,
-        description="files or glob patterns, relative to the card; read in sorted order per pattern",
-    )
-    format: Literal["jsonl", "txt"] = Field(description="jsonl: one document a row; txt: one document a file")
-    text_field: str = "text"
-    id_field: str = Field("id", description="names a row; `file:row` where a row has none")
-    where: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="keep only jsonl rows with these values"
-    )
-    part: Part = Field(
-        "all", description="keep only the rows whose id hashes into this part (1 in 16 is evaluation)"
-    )
-
-
-class HuggingFaceCard(CardSpec):
-    """A dataset of the Hugging Face Hub; it is streamed and not kept on disk."""
-
-    kind: Literal["huggingface"]
-    dataset: str = Field(pattern=r"^[\w.-]+/[\w.-]+$", description="org/name")
-    config: str | None = None
-    split: str = Field(min_length=1)
-    revision: str = Field(
-        "", validate_default=True, description="commit, or a tag or branch that is resolved to one"
-    )
-    text_field: str = "text"
-
-    @field_validator("revision")
-    @classmethod
-    def _given(cls, revision: str) -> str:
-        if not revision:
-            raise ValueError(
-                "a Hub dataset needs a `revision`, so that the same card always means the same text: "
-                "give the commit hash from the dataset's history page, or a tag."
-            )
-        return revision
-
-
-_KINDS: Mapping[str, type[CardSpec]] = {
-    "builtin": BuiltinCard,
-    "local": LocalCard,
-    "huggingface": HuggingFaceCard,
-}
+_ROWS = {"jsonl": json_rows, "csv": csv_rows, "parquet": parquet_rows}
 
 
 @dataclass(frozen=True)
 class Card:
     """A valid card; its relative paths start from `folder`."""
 
-    spec: BuiltinCard | LocalCard | HuggingFaceCard
+    spec: BuiltinCard | LocalCard | HuggingFaceCard | MixCard
     folder: Path
     ref: str
 
@@ -146,9 +71,53 @@ class Card:
         }
         if isinstance(spec, HuggingFaceCard):
             facts |= {key: getattr(spec, key) for key in ("dataset", "config", "split", "revision")}
-        else:
+        elif not isinstance(spec, MixCard):
             facts |= {"part": spec.part}
+        if spec.min_chars:
+            facts["min_chars"] = spec.min_chars
+        if self.chat is not None:
+            facts |= {"shape": CHAT, "chat": self.chat.model_dump(mode="json")}
         return facts
+
+    @property
+    def chat(self) -> ChatShape | None:
+        """The form of its conversations; None where no chat template is applied."""
+        return self.spec.chat if isinstance(self.spec, RowsCard) else None
+
+    def parts(self) -> list[tuple["Card", float]]:
+        """Return the cards of a mix with their weights, of any other card itself.
+
+        Raises:
+            RecipeError, UsageError: as `load_card`, or a part is a mix.
+        """
+        if not isinstance(self.spec, MixCard):
+            return [(self, 1.0)]
+        found = []
+        for each in self.spec.cards:
+            builtin = each.card.startswith("builtin://")
+            card = load_card(each.card if builtin else str(self.folder / each.card))
+            if isinstance(card.spec, MixCard):
+                raise UsageError(
+                    f"data card '{self.ref}' mixes '{each.card}', which is a mix itself: name its cards."
+                )
+            found.append((card, each.weight))
+        return found
+
+    @property
+    def counts_answers(self) -> bool:
+        """Whether statistics and losses count only the answers of some of its text."""
+        chats = [part.chat for part, _ in self.parts()]
+        return any(chat is not None and chat.count == "answers" for chat in chats)
+
+    def shape(self) -> str:
+        """Return what the text is like for a model: chat by its template, plain text, or both in a mix."""
+        shapes = {TEXT if part.chat is None else CHAT for part, _ in self.parts()}
+        return shapes.pop() if len(shapes) == 1 else f"{CHAT} and {TEXT}"
+
+
+def shape_of(facts: Mapping[str, Any]) -> str:
+    """Return what text is like for a model, from the facts of its card: chat by a template, or plain text."""
+    return str(facts.get("shape", TEXT))
 
 
 def load_card(ref: str) -> Card:
@@ -167,10 +136,10 @@ def load_card(ref: str) -> Card:
     if not isinstance(raw, dict):
         raise where.error((), "a data card is a mapping with the keys kind, title, license and source.")
     kind = raw.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in CARD_KINDS:
         problem = f"unknown kind '{kind}' of data card" if kind is not None else "a data card needs a kind"
-        raise where.error(("kind",), f"{problem}.{did_you_mean(str(kind), _KINDS)}")
-    return Card(cast(Any, parse_spec(_KINDS[kind], raw, where)), path.parent, ref)
+        raise where.error(("kind",), f"{problem}.{did_you_mean(str(kind), CARD_KINDS)}")
+    return Card(cast(Any, parse_spec(CARD_KINDS[kind], raw, where)), path.parent, ref)
 
 
 def pin(card: Card) -> Card:
@@ -202,7 +171,10 @@ def check_at_hand(card: Card, *, offline: bool = False) -> None:
         UsageError: a local card names a file that does not exist.
         StorageError: a Hub card although the network must not be used (a dataset is streamed, never kept).
     """
-    if isinstance(card.spec, LocalCard):
+    if isinstance(card.spec, MixCard):
+        for part, _ in card.parts():
+            check_at_hand(part, offline=offline)
+    elif isinstance(card.spec, LocalCard):
         _files(card.spec, card)
     elif offline and isinstance(card.spec, HuggingFaceCard):
         raise StorageError(
@@ -211,9 +183,12 @@ def check_at_hand(card: Card, *, offline: bool = False) -> None:
         )
 
 
-def documents(card: Card) -> Iterator[Document]:
+def documents(card: Card, renderer: ChatRenderer | None = None) -> Iterator[Document]:
     """Yield the card's documents in their fixed order. The digest of a card that has one is checked after the
     last document.
+
+    Args:
+        renderer: of the model that will read the conversations; without one each is its JSON.
 
     Raises:
         UsageError: a missing file, a row without the text field, or text that does not match the card's
@@ -221,6 +196,18 @@ def documents(card: Card) -> Iterator[Document]:
         StorageError: a file or dataset that cannot be read to the end.
         EnvironmentUnfit: builtin text on an interpreter without its sources.
     """
+    for document in _as_stored(card):
+        if renderer is not None and card.chat is not None:
+            rendered = renderer.document(document, card.chat)
+            if rendered is None:
+                continue
+            document = rendered
+        if len(document.text) >= card.spec.min_chars:
+            yield document
+
+
+def _as_stored(card: Card) -> Iterator[Document]:
+    """Yield all documents of a card before any is rendered or left out."""
     stream = islice(_read(card), card.spec.limit)
     if card.spec.digest is None:
         yield from stream
@@ -241,7 +228,11 @@ def identity(card: Card) -> str:
     """Return the digest of everything that decides the card's text, without reading all of it: its facts and,
     for local files, their bytes. It is part of cache keys."""
     facts = dict(card.facts) | {"digest": card.spec.digest}
-    if isinstance(card.spec, LocalCard):
+    if card.spec.separator != SEPARATOR:
+        facts["separator"] = card.spec.separator
+    if isinstance(card.spec, MixCard):
+        facts["cards"] = [[identity(part), weight] for part, weight in card.parts()]
+    elif isinstance(card.spec, LocalCard):
         facts["files"] = [digest_file(path) for path in _files(card.spec, card)]
         facts["fields"] = [
             card.spec.format,
@@ -294,6 +285,11 @@ def _read(card: Card) -> Iterator[Document]:
             return _local_documents(spec, card)
         case HuggingFaceCard():
             return _hub_documents(cast(HuggingFaceCard, pin(card).spec))
+        case MixCard():
+            raise UsageError(
+                f"data card '{card.ref}' is a mix, of which windows are drawn; its documents are those of "
+                "its cards."
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -302,7 +298,7 @@ def _read(card: Card) -> Iterator[Document]:
 
 def _local_documents(spec: LocalCard, card: Card) -> Iterator[Document]:
     for path in _files(spec, card):
-        rows = _jsonl_documents(path, spec) if spec.format == "jsonl" else _txt_document(path)
+        rows = _txt_document(path) if spec.format == "txt" else _row_documents(path, spec)
         yield from (document for document in rows if belongs_to(document.id, spec.part))
 
 
@@ -321,13 +317,14 @@ def _files(spec: LocalCard, card: Card) -> list[Path]:
     return files
 
 
-def _jsonl_documents(path: Path, spec: LocalCard) -> Iterator[Document]:
-    for row_idx, row in json_rows(path):
-        if all(row.get(key) == value for key, value in spec.where.items()):
+def _row_documents(path: Path, spec: LocalCard) -> Iterator[Document]:
+    wanted = spec.where if spec.format != "csv" else {key: str(value) for key, value in spec.where.items()}
+    for row_idx, row in _ROWS[spec.format](path):
+        if all(row.get(key) == value for key, value in wanted.items()):
             doc_id = row.get(spec.id_field)
             yield Document(
                 f"{path.name}:{row_idx}" if doc_id is None else str(doc_id),
-                _row_text(row, spec.text_field, f"{path}:{row_idx}"),
+                _row_text(row, spec, f"{path}:{row_idx}"),
             )
 
 
@@ -335,7 +332,10 @@ def _txt_document(path: Path) -> Iterator[Document]:
     yield Document(path.name, "".join(text_lines(path)))
 
 
-def _row_text(row: Mapping[str, Any], field: str, at: str) -> str:
+def _row_text(row: Mapping[str, Any], spec: RowsCard, at: str) -> str:
+    field = spec.text_field
+    if spec.chat is not None:
+        return conversation_text(row, field, spec.chat, at)
     if field not in row:
         raise UsageError(f"{at}: the row has no field '{field}'.{did_you_mean(field, map(str, row))}")
     value = row[field]
@@ -360,7 +360,7 @@ def _hub_documents(spec: HuggingFaceCard) -> Iterator[Document]:
             spec.dataset, name=spec.config, split=spec.split, revision=spec.revision, streaming=True
         )
         for row_idx, row in enumerate(rows):
-            yield Document(f"{name}:{row_idx}", _row_text(row, spec.text_field, f"{name}, row {row_idx}"))
+            yield Document(f"{name}:{row_idx}", _row_text(row, spec, f"{name}, row {row_idx}"))
     except (OSError, HTTPError) as error:
         raise _unreachable(spec, error) from error
     except (

@@ -16,6 +16,7 @@ model wants one.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +26,7 @@ from typing import Any, ClassVar
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import If, Name, Node, Output, TemplateData
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
@@ -39,11 +40,14 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 DEFAULT_TEMPLATE = "default"
+MARKS = ("\ufdd0", "\ufdd1")
+"""Characters before and after a marked text: two that Unicode reserves for use within a program."""
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 _CONFIG_FILE = "tokenizer_config.json"
 _MAX_BYTES = 64 << 20
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -95,6 +99,11 @@ class ChatTemplate:
                 )
         except _TEMPLATE_ERRORS as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template itself marks the assistant's words, by generation blocks."""
+        return _GENERATION.search(self.source) is not None
 
     @cached_property
     def _program(self) -> jinja2.Template:
@@ -257,11 +266,22 @@ def _check_public(name: str) -> None:
 
 class _GenerationBlocks(Extension):
     """Reads `{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training, as
-    its content alone.
+    its content alone; between `MARKS`, where the variable `mark_generation` is true.
     """
 
     tags: ClassVar = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            If(
+                Name("mark_generation", "load"),
+                [Output([TemplateData(mark)], lineno=line)],
+                [],
+                [],
+                lineno=line,
+            )
+            for mark in MARKS
+        )
+        return [begin, *content, end]

@@ -59,12 +59,18 @@ _EXCERPT_TOPICS = frozenset({
 # fmt: on
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of characters of a text, each from its first to after its last, in order and apart."""
+
+
 @dataclass(frozen=True)
 class Document:
-    """One text; `id` is unique in its corpus and decides which part it belongs to."""
+    """One text; `id` is unique in its corpus and decides which part it belongs to. `counted` are the ranges
+    that calibration and training count, None where all of the text does."""
 
     id: str
     text: str
+    counted: Spans | None = None
 
 
 class TextHasher:

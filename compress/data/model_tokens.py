@@ -5,9 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.data.card import check_at_hand, documents, identity, load_card, pin
+from compress.data.card import Card, check_at_hand, documents, identity, load_card, pin
+from compress.data.card_spec import MixCard
+from compress.data.chat import DEFAULT_TEMPLATE, load_chat_template
+from compress.data.conversation import ChatRenderer
+from compress.data.mix import mixed, window_order
 from compress.data.tokenizer import encode, load_tokenizer
 from compress.data.tokens import TokenSet, tokenize
+from compress.digest import digest_bytes
 from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
@@ -33,23 +38,66 @@ def read_tokens(
     """
     card = load_card(data)
     check_at_hand(card, offline=offline)
+    if not isinstance(card.spec, MixCard):
+        tokens = _tokens_of(card, source, num_samples=num_samples, seq_len=seq_len, seed=seed)
+        return tokens, tokens.source
+    if num_samples is None:
+        raise UsageError(
+            f"data card '{data}' is a mix, of which a number of windows is drawn: set num_samples."
+        )
+    parts = card.parts()
+    order = window_order([weight for _, weight in parts], num_samples)
+    sets = {
+        idx: _tokens_of(part, source, num_samples=order.count(idx), seq_len=seq_len, seed=seed)
+        for idx, (part, _) in enumerate(parts)
+        if idx in order
+    }
+    tokens = mixed(sets, order, {**card.facts, "shape": card.shape(), "seed": seed})
+    return tokens, tokens.source
+
+
+def _tokens_of(
+    card: Card, source: ModelSource, *, num_samples: int | None, seq_len: int, seed: int | None
+) -> TokenSet:
+    """Return the token set of a card that is no mix."""
     card = pin(card)
     tokenizer, digest = load_tokenizer(source.path)
     bos = prepended_bos(tokenizer, source.path)
+    renderer = None if card.chat is None else _renderer(card, card.chat.template, source, tokenizer, bos)
     facts = {**card.facts, "tokenizer_digest": digest}
+    if renderer is not None:
+        facts["template_digest"] = digest_bytes(renderer.template.source.encode())
     tokens = tokenize(
-        documents(card),
+        documents(card, renderer),
         tokenizer,
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
         bos=bos,
         packing=card.spec.packing,
-        separator=card.spec.separator,
+        separator=card.spec.joined_by,
         facts=facts,
     )
     _check_ids(tokens, source)
-    return tokens, tokens.source
+    return tokens
+
+
+def _renderer(
+    card: Card, template: str, source: ModelSource, tokenizer: "Tokenizer", bos: int | None
+) -> ChatRenderer:
+    """Return the model's chat template that a card names.
+
+    Raises:
+        UsageError: the model has none of that name.
+    """
+    found = load_chat_template(source.path, None if template == DEFAULT_TEMPLATE else template)
+    if found is None:
+        raise UsageError(
+            f"data card '{card.ref}' takes conversations by the chat template of {source.name}, which has "
+            "none: its tokenizer is that of a base model. Leave out `chat`, which makes transcripts of them, "
+            "or name a model with a chat template."
+        )
+    return ChatRenderer(found, "" if bos is None else tokenizer.id_to_token(bos) or "")
 
 
 def _check_ids(tokens: TokenSet, source: ModelSource) -> None:

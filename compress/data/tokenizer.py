@@ -12,7 +12,7 @@ from compress.untrusted.files import check_within, read_bytes
 from compress.untrusted.parse import parse_json
 
 if TYPE_CHECKING:  # token sets are read where `tokenizers` is not installed
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_ID = (1 << 31) - 1
@@ -54,10 +54,35 @@ def encode(
     Raises:
         UnsupportedFormat: the tokenizer breaks its own rules, or has an id beyond int32.
     """
+    return [each.ids for each in _encoded(tokenizer, texts, add_special_tokens=add_special_tokens)]
+
+
+def encode_with_ends(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+    """Return the ids of each text, and for each id the index after its last character.
+
+    Raises:
+        UnsupportedFormat: as `encode`, or the tokenizer does not keep the order of characters.
+    """
+    found = []
+    for text, each in zip(texts, _encoded(tokenizer, texts, add_special_tokens=False), strict=True):
+        ends = [end for _, end in each.offsets]
+        if any(end < before for before, end in zip(ends, ends[1:], strict=False)) or max(
+            ends, default=0
+        ) > len(text):
+            raise UnsupportedFormat(
+                "the model's tokenizer.json does not tell which characters a token stands for, so that "
+                "answers cannot be counted alone: set `count: all` in the card's `chat`."
+            )
+        found.append((each.ids, ends))
+    return found
+
+
+def _encoded(tokenizer: "Tokenizer", texts: Sequence[str], *, add_special_tokens: bool) -> list["Encoding"]:
     clean = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is not text
     with _as_refusal("the model's tokenizer.json cannot encode this text"):
-        encoded = [each.ids for each in tokenizer.encode_batch(clean, add_special_tokens=add_special_tokens)]
-    if (largest := max((max(ids, default=0) for ids in encoded), default=0)) > MAX_ID:
+        encoded: list[Encoding] = tokenizer.encode_batch(clean, add_special_tokens=add_special_tokens)
+        largest = max((max(each.ids, default=0) for each in encoded), default=0)
+    if largest > MAX_ID:
         raise UnsupportedFormat(f"the model's tokenizer.json has the id {largest}; ids end at {MAX_ID:,}.")
     return encoded
 

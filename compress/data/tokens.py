@@ -15,12 +15,16 @@ Bytes. `num_bytes` counts the UTF-8 bytes of the text tokens, token by token fro
 character that is split between two windows is counted correctly. Bits per byte divides by `num_scored_bytes`,
 which leaves out the first token of a window that has no BOS, because nothing predicts that token.
 
+Of a text in which only some ranges count (the answers of conversations), a calibration sample also holds
+which tokens count (`excerpts.py`); windows without any are replaced by the next. Evaluation counts every
+token.
+
 Shapes: N samples, S sequence.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -32,6 +36,7 @@ from torch import Tensor
 
 from compress.artifact.tensors import save_tensors
 from compress.data.corpus import Document, Packing, TextHasher
+from compress.data.excerpts import EncodedExcerpt, Excerpt, Windows, encoded_excerpts, excerpts
 from compress.data.tokenizer import encode, token_bytes
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UnsupportedFormat, UsageError
@@ -50,22 +55,37 @@ _KEPT_EXCERPTS_PER_SAMPLE: Mapping[Packing, int] = {
 _BATCH = 32
 _CUT_MARGIN = 64  # tokens before a cut through the text whose ids might change if the text went on
 _FACTS_KEY = "token_set"
+_COUNTED = "counted"
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
     """Windows of token ids, int32 [N, S]; `source` holds the facts of the card and of the text that was
-    read."""
+    read. `counted_NS`, bool [N, S], are the tokens that statistics and losses count; None where all do. Then
+    `num_scored_bytes` are those of the counted tokens alone."""
 
     tokens_NS: Tensor
     num_bytes: int
     num_scored_bytes: int
     source: dict[str, Any]
+    counted_NS: Tensor | None = None
 
     def digest(self) -> str:
-        """Return the digest of the shape and the ids, which cache keys and reports contain."""
+        """Return the digest of the shape, the ids and which of them count, which cache keys and reports
+        contain."""
         shape = canonical_json(list(self.tokens_NS.shape))
-        return digest_bytes(shape + self.tokens_NS.contiguous().numpy().astype("<i4").tobytes())
+        ids = self.tokens_NS.contiguous().numpy().astype("<i4").tobytes()
+        counted = b"" if self.counted_NS is None else self.counted_NS.contiguous().numpy().tobytes()
+        return digest_bytes(shape + ids + counted)
+
+    def beginnings(self, num_samples: int) -> "TokenSet":
+        """Return the first windows without their last tokens, which training only predicts."""
+        some_NS, counted_NS = (
+            None if each is None else each[:num_samples, :-1].contiguous()
+            for each in (self.tokens_NS, self.counted_NS)
+        )
+        assert some_NS is not None
+        return replace(self, tokens_NS=some_NS, counted_NS=counted_NS)
 
 
 def tokenize(
@@ -100,31 +120,27 @@ def tokenize(
     if num_samples is None and seed is not None:
         raise UsageError("a seeded sample needs num_samples; without a seed all windows are taken in order.")
     reading = _Reading(documents)
-    chosen: Iterable[str] = (document.text for document in reading)
-    if seed is not None and num_samples is not None:
-        chosen = _sampled(reading, seed=seed, num_samples=num_samples, body_len=body_len, packing=packing)
-    if packing == "first_tokens":
-        ids = _heads(chosen, tokenizer, num_samples=num_samples, body_len=body_len)
-    elif seed is not None:
-        ids = _joined_by_excerpt(chosen, tokenizer, separator, num_tokens=(num_samples or 0) * body_len)
+    windows = Windows(body_len, num_samples, first_scored=int(bos is None))
+    num_tokens = None if num_samples is None else num_samples * body_len
+    if seed is None and packing == "concatenate":
+        texts = (document.text for document in reading)
+        windows.add(EncodedExcerpt(_joined(texts, tokenizer, separator, num_tokens=num_tokens)))
     else:
-        ids = _joined(
-            chosen, tokenizer, separator, num_tokens=None if num_samples is None else num_samples * body_len
-        )
+        chosen: Iterable[Excerpt] = (Excerpt(document.text) for document in reading)
+        if seed is not None and num_samples is not None:
+            chosen = _sampled(reading, seed=seed, num_samples=num_samples, body_len=body_len, packing=packing)
+        _fill(windows, chosen, tokenizer, separator, heads_of=body_len if packing == "first_tokens" else None)
     reading.drain()
-    num_windows = len(ids) // body_len
-    if num_windows < (num_samples or 1):
+    if len(windows) < (num_samples or 1):
         hint = "packing `concatenate`, " if packing == "first_tokens" else ""
+        without = f", besides {windows.num_without} in which nothing counts" if windows.num_without else ""
         raise UsageError(
-            f"the data gives {num_windows} windows of {body_len} text tokens ({packing}) and "
+            f"the data gives {len(windows)} windows of {body_len} text tokens ({packing}){without}, and "
             f"{num_samples or 1} are needed; it has {reading.num_documents:,} documents with "
             f"{reading.num_chars:,} characters. Take {hint}fewer samples, a smaller seq_len, or more text."
         )
-    body_NS = torch.tensor(ids[: (num_samples or num_windows) * body_len], dtype=torch.int32).view(
-        -1, body_len
-    )
     source = {**(facts or {}), **reading.facts(), "packing": packing, "seed": seed}
-    return _token_set(body_NS, tokenizer, bos, source)
+    return _token_set(windows, body_len, tokenizer, bos, source)
 
 
 def save_token_set(token_set: TokenSet, path: Path) -> None:
@@ -135,7 +151,10 @@ def save_token_set(token_set: TokenSet, path: Path) -> None:
         "num_scored_bytes": token_set.num_scored_bytes,
         "source": token_set.source,
     }
-    save_tensors(path, {"tokens": token_set.tokens_NS}, metadata={_FACTS_KEY: canonical_json(facts).decode()})
+    tensors = {"tokens": token_set.tokens_NS}
+    if token_set.counted_NS is not None:
+        tensors[_COUNTED] = token_set.counted_NS
+    save_tensors(path, tensors, metadata={_FACTS_KEY: canonical_json(facts).decode()})
 
 
 def load_token_set(path: Path) -> TokenSet:
@@ -150,6 +169,7 @@ def load_token_set(path: Path) -> TokenSet:
         with safe_open(path, framework="pt") as file:
             stored = (file.metadata() or {}).get(_FACTS_KEY)
             tokens_NS = None if stored is None else file.get_tensor("tokens")
+            counted_NS = file.get_tensor(_COUNTED) if _COUNTED in file.keys() else None  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise StorageError(f"the token set '{path}' cannot be read: {error}") from error
     if stored is None or tokens_NS is None:
@@ -165,11 +185,17 @@ def load_token_set(path: Path) -> TokenSet:
             f"the token set '{path}' is damaged: its tokens are {tokens_NS.dtype} {list(tokens_NS.shape)}, "
             "where a matrix of int32 belongs; build it again."
         )
+    if counted_NS is not None and (counted_NS.dtype != torch.bool or counted_NS.shape != tokens_NS.shape):
+        raise StorageError(
+            f"the token set '{path}' is damaged: which tokens count is {counted_NS.dtype} "
+            f"{list(counted_NS.shape)}, where a bool for each token belongs; build it again."
+        )
     return TokenSet(
         tokens_NS,
         facts.integer("num_bytes", 0, 1 << 60),
         facts.integer("num_scored_bytes", 0, 1 << 60),
         dict(facts.mapping("source")),
+        counted_NS,
     )
 
 
@@ -207,26 +233,26 @@ class _Reading:
 
 def _sampled(
     documents: Iterable[Document], *, seed: int, num_samples: int, body_len: int, packing: Packing
-) -> list[str]:
+) -> list[Excerpt]:
     """Return the excerpts with the smallest keys, in key order: as many as the windows need, and never more
     in memory."""
     size = _EXCERPT_CHARS_PER_TOKEN * body_len
     budget = num_samples * _KEPT_EXCERPTS_PER_SAMPLE[packing] * size
-    kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top, hence the minus signs
+    kept: list[tuple[int, int, Excerpt]] = []  # a heap with the largest key on top, hence the minus signs
     num_chars = 0
     for document in documents:
-        excerpts = _excerpts(document.text, size)
+        pieces = excerpts(document, size)
         if packing == "first_tokens":
-            excerpts = excerpts[:1] if len(document.text.encode("utf-8", "surrogatepass")) >= body_len else []
+            pieces = pieces[:1] if len(document.text.encode("utf-8", "surrogatepass")) >= body_len else []
         for round_idx, (key, excerpt) in enumerate(
-            sorted((_key(seed, document.id, idx), text) for idx, text in enumerate(excerpts))
+            sorted((_key(seed, document.id, idx), piece) for idx, piece in enumerate(pieces))
         ):
             if num_chars >= budget and (-round_idx, -key) <= kept[0][:2]:
                 break  # later rounds have larger keys still
             heapq.heappush(kept, (-round_idx, -key, excerpt))
-            num_chars += len(excerpt)
-            while num_chars - len(kept[0][2]) >= budget:
-                num_chars -= len(heapq.heappop(kept)[2])
+            num_chars += len(excerpt.text)
+            while num_chars - len(kept[0][2].text) >= budget:
+                num_chars -= len(heapq.heappop(kept)[2].text)
     return [excerpt for _, _, excerpt in sorted(kept, reverse=True)]
 
 
@@ -234,20 +260,6 @@ def _key(seed: int, doc_id: str, excerpt_idx: int) -> int:
     return int.from_bytes(
         sha256(f"{seed}/{excerpt_idx}/{doc_id}".encode("utf-8", "surrogatepass")).digest()[:8], "big"
     )
-
-
-def _excerpts(text: str, size: int) -> list[str]:
-    """Cut `text` into consecutive pieces of at most `size` characters, each ending at a line end if its
-    second half has one."""
-    pieces = []
-    start = 0
-    while start < len(text):
-        end = start + size
-        if end < len(text):
-            end = text.rfind("\n", start + size // 2, end) + 1 or end
-        pieces.append(text[start:end])
-        start = end
-    return [piece for piece in pieces if not piece.isspace()]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -277,37 +289,49 @@ def _joined(
         target = 2 * num_chars
 
 
-def _joined_by_excerpt(
-    texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int
-) -> list[int]:
-    source = iter(texts)
-    ids = list[int]()
-    while len(ids) < num_tokens and (batch := [text + separator for text in islice(source, _BATCH)]):
-        for encoded in encode(tokenizer, batch):
-            ids += encoded
-    return ids
+def _fill(
+    windows: Windows,
+    chosen: Iterable[Excerpt],
+    tokenizer: "Tokenizer",
+    separator: str,
+    *,
+    heads_of: int | None,
+) -> None:
+    """Cut windows from excerpts until there are enough: from all of them, joined by the separator, or
+    (`heads_of`) the first so many tokens of every excerpt that has them."""
+    source = iter(chosen)
+    while not windows.is_full and (batch := list(islice(source, _BATCH))):
+        if heads_of is None:
+            windows.add_all(encoded_excerpts(tokenizer, batch, separator))
+        else:
+            windows.add_all(
+                EncodedExcerpt(ids[:heads_of], None if counted is None else counted[:heads_of])
+                for ids, counted in encoded_excerpts(tokenizer, batch)
+                if len(ids) >= heads_of
+            )
 
 
-def _heads(
-    texts: Iterable[str], tokenizer: "Tokenizer", *, num_samples: int | None, body_len: int
-) -> list[int]:
-    """Return the first `body_len` ids of every text that has that many, until there are `num_samples`
-    texts."""
-    source = iter(texts)
-    ids = list[int]()
-    while (num_samples is None or len(ids) < num_samples * body_len) and (
-        batch := list(islice(source, _BATCH))
-    ):
-        for encoded in encode(tokenizer, batch):
-            ids += encoded[:body_len] if len(encoded) >= body_len else []
-    return ids
-
-
-def _token_set(body_NS: Tensor, tokenizer: "Tokenizer", bos: int | None, source: dict[str, Any]) -> TokenSet:
+def _token_set(
+    windows: Windows, body_len: int, tokenizer: "Tokenizer", bos: int | None, source: dict[str, Any]
+) -> TokenSet:
+    body_NS = torch.tensor(windows.ids, dtype=torch.int32).view(-1, body_len)
     unique, inverse = torch.unique(body_NS, return_inverse=True)
     bytes_NS = torch.tensor(token_bytes(tokenizer, unique.tolist()), dtype=torch.int64)[inverse]
     num_bytes = int(bytes_NS.sum())
-    if bos is None:
-        return TokenSet(body_NS, num_bytes, num_bytes - int(bytes_NS[:, 0].sum()), source)
-    bos_N1 = torch.full((len(body_NS), 1), bos, dtype=torch.int32)
-    return TokenSet(torch.cat((bos_N1, body_NS), dim=1), num_bytes, num_bytes, source)
+    counted_NS = None
+    scored_NS = bytes_NS if bos is not None else bytes_NS[:, 1:]
+    if not windows.all_count:
+        counted_NS = torch.tensor(windows.counted).view(-1, body_len)
+        scored_NS = scored_NS * (counted_NS if bos is not None else counted_NS[:, 1:])
+        source = {
+            **source,
+            "num_counted": int(counted_NS.sum()),
+            "windows_without_counted": windows.num_without,
+        }
+    num_scored_bytes = int(scored_NS.sum())
+    if bos is not None:
+        bos_N1 = torch.full((len(body_NS), 1), bos, dtype=torch.int32)
+        body_NS = torch.cat((bos_N1, body_NS), dim=1)
+        if counted_NS is not None:
+            counted_NS = torch.cat((torch.zeros(len(body_NS), 1, dtype=torch.bool), counted_NS), dim=1)
+    return TokenSet(body_NS, num_bytes, num_scored_bytes, source, counted_NS)

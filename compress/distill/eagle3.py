@@ -133,7 +133,8 @@ def unrolled(
 
 
 class Eagle3Objective:
-    """The training loop's loss: (head, tokens [B, S+1]) -> L."""
+    """The training loop's loss: (head, tokens [B, S+1]) -> L, or (head, tokens, weights of the tokens), by
+    which the divergence of each drafted token is multiplied."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Eagle3Objective:
         self._weights = [weight / sum(weights) for weight in weights]
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
 
-    def __call__(self, head: Eagle3Decoder, tokens_BS: Tensor) -> Tensor:
+    def __call__(self, head: Eagle3Decoder, tokens_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
         embedded_BSD, features_BSE, final_BSD = self._target.features(tokens_BS[:, :-1])
         total = torch.zeros((), device=embedded_BSD.device)
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
@@ -161,7 +162,13 @@ class Eagle3Objective:
             targets = partial(_logits, self._target.arch, final_TD, self._target.head_WD)
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
             loss = mean_divergence(
-                normed_TD, head.head.weight, targets, no_labels_T, self._loss, rows=self._rows
+                normed_TD,
+                head.head.weight,
+                targets,
+                no_labels_T,
+                self._loss,
+                rows=self._rows,
+                weights_T=None if weights_BS is None else weights_BS[:, 2 + step :].flatten(),
             )
             total = total + self._weights[step] * loss
         return total

@@ -41,15 +41,16 @@ def mean_divergence(
     *,
     rows: Rows = divergence_rows,
     softcap: float | None = None,
+    weights_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over tokens of the loss between the student's logits hidden @ head^T and the targets;
-    differentiable by hidden and head.
+    """Return the mean over tokens of the loss between the student's logits hidden @ head^T and the targets,
+    times `weights_T` if given; differentiable by hidden and head.
 
     Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`. The student's logits
     are capped to `softcap` tanh(logits / `softcap`) if one is given.
     """
     return _HeadDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, head_VD, targets, labels_T, loss, rows, softcap
+        hidden_TD, head_VD, targets, labels_T, loss, rows, softcap, weights_T
     )
 
 
@@ -64,6 +65,7 @@ class _HeadDivergence(torch.autograd.Function):
         loss: Divergence,
         rows: Rows,
         softcap: float | None,
+        weights_T: Tensor | None,
     ) -> Tensor:
         num_tokens = hidden_TD.shape[0]
         weight_VD = head_VD.to(hidden_TD.dtype)
@@ -79,6 +81,9 @@ class _HeadDivergence(torch.autograd.Function):
                 loss_T, grad_TV = rows(logits_TV, targets(part), labels_T[part], loss)
                 if softcap is not None:
                     grad_TV = grad_TV * (1 - (logits_TV / softcap).square())
+                if weights_T is not None:
+                    loss_T = loss_T * weights_T[part]
+                    grad_TV = grad_TV * weights_T[part].to(grad_TV.dtype).unsqueeze(1)
                 total += loss_T.sum()
                 if grad_hidden_TD is not None:
                     torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
@@ -93,4 +98,12 @@ class _HeadDivergence(torch.autograd.Function):
         """Scale the gradients that `forward` made, in place: a loss is propagated once."""
         scale = grad_outputs[0] / ctx.num_tokens
         grads: Sequence[Tensor | None] = ctx.saved_tensors
-        return *(None if grad is None else grad.mul_(scale) for grad in grads), None, None, None, None, None
+        return (
+            *(None if grad is None else grad.mul_(scale) for grad in grads),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

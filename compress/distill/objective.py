@@ -63,7 +63,7 @@ class Teacher:
 
 class Objective:
     """The training loop's loss: (student, tokens [B, S+1]) with a teacher, or (student, tokens, *the kept
-    part of a teacher)."""
+    part of a teacher). With `weighted` the weights of the tokens [B, S+1] come after the tokens."""
 
     def __init__(
         self,
@@ -72,14 +72,17 @@ class Objective:
         *,
         compute_dtype: torch.dtype = torch.float32,
         compile: bool = False,
+        weighted: bool = False,
     ) -> None:
         self._loss = loss
+        self._weighted = weighted
         self._teacher = teacher
         self._dtype = compute_dtype
         self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
 
-    def __call__(self, student: Decoder, tokens_BS: Tensor, *kept: Tensor) -> Tensor:
+    def __call__(self, student: Decoder, tokens_BS: Tensor, *others: Tensor) -> Tensor:
+        weights_T, kept = (others[0][:, 1:].flatten(), others[1:]) if self._weighted else (None, others)
         inputs_BS = tokens_BS[:, :-1]
         labels_T = tokens_BS[:, 1:].flatten()
         if kept:
@@ -97,6 +100,7 @@ class Objective:
             self._loss,
             rows=self._rows,
             softcap=student.arch.logit_softcap,
+            weights_T=weights_T,
         )
 
 
@@ -161,14 +165,23 @@ def measure(
     *,
     compute_dtype: torch.dtype,
     ranks: Ranks | None = None,
+    counted_NS: Tensor | None = None,
 ) -> HeldOut:
     """Measure both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank
-    takes its share of the windows."""
+    takes its share of the windows. With `counted_NS` sums are over predictions of the tokens that count, but
+    `emitted` and `steps`, which need whole windows."""
     ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
     sums = torch.zeros(7, dtype=torch.float64, device=device)
     kept: list[Tensor] = []
-    for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
+    accepted: list[Tensor] = []
+    if counted_NS is None:
+        counted_NS = torch.ones_like(tokens_NS, dtype=torch.bool)
+    own = slice(ranks.rank, None, ranks.size)
+    for batch_BS, counted_BS in zip(
+        tokens_NS.split(at_once)[own], counted_NS.split(at_once)[own], strict=True
+    ):
+        counts_T = counted_BS[:, 1:].reshape(-1).to(device)
         tokens_BS = batch_BS.to(device=device, dtype=torch.int64)
         labels_T1 = tokens_BS[:, 1:].reshape(-1, 1)
         with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
@@ -181,16 +194,19 @@ def measure(
             student_TV = capped(student.arch, hidden_TD[part].to(compute_dtype) @ weight_VD.T)
             log_q_TV = student_TV.to(torch.float32).log_softmax(-1)
             p_TV = log_p_TV.exp()
-            sums[0] += (p_TV * (log_p_TV - log_q_TV)).sum(-1).double().sum()
-            sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double().sum()
-            sums[2] -= log_p_TV.gather(-1, labels_T1[part]).double().sum()
-            sums[3] += (log_p_TV.argmax(-1) == log_q_TV.argmax(-1)).sum()
-            kept.append(torch.minimum(p_TV, log_q_TV.exp()).sum(-1).double())
+            counts_t = counts_T[part]
+            sums[0] += (p_TV * (log_p_TV - log_q_TV)).sum(-1).double()[counts_t].sum()
+            sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double()[counts_t].sum()
+            sums[2] -= log_p_TV.gather(-1, labels_T1[part]).double()[counts_t].sum()
+            sums[3] += (log_p_TV.argmax(-1) == log_q_TV.argmax(-1))[counts_t].sum()
+            kept_t = torch.minimum(p_TV, log_q_TV.exp()).sum(-1).double()
+            kept.append(kept_t)
+            accepted.append(kept_t[counts_t])
     if kept:
         kept_NS = torch.cat(kept).view(-1, tokens_NS.shape[1] - 1)
-        sums[4:] = torch.stack((kept_NS.sum().cpu(), *steps_over(kept_NS.cpu(), K)))
+        sums[4:] = torch.stack((torch.cat(accepted).sum().cpu(), *steps_over(kept_NS.cpu(), K)))
     ranks.all_reduce([sums])
-    return HeldOut(tokens_NS.shape[0] * (tokens_NS.shape[1] - 1), *sums.tolist())
+    return HeldOut(int(counted_NS[:, 1:].sum()), *sums.tolist())
 
 
 def checkpoint_layers_(decoder: Decoder) -> None:

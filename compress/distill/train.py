@@ -147,6 +147,14 @@ class Windows:
         """Return int64 [B, S+1] of a step."""
         return self._tokens_NS[self.chosen(step)].to(torch.int64)
 
+    def weighted(self, step: int, counted_NS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return int64 [B, S+1] of a step, and the weight of each token in its loss, float32: 0 where it does
+        not count, and the same for all others of the batch, so that the mean over all is that over them."""
+        chosen = self.chosen(step)
+        counted_BS = counted_NS[chosen].to(torch.float32)
+        predicted_BS = counted_BS[:, 1:]
+        return self.batch(step), counted_BS * (predicted_BS.numel() / predicted_BS.sum().clamp(min=1))
+
 
 class Training:
     """One run of the loop: a model in training, its optimizers, and the current step.

@@ -131,23 +131,46 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
     Raises:
         EnvironmentUnfit: the runtime does not compute in this dtype, or no kernel supports a linear.
     """
+    outer = load_outer(source, deployment)
+    return ModelWeights(
+        arch=source.arch,
+        deployment=deployment,
+        embed_VD=outer.embed_VD,
+        layers=tuple(
+            load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers)
+        ),
+        norm=outer.norm,
+        head=outer.head,
+    )
+
+
+@dataclass(frozen=True)
+class OuterWeights:
+    """The weights outside of the layers, as `ModelWeights` holds them."""
+
+    embed_VD: Tensor
+    norm: RowNorm
+    head: FusedLinear
+
+
+def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
+    """Load the weights outside of the layers.
+
+    Raises:
+        EnvironmentUnfit: as `load_model`.
+    """
     if deployment.dtype not in DENSE_SCHEMES:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
     outer = source.outer()
     head = {"head.weight": outer["embed.weight" if source.arch.tied_head else "head.weight"]}
-    return ModelWeights(
-        arch=source.arch,
-        deployment=deployment,
-        embed_VD=_scaled(
+    return OuterWeights(
+        _scaled(
             _dense(outer, "embed.weight", deployment), source.arch.embed_scale / stream_scale(source.arch)
         ),
-        layers=tuple(
-            _load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers)
-        ),
-        norm=_stream_norm(source.arch, outer, "norm", deployment, scale=source.arch.logit_scale),
-        head=fuse(("head",), head, deployment),
+        _stream_norm(source.arch, outer, "norm", deployment, scale=source.arch.logit_scale),
+        fuse(("head",), head, deployment),
     )
 
 
@@ -265,7 +288,12 @@ def _activation_quant(
     )
 
 
-def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:
+def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:
+    """Load one layer.
+
+    Raises:
+        EnvironmentUnfit: as `load_model`.
+    """
     arch = source.arch
     shape = arch.layers[layer_idx]
     weights = source.layer(layer_idx)

@@ -12,9 +12,7 @@ Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = sev
 longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +21,16 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.tiles import FixedLists
-from compress.kernels.operands.paged import DENSE_FORMATS, FP8_STATIC, PagedKV
+from compress.kernels.operands.paged import DENSE_FORMATS, PagedKV
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
-from compress.runtime.chunked_attention import check_chunks, chunk_sizes
+from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner, Reader, Stream
 from compress.runtime.loader import ModelWeights, stream_scale
 from compress.runtime.prefill_graphs import PrefillGraphs
-
-_SCRATCH_BLOCK = 64
+from compress.runtime.scoring import scoring_pass, scratch_block_size
 
 
 class ModelRunner:
@@ -46,7 +43,7 @@ class ModelRunner:
     def __init__(self, weights: ModelWeights, cache: KVCache, *, max_model_len: int) -> None:
         arch = weights.arch
         check_chunks(arch, cache.block_size, max_model_len)
-        self._scratch_block = math.gcd(_SCRATCH_BLOCK, *chunk_sizes(arch, max_model_len))
+        self._scratch_block = scratch_block_size(arch, max_model_len)
         self._weights = weights
         self._arch = arch
         self._cache = cache
@@ -145,18 +142,18 @@ class ModelRunner:
         short = 0 < length <= self.short_prompt_rows
         if short and num_sequences * length > self.short_prompt_rows:
             return torch.cat([self.score(each) for each in tokens_BS.split(self.short_prompt_rows // length)])
-        num_columns = -(-length // self._scratch_block)
-        first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
-        table_BN = first_block + torch.arange(num_columns, device=device)
-        positions_BS = torch.arange(length, device=device).expand(num_sequences, -1)
-        slots_BS = first_block * self._scratch_block + positions_BS
-        pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns, self._scratch_block)
-        lens = (length,) * num_sequences
-        attend = self._layers.attend_prefill(table_BN, lens, lens, block_size=self._scratch_block)
-        x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
-        stream = self._hidden(
-            x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short)
+        scoring = scoring_pass(
+            self._layers,
+            self._cache,
+            num_sequences,
+            length,
+            block_size=self._scratch_block,
+            short=short,
+            device=device,
         )
+        x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
+        where = scoring.positions_T, scoring.slots_T, scoring.pages
+        stream = self._hidden(x_TD, *where, scoring.attend, scoring.phase)
         return self._logits(stream, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
@@ -197,27 +194,6 @@ class ModelRunner:
         head = self._weights.head
         rows = self._layers.rows(stream, Reader(self._weights.norm, head), phase)
         return self._layers.capped(head(rows, phase, out_dtype=torch.float32))
-
-
-class _ScratchPages:
-    """Pages for one call in the format of the cache; layers of the same shape share them."""
-
-    def __init__(self, cache: KVCache, num_blocks: int, block_size: int) -> None:
-        self._cache = cache
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._made: dict[tuple[int, int], PagedKV] = {}
-
-    def layer(self, layer_idx: int) -> PagedKV:
-        """Return the pages of a layer."""
-        like = self._cache.layer(layer_idx)
-        key = like.k.shape[0], like.head_dim
-        made = self._made.get(key) or self._made.setdefault(
-            key, like.empty_like(self._num_blocks, self._block_size)
-        )
-        return (
-            replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
-        )
 
 
 def _prefill_phase(short: bool) -> Phase:

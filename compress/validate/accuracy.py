@@ -41,7 +41,7 @@ Logits = Callable[[Tensor], Tensor]  # tokens_BS (int64) -> logits_BSV (any floa
 ACCURACY_METRICS = ("ppl_ratio", "bits_per_byte", "kl_mean", "kl_p99", "kl_p999", "kl_max", "top1")
 """Names of the numbers that gates may limit."""
 CONVENTION = "A: mean NLL over non-overlapping windows, positions 1..S-1, tail dropped"
-_ROWS_AT_ONCE = 128  # x 128,256 words x 4 bytes = 66 MB for each fp32 temporary
+ROWS_AT_ONCE = 128  # x 128,256 words x 4 bytes = 66 MB for each fp32 temporary
 _KL_EDGES = np.logspace(-8, 2, 81)  # eight bins a decade; what lies outside is counted in the end bins
 
 
@@ -152,9 +152,9 @@ def measure_pairs(
                     )
                 for row in range(tokens_BS.shape[0]):
                     found.append(score_window(source_BSV[row], candidate_BSV[row], tokens_BS[row]))
-                    _refuse_not_finite(found[-1], window=start + row)
+                    check_scores(found[-1], window=start + row)
     return [
-        _summarize(each, window_size=window_size, num_bytes=num_bytes, confidence=confidence)
+        summarize(each, window_size=window_size, num_bytes=num_bytes, confidence=confidence)
         for each in scores
     ]
 
@@ -166,8 +166,8 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
     """
     parts: list[tuple[Tensor, ...]] = []
     num_scored = tokens_S.shape[0] - 1
-    for start in range(0, num_scored, _ROWS_AT_ONCE):
-        end = min(start + _ROWS_AT_ONCE, num_scored)
+    for start in range(0, num_scored, ROWS_AT_ONCE):
+        end = min(start + ROWS_AT_ONCE, num_scored)
         source_TV = source_SV[start:end].to(torch.float32)
         candidate_TV = candidate_SV[start:end].to(torch.float32)
         target_T1 = tokens_S[start + 1 : end + 1, None].to(source_TV.device, torch.int64)
@@ -192,7 +192,12 @@ def kl_divergence(log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
     return torch.where(p_TV > 0, p_TV * d_TV + balance_TV, q_TV).sum(dim=-1).clamp_min(0.0)
 
 
-def _refuse_not_finite(scores: WindowScores, *, window: int) -> None:
+def check_scores(scores: WindowScores, *, window: int) -> None:
+    """Check that the scores of a window are numbers.
+
+    Raises:
+        UsageError: those of the source are not. GateFailed: those of the candidate.
+    """
     if not bool(scores.nll_source.isfinite().all()):
         raise UsageError(
             f"the source model gives logits that are not finite in evaluation window {window}; check the "
@@ -206,9 +211,10 @@ def _refuse_not_finite(scores: WindowScores, *, window: int) -> None:
         )
 
 
-def _summarize(
-    scores: list[WindowScores], *, window_size: int, num_bytes: int, confidence: float
+def summarize(
+    scores: list[WindowScores], *, window_size: int, num_bytes: int, confidence: float = 0.95
 ) -> Accuracy:
+    """Return the differences that the scores of all windows make."""
     nll_source_NT, nll_candidate_NT, kl_NT, same_NT = (
         _stack(scores, name) for name in ("nll_source", "nll_candidate", "kl", "same_top1")
     )

@@ -37,6 +37,7 @@ LAYOUT = (
     "artifact",
     "gates",
     "accuracy",
+    "scoring",
     "latency",
     "load",
     "roofline",

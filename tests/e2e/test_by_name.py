@@ -107,6 +107,7 @@ def test_without_validation_the_run_says_so_too(unknown: Callable[..., Path], co
             (BY_NAME, {**VALIDATE, "gates": {"tpot_ms_p50": {"cpu": 9}}}),
             "limits what the bundled runtime measures",
         ),
+        ((BY_NAME, {**VALIDATE, "apart": {}}), "which holds both models: leave out apart"),
         (({**BY_NAME, "scheme": "FP8_STATIC"},), "takes a scale of the inputs"),
         (({**BY_NAME, "ignore": ["*.nothing"]},), "the pattern '*.nothing' matches no matrix"),
         (({**BY_NAME, "scheme": "W4A16_G128", "format": "fp8"},), "fp8 is written in FP8_BLOCK alone"),

@@ -26,6 +26,7 @@ from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
 from compress.validate.parts.recovery import RecoveryPart
 from compress.validate.parts.roofline import RooflinePart
+from compress.validate.parts.scoring import ScoringPart
 from compress.validate.parts.speculation import SpeculationPart
 from compress.validate.payoff import SpeedRow, predicted
 from compress.validate.roofline import Work, roofline
@@ -151,6 +152,15 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
                 "written_bytes": 3_000_000,
             },
             "transformers 5.0",
+        ),
+        "scoring": ScoringPart(
+            {
+                "streamed": True,
+                "top_k": 64,
+                "kept_bytes": 1_000_000,
+                "kl_mean_lower": 0.01,
+                "kl_mean": 0.012,
+            }
         ),
         "experts": ExpertsPart(experts()),
         "kv_cache": KVCachePart(

@@ -19,14 +19,19 @@ from compress.stages import STAGES, Input, Inputs, Port
 def peak_bytes_of_stage(kind: str, spec: dict[str, Any], model: Path, tokens: Path, scratch: Path) -> int:
     """Return the peak resident size of the stage in a new process, less the size after its imports."""
     paths = [str(each) for each in (model, tokens, scratch)]
-    command = [sys.executable, "-m", "tests.support.stage_peak", kind, json.dumps(spec), *paths]
+    return alone("tests.support.stage_peak", kind, json.dumps(spec), *paths)
+
+
+def alone(module: str, *arguments: str) -> int:
+    """Return the number that a module prints when it is run in a process of its own."""
+    command = [sys.executable, "-m", module, *arguments]
     root = Path(__file__).parents[2]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread would have buffers of its own
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root, env=environ)
     return int(done.stdout)
 
 
-def _resident(line: str) -> int:
+def resident(line: str) -> int:
     """Return VmRSS or VmHWM of this process, in bytes."""
     status = Path("/proc/self/status").read_text().splitlines()
     (found,) = (each for each in status if each.startswith(f"{line}:"))
@@ -41,9 +46,9 @@ def _run(kind: str, spec: str, model: Path, tokens: Path, scratch: Path) -> int:
     inputs = Inputs(
         ModelSource(model, "random", None, ""), {Port.DENSE: Input(model, ""), Port.CALIB: Input(tokens, "")}
     )
-    after_import = _resident("VmRSS")
+    after_import = resident("VmRSS")
     stage.run(parsed, inputs, ArtifactWriter(scratch / "out"), Context("cpu", 0, scratch / "scratch"))
-    return _resident("VmHWM") - after_import
+    return resident("VmHWM") - after_import
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress.artifact.resume import ResumePoint
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
+from compress.data.tokens import TokenSet
 from compress.digest import significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
@@ -42,7 +42,7 @@ def choose(
     spec: Mixed,
     groups: Sequence[GroupSchemes],
     source: WeightSource,
-    tokens_NS: Tensor,
+    tokens: TokenSet,
     ctx: Context,
     *,
     compute_dtype: torch.dtype,
@@ -56,7 +56,7 @@ def choose(
     budget = spec.budget
     times = times_on(budget.device, budget.rows, ctx.scratch / TIMES_NAME, ctx) if budget.is_time else None
     costs = costs_of(budget, groups, source.arch, outer_bytes=outer_bytes, times=times)
-    losses = _sensitivities(spec, groups, source, tokens_NS, ctx, compute_dtype)
+    losses = _sensitivities(spec, groups, source, tokens, ctx, compute_dtype)
     options = [
         [Option(name, loss[name], cost) for name, cost in of_group.items()]
         for loss, of_group in zip(losses, costs.by_group, strict=True)
@@ -79,11 +79,12 @@ def _sensitivities(
     spec: Mixed,
     groups: Sequence[GroupSchemes],
     source: WeightSource,
-    tokens_NS: Tensor,
+    tokens: TokenSet,
     ctx: Context,
     compute_dtype: torch.dtype,
 ) -> list[dict[str, float]]:
-    """Return scheme -> predicted KL of each group, measured once and kept in the scratch directory."""
+    """Return scheme -> predicted KL of each group for a token that counts, measured once and kept in the
+    scratch directory."""
     point = ResumePoint(ctx.scratch / SENSITIVITIES_NAME, ctx.progress.log)
     rows = point.load()
     if rows is None:
@@ -91,10 +92,22 @@ def _sensitivities(
             dict.fromkeys(scheme for each in groups for scheme in each.schemes if scheme is not None)
         )
         visitor = Sensitivities(schemes, getattr(torch, source.arch.dtype))
-        sampled_NS = tokens_NS[: spec.num_samples]
+        sampled_NS = tokens.tokens_NS[: spec.num_samples]
+        counted_NS = None if tokens.counted_NS is None else tokens.counted_NS[: spec.num_samples]
         draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("sensitivities", "labels"))
-        visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS)
+        visit_gradients(
+            source,
+            sampled_NS,
+            visitor,
+            ctx,
+            compute_dtype=compute_dtype,
+            draws_NS=draws_NS,
+            counted_NS=counted_NS,
+        )
         rows = [[*key, losses] for key, losses in visitor.loss.items()]
+        if counted_NS is not None:  # the visitor divides by all tokens
+            factor = counted_NS.numel() / int(counted_NS[:, 1:].sum())
+            rows = [[*key, {name: factor * each for name, each in losses.items()}] for *key, losses in rows]
         point.save(rows)
     measured = {(layer, tap): losses for layer, tap, losses in rows}
     return [{**measured[each.layer_idx, each.group.tap], DENSE: 0.0} for each in groups]

@@ -96,14 +96,28 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
     if spec.recompute:
         checkpoint_layers_(student)
     config = spec.train_config(dtype)
-    objective = Objective(spec.loss.divergence(), teacher, compute_dtype=dtype, compile=spec.compile)
+    objective = Objective(
+        spec.loss.divergence(),
+        teacher,
+        compute_dtype=dtype,
+        compile=spec.compile,
+        weighted=text.training.counted_NS is not None,
+    )
     batch_of = training_batches(
         spec, text.training, teacher, ctx, digest=teacher_source.digest, device=device
     )
     training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
 
     def measure_student() -> HeldOut:
-        return measure(student, teacher, text.held_out_NS, device, compute_dtype=dtype, ranks=ctx.ranks)
+        return measure(
+            student,
+            teacher,
+            text.held_out_NS,
+            device,
+            compute_dtype=dtype,
+            ranks=ctx.ranks,
+            counted_NS=text.held_out_counted_NS,
+        )
 
     teacher_bits = measure_student().bits_per_byte(text.num_bytes)[1]
     measurements = Measurements(

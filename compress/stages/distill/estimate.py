@@ -9,8 +9,9 @@ disk         the result, the training tokens, and while it runs the state: 12 by
 """
 
 from dataclasses import replace
+from pathlib import Path
 
-from compress.data.card import check_at_hand, load_card
+from compress.data.card import Card, check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
@@ -109,11 +110,16 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
     check_at_hand(card)
     for evaluation in getattr(facts.specs.get("validate"), "texts", ()):
         other = load_card(evaluation)
-        if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
+        if not _bodies(card).isdisjoint(_bodies(other)):
             raise UsageError(
                 f"{stage} trains on {spec.data} and validate judges on the same text, which would then prove "
                 "nothing. Give one of them another data card, or another `part` of it."
             )
+
+
+def _bodies(card: Card) -> set[tuple[str, Path]]:
+    """Return the texts that a card names, those of a mix one by one."""
+    return {(part.spec.model_dump_json(), part.folder.resolve()) for part, _ in card.parts()}
 
 
 def _activations(spec: Learning, arch: Arch, width: int) -> int:

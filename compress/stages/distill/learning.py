@@ -2,6 +2,7 @@
 draft that proposes to it: text, loss and steps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -201,11 +202,13 @@ class Learning(Spec):
 def training_batches(
     spec: Learning, training: TokenSet, teacher: Teacher, ctx: Context, *, digest: str, device: torch.device
 ) -> Callable[[int], Batch]:
-    """Return step -> batch: tokens, and with `top_k` the kept logits of the teacher of that digest."""
+    """Return step -> batch: tokens, their weights where some do not count, and with `top_k` the kept logits
+    of the teacher of that digest."""
     tokens_NS: Tensor = training.tokens_NS
     windows = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed)
+    text_of = text_batches(windows, training)
     if spec.loss.top_k is None:
-        return windows.batch
+        return text_of
     kept = KeptLogits(
         ctx.scratch if ctx.kept is None else ctx.kept,
         tokens_NS,
@@ -225,9 +228,16 @@ def training_batches(
     )
 
     def batch_of(step: int) -> Batch:
-        return (windows.batch(step), *kept.rows(windows.chosen(step)))
+        text = text_of(step)
+        return (*(text if isinstance(text, tuple) else (text,)), *kept.rows(windows.chosen(step)))
 
     return batch_of
+
+
+def text_batches(windows: Windows, training: TokenSet) -> Callable[[int], Batch]:
+    """Return step -> tokens, with their weights where some of the text does not count."""
+    counted_NS = training.counted_NS
+    return windows.batch if counted_NS is None else partial(windows.weighted, counted_NS=counted_NS)
 
 
 def learning_facts(spec: Learning, dtype: torch.dtype, curve: Curve) -> dict[str, Any]:

@@ -25,11 +25,12 @@ SAMPLED_AT_ONCE = 64
 @dataclass(frozen=True)
 class TrainingText:
     """Windows int32 [N, S+1] to train on and to measure on, and the number of bytes of the predicted
-    tokens of the latter."""
+    tokens of the latter. `held_out_counted_NS`, bool, are those of them that count, None where all do."""
 
     training: TokenSet
     held_out_NS: Tensor
     num_bytes: int
+    held_out_counted_NS: Tensor | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -40,19 +41,20 @@ class TrainingText:
     def to_parts(self) -> tuple[Any, ...]:
         """Return the values that make up the text, as they are sent between ranks."""
         tokens = self.training
-        training = (tokens.tokens_NS, tokens.num_bytes, tokens.num_scored_bytes, dict(tokens.source))
-        return training, self.held_out_NS, self.num_bytes
+        counts = tokens.num_bytes, tokens.num_scored_bytes
+        training = (tokens.tokens_NS, *counts, dict(tokens.source), tokens.counted_NS)
+        return training, self.held_out_NS, self.num_bytes, self.held_out_counted_NS
 
     @staticmethod
     def from_parts(parts: tuple[Any, ...]) -> "TrainingText":
         """Return the text that these parts make up."""
-        training, held_out_NS, num_bytes = parts
-        return TrainingText(TokenSet(*training), held_out_NS, num_bytes)
+        training, *held_out = parts
+        return TrainingText(TokenSet(*training), *held_out)
 
     def with_training(self, tokens_NS: Tensor) -> "TrainingText":
         """Return this text with other windows to train on, which keep the facts of the text that they were
-        made from."""
-        return replace(self, training=replace(self.training, tokens_NS=tokens_NS))
+        made from; all of their tokens count."""
+        return replace(self, training=replace(self.training, tokens_NS=tokens_NS, counted_NS=None))
 
 
 def read_text(spec: Learning, source: ModelSource, ctx: Context) -> TrainingText:
@@ -73,8 +75,13 @@ def read_text(spec: Learning, source: ModelSource, ctx: Context) -> TrainingText
     held_out = draw(spec.eval_samples)
     everything = draw(spec.eval_samples + spec.num_windows)
     rest_NS = everything.tokens_NS[spec.eval_samples :]
+    counted_NS = everything.counted_NS
+    rest_counted_NS = None if counted_NS is None else counted_NS[spec.eval_samples :]
     return TrainingText(
-        TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes
+        TokenSet(rest_NS, 0, 0, everything.source, rest_counted_NS),
+        held_out.tokens_NS,
+        held_out.num_scored_bytes,
+        held_out.counted_NS,
     )
 
 

@@ -25,6 +25,7 @@ from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
 from compress.digest import significant
+from compress.errors import UsageError
 from compress.export import open_weights
 from compress.methods.prune import Compensation, Scorer
 from compress.models.arch import Arch
@@ -34,7 +35,7 @@ from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.budget.times import depends
-from compress.stages.prune.estimate import estimate, reshape
+from compress.stages.prune.estimate import COUNTS_ALL, estimate, reshape
 from compress.stages.prune.round import PruningMethod, delete_weights, finished, prune_round
 from compress.stages.prune.search import search
 from compress.stages.prune.spec import ExpertAxis, Prune
@@ -60,7 +61,10 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
         The directory of the last round, the shapes of its model, and facts.
     """
     source = _source(spec, inputs)
-    tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+    if tokens.counted_NS is not None:
+        raise UsageError(COUNTS_ALL)
+    tokens_NS = tokens.tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
     if spec.experts is not None:

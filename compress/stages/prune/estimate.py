@@ -3,6 +3,7 @@
 from typing import cast
 
 from compress.calibrate.estimate import Workload, flops, peak_bytes
+from compress.data.card import load_card
 from compress.errors import UsageError
 from compress.methods.prune import Scorer
 from compress.methods.prune.compensations import LeastSquares
@@ -16,6 +17,11 @@ from compress.stages.prune.spec import Prune
 from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
+COUNTS_ALL = (
+    "prune scores what goes by all tokens of the calibration text, and this text counts only answers: set "
+    "`count: all` in its data card, or calibrate after pruning in a recipe of its own."
+)
+"""Refusal of calibration text that counts only some of its tokens."""
 LAUNCHES = 20
 """Small operations for each column that a second-order score removes."""
 SOLVES = {"cpu": 4.0, "cuda": 20.0}
@@ -42,6 +48,8 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
     calib = calibration_of(facts)
+    if load_card(calib.data).counts_answers:
+        raise UsageError(COUNTS_ALL)
     work = Workload(
         arch,
         calib.num_samples,

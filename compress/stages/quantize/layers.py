@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.data_free import run_data_free
@@ -14,7 +13,7 @@ from compress.calibrate.layer_state import LayerPass, Row
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
-from compress.data.tokens import load_token_set
+from compress.data.tokens import TokenSet, load_token_set
 from compress.export import open_weights
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.methods.quantize.passes import BaselinePass, DataFreePass, RoundPass, SmoothPass
@@ -72,11 +71,11 @@ def quantize_layers(
         return scheme, {}, []
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
     tokens_NS = tokens.tokens_NS
-    chosen, explained = ctx.ranks.from_lead(lambda: _schemes(spec, source, tokens_NS, ctx))
+    chosen, explained = ctx.ranks.from_lead(lambda: _schemes(spec, source, tokens, ctx))
     scheme = None if chosen is None else ModelScheme.from_json(chosen)
     in_dtype = compute_dtype(ctx.device, stored_dtype)
     if spec.guide is not None and ctx.ranks.rank == 0:
-        make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
+        make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype, counted_NS=tokens.counted_NS)
     ctx.ranks.barrier()  # rank 0 writes the guide before any rank reads it
     passes = quantization_passes(spec, scheme, stored_dtype)
     kv_scales = spec.kv_format() == FP8_STATIC
@@ -90,6 +89,7 @@ def quantize_layers(
             guide=None if spec.guide is None else GuideFiles(ctx),
             true_sequential=spec.true_sequential,
             experts=spec.expert_policy,
+            counted_NS=tokens.counted_NS,
         ),
         ctx.scratch,
         ctx,
@@ -105,7 +105,7 @@ def quantize_layers(
 
 
 def _schemes(
-    spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context
+    spec: Quantize, source: WeightSource, tokens: TokenSet, ctx: Context
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return the model's scheme as JSON, None where all linears stay dense, and facts of the choice."""
     arch = source.arch
@@ -116,7 +116,7 @@ def _schemes(
         spec.scheme,
         mixed_schemes(spec, spec.scheme, arch),
         source,
-        tokens_NS,
+        tokens,
         ctx,
         compute_dtype=compute_dtype(ctx.device, getattr(torch, arch.dtype)),
         outer_bytes=outer_bytes(arch, spec.head_scheme),

@@ -4,7 +4,8 @@
 An eighth of the samples is held out. The tuned scales are kept only where they lower the KL on those.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from compress.distill.learn import Measurements, learn
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, checkpoint_layers_, measure
 from compress.distill.scales import in_tuning, tuned_layer
-from compress.distill.train import TrainConfig, Training, Windows
+from compress.distill.train import Batch, TrainConfig, Training, Windows
 from compress.errors import UsageError
 from compress.models.canonical import layer_name, load_weights, save_weights
 from compress.models.weights import Weights, WeightSource, build_decoder
@@ -64,6 +65,9 @@ def tune_scales(
     directory = ctx.scratch / DIRECTORY
     held_out_NS = tokens.tokens_NS[::HELD_OUT]
     training_NS = _without(tokens.tokens_NS, HELD_OUT)
+    counted_NS = tokens.counted_NS
+    held_out_counted_NS = None if counted_NS is None else counted_NS[::HELD_OUT]
+    training_counted_NS = None if counted_NS is None else _without(counted_NS, HELD_OUT)
     if len(training_NS) < spec.batch_size:
         raise UsageError(
             f"tuning scales takes at least {spec.batch_size} calibration samples besides those held out; "
@@ -89,15 +93,24 @@ def tune_scales(
         compute_dtype=torch.float32,  # the modules compute in their own
         log_every=steps_of_epoch,
     )
-    objective = Objective(Divergence(), teacher, compute_dtype=compute_dtype)
+    objective = Objective(Divergence(), teacher, compute_dtype=compute_dtype, weighted=counted_NS is not None)
     batches = Windows(training_NS, batch_size=spec.batch_size, seed=ctx.seed)
-    training = Training(student, objective, batches.batch, config, device=device, ranks=ctx.ranks)
+    batch_of: Callable[[int], Batch] = batches.batch
+    if training_counted_NS is not None:
+        batch_of = partial(batches.weighted, counted_NS=training_counted_NS)
+    training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
 
     num_bytes = max(1, tokens.num_bytes * len(held_out_NS) // len(tokens.tokens_NS))
 
     def measure_held_out() -> dict[str, float]:
         return measure(
-            student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks
+            student,
+            teacher,
+            held_out_NS,
+            device,
+            compute_dtype=compute_dtype,
+            ranks=ctx.ranks,
+            counted_NS=held_out_counted_NS,
         ).recovery(num_bytes)
 
     curve = learn(training, config, Measurements(measure_held_out, steps_of_epoch), ctx)

@@ -5,6 +5,7 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 be served. A model that was quantized by tensor name runs through transformers instead, without latency.
 
     spec.py        the stage's keys in a recipe
+    apart.py       models scored one after the other, for those of which the memory holds only one
     by_name.py     the report of a model that was quantized by tensor name, measured through transformers
     measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data
@@ -67,6 +68,7 @@ from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
 from compress.validate.parts.recovery import RecoveryPart
 from compress.validate.parts.roofline import RooflinePart
+from compress.validate.parts.scoring import ScoringPart
 from compress.validate.parts.speculation import SpeculationPart
 from compress.validate.report import build_report, render_html
 
@@ -156,6 +158,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     ]
     if measured.load:
         parts.append(LoadPart(measured.load))
+    if measured.scoring is not None:
+        parts.append(ScoringPart(measured.scoring))
     if kv_cache is not None:
         parts.append(KVCachePart(kv_cache))
     if measured.speculation is not None:

@@ -11,6 +11,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
+from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
 from compress.validate.latency import LATENCY_METRICS
@@ -89,8 +90,22 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
     peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
+    disk_bytes = 1_000_000
+    moved_bytes = 0
+    if spec.apart is not None:
+        if spec.load is not None:
+            raise UsageError(
+                "validate: under load source and candidate are served in turn, and with apart only one of "
+                "them is in memory: leave out load or apart."
+            )
+        need = apart_needs(spec, source_arch, arch, facts, num_kept=1 + num_between)
+        peak = max(need.source_bytes, need.candidate_bytes + reading)
+        disk_bytes += need.kept_bytes
+        moved_bytes = need.read_bytes
+        notes += need.notes()
     if speculates:
         notes.append(f"speculation on {', '.join(spec.prompt_data)}")
+    notes += _other_shapes(spec, facts)
     if not spec.gates:
         notes.append("no gates: nothing can fail")
     flops = 2.0 * num_params * num_tokens
@@ -105,7 +120,19 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             * (load.prompt_tokens + load.output_tokens)
         )
         notes.append(f"load: {num_runs} runs of {load.num_requests} requests{_schedule(load, num_runs)}")
-    return Estimate(peak, 1_000_000, flops, notes=tuple(notes))
+    return Estimate(peak, disk_bytes, flops, notes=tuple(notes), moved_bytes=moved_bytes)
+
+
+def _other_shapes(spec: Validate, facts: PlanFacts) -> list[str]:
+    """Return a note for each stage whose text has another shape than the evaluation text."""
+    judged = load_card(spec.data).shape()
+    cards = {kind: getattr(facts.specs.get(kind), "data", None) for kind in ("calibrate", "distill", "draft")}
+    shapes = {kind: load_card(card).shape() for kind, card in cards.items() if card is not None}
+    return [
+        f"WARNING: {kind} reads {shape} and the evaluation text is {judged}"
+        for kind, shape in shapes.items()
+        if shape != judged
+    ]
 
 
 def _schedule(load: Load, num_runs: int) -> str:
@@ -165,7 +192,13 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
 
 
 def check_gates_by_name(spec: Validate) -> None:
-    """Raise UsageError for a gate on something else than accuracy or size."""
+    """Raise UsageError for a gate on something else than accuracy or size, and for models scored apart, which
+    the bundled runtime does."""
+    if spec.apart is not None:
+        raise UsageError(
+            "validate: a model that is quantized by name is measured through transformers, which holds both "
+            "models: leave out apart."
+        )
     for gate in read_gates(spec.gates):
         name = gate.name.rpartition(".")[2]
         if name not in (*ACCURACY_METRICS, "size_ratio"):

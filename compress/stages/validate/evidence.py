@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.artifact.header import read_header
 from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
+from compress.data.card import TEXT, shape_of
 from compress.data.corpus import Document
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.overlap import overlap
@@ -127,6 +128,7 @@ def calibration_facts(
             "seq_len": seq_len,
             "digest": calib.digest(),
             "overlap": _overlap(inputs, calib, evaluation, "calibration"),
+            **_shapes(calib, evaluation, "shape"),
         }
     if "distillation" in dense_facts(inputs):
         training = load_token_set(inputs[Port.DENSE].path / TOKENS_NAME)
@@ -135,6 +137,7 @@ def calibration_facts(
             "training_license": training.source["license"],
             "training_digest": training.digest(),
             "training_overlap": _overlap(inputs, training, evaluation, "training"),
+            **_shapes(training, evaluation, "training_shape"),
         }
     if Port.DRAFT in inputs.ports:
         training = load_token_set(inputs[Port.DRAFT].path / TOKENS_NAME)
@@ -143,8 +146,16 @@ def calibration_facts(
             "draft_license": training.source["license"],
             "draft_digest": training.digest(),
             "draft_overlap": _overlap(inputs, training, evaluation, "draft's training"),
+            **_shapes(training, evaluation, "draft_shape"),
         }
     return facts
+
+
+def _shapes(seen: TokenSet, evaluation: TokenSet, name: str) -> dict[str, Any]:
+    """Return what text a model was made with and what it is judged by, plain or chat; nothing where both are
+    plain."""
+    shapes = {name: shape_of(seen.source), "evaluation_shape": shape_of(evaluation.source)}
+    return {} if set(shapes.values()) == {TEXT} else shapes
 
 
 def _is_calibrated(inputs: Inputs) -> bool:

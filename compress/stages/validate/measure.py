@@ -4,6 +4,7 @@ runtime that serves them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from compress.errors import UsageError
 from compress.export import open_weights
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
+from compress.stages.validate.apart import score_apart
 from compress.stages.validate.estimate import check_lengths
 from compress.stages.validate.load import load_models
 from compress.stages.validate.proposers import proposers_of, speculate
@@ -38,7 +40,8 @@ class Measured:
 
     `latency` and `roofs` are empty where the recipe has `latency: null`, and `load` where it has no load;
     `conditions` are those of
-    `speculation`, for the report.
+    `speculation`, for the report. `scoring` has how models were scored one after the other, None where they
+    were not; then the candidate alone is timed.
     """
 
     paths: Mapping[str, Path]
@@ -51,6 +54,7 @@ class Measured:
     load: list[LoadRow]
     speculation: SpeculationEvidence | None
     conditions: dict[str, Any]
+    scoring: dict[str, Any] | None = None
 
 
 def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) -> Measured:
@@ -69,9 +73,9 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     steps = count()
     for path in paths.values():
         check_lengths(spec, open_weights(path).arch, speculates=bool(proposers))
-    ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
-    engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
-    candidate = engines["candidate"]
+    if spec.apart is None:
+        ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
+        engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
     tokens, data_facts = read_tokens(
         inputs.source,
         spec.data,
@@ -80,8 +84,16 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
         seed=None,
         offline=ctx.offline,
     )
+    scoring: dict[str, Any] | None = None
+    if spec.apart is not None:
+        load = partial(_engine, spec, device=device, speculates=bool(proposers))
+        config = spec.engine_config(speculates=bool(proposers))
+        accuracy, engines, scoring = score_apart(spec, inputs, paths, tokens, load, config, ctx)
+        next(steps)
     ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
-    accuracy = _accuracy(engines, tokens, spec.windows_at_once(engines["source"].arch), device)
+    if spec.apart is None:
+        accuracy = _accuracy(engines, tokens, spec.windows_at_once(engines["source"].arch), device)
+    candidate = engines["candidate"]
     latency: dict[str, list[LatencyRow]] = {}
     roofs: list[RooflineRow] = []
     if spec.latency is not None:
@@ -91,10 +103,10 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
             seed=ctx.seed,
             progress=lambda size: ctx.boundary(next(steps), num_steps, f"latency at batch {size}"),
         )
-    load: list[LoadRow] = []
+    loads: list[LoadRow] = []
     if spec.load is not None:
         ctx.boundary(next(steps), num_steps, f"load of {spec.load.num_requests} requests")
-        load = load_models(engines, spec.load, seed=ctx.seed)
+        loads = load_models(engines, spec.load, seed=ctx.seed)
     del engines  # frees the source: engines that speculate need the memory
     speculation = None
     conditions = dict[str, Any]()
@@ -105,7 +117,17 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
         )
     ctx.progress.update(num_steps, num_steps, "done")
     return Measured(
-        paths, candidate, tokens, data_facts, accuracy, latency, roofs, load, speculation, conditions
+        paths,
+        candidate,
+        tokens,
+        data_facts,
+        accuracy,
+        latency,
+        roofs,
+        loads,
+        speculation,
+        conditions,
+        scoring,
     )
 
 
@@ -120,14 +142,8 @@ def _dense_path(inputs: Inputs) -> dict[str, Path]:
 def _engines(
     spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: torch.device, *, speculates: bool
 ) -> dict[str, Engine]:
-    config = spec.engine_config(speculates=speculates)
     engines = {
-        side: Engine(
-            open_weights(path),
-            device=device,
-            config=replace(config, kv_format=spec.kv_format if side == "candidate" else None),
-        )
-        for side, path in paths.items()
+        side: _engine(spec, side, path, device=device, speculates=speculates) for side, path in paths.items()
     }
     source = engines["source"].arch
     candidate = engines["candidate"].arch
@@ -138,6 +154,12 @@ def _engines(
             "this model. Name its own source."
         )
     return engines
+
+
+def _engine(spec: Validate, side: str, path: Path, *, device: torch.device, speculates: bool) -> Engine:
+    config = spec.engine_config(speculates=speculates)
+    kv_format = spec.kv_format if side == "candidate" else None
+    return Engine(open_weights(path), device=device, config=replace(config, kv_format=kv_format))
 
 
 def _accuracy(

@@ -8,7 +8,7 @@ from pydantic import Field
 from compress.errors import UsageError, did_you_mean
 from compress.export import PROPOSED
 from compress.models.arch import Arch
-from compress.recipe import MAX_FACTOR, MAX_SAMPLES, MAX_SEQ_LEN, Spec, checked_by
+from compress.recipe import MAX_FACTOR, MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, Spec, checked_by
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.speculation import MAX_K
@@ -132,6 +132,24 @@ class Speculation(Spec):
     output_tokens: int = Field(48, ge=16, le=MAX_SEQ_LEN, description="tokens generated for each prompt")
 
 
+class Apart(Spec):
+    """Models that are scored one after the other, so that the memory holds one of them; the scores of the
+    source are kept on disk.
+    """
+
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SIZE,
+        description="keep the likeliest tokens, the mass of the rest and some drawn from it, which estimate "
+        "KL; left out, all logits, which give the same bits as side by side",
+    )
+    streamed: bool = Field(
+        False,
+        description="read the layers of the source from disk one at a time, for one that does not fit either",
+    )
+
+
 class Validate(Spec):
     """Evaluation text, latency conditions, and the gates that decide."""
 
@@ -145,6 +163,9 @@ class Validate(Spec):
         "the model's dtype where it states nothing",
     )
     latency: Latency | None = Field(Latency(), description="what is timed; `null` measures no latency")
+    apart: Apart | None = Field(
+        None, description="score source and candidate one after the other; by default both are in memory"
+    )
     load: Load | None = Field(None, description="requests that arrive one by one; by default none")
     speculative: Speculation | None = Field(
         Speculation(), description="measured where the artifact has a draft; null: not at all"

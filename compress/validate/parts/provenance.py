@@ -7,6 +7,13 @@ from typing import Any, ClassVar
 from compress.validate.display import Json, label, markdown_text, number
 from compress.validate.parts import PARTS, Part
 
+MADE = {
+    "shape": "calibrated on",
+    "training_shape": "trained on",
+    "draft_shape": "given a draft that was trained on",
+}
+"""Fact -> what was done with the text of that shape."""
+
 
 @PARTS.register("provenance")
 @dataclass(frozen=True)
@@ -25,6 +32,17 @@ class ProvenancePart(Part):
     def as_json(self) -> Json:
         """Return the facts as they are."""
         return {"recipe": self.recipe, "calibration": self.calibration, "environment": self.environment}
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each text of another shape than the evaluation text's: chat against plain."""
+        facts = self.calibration or {}
+        judged = facts.get("evaluation_shape")
+        return [
+            f"The model was {MADE[name]} {facts[name]} and is judged by {judged}: the numbers say little "
+            "about the text that it was made for. Name data cards of one shape."
+            for name in MADE
+            if facts.get(name, judged) != judged
+        ]
 
     @staticmethod
     def card(report: Json) -> list[str]:

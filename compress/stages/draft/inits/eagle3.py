@@ -30,6 +30,7 @@ from compress.quant.scheme import ModelScheme
 from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
+from compress.stages.distill.learning import text_batches
 from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized_head import head_scheme, rounded_head
@@ -115,7 +116,8 @@ class Eagle3(Spec):
             spec.loss.divergence(), target, self.steps, compute_dtype=task.dtype, compile=spec.compile
         )
         config = spec.train_config(task.dtype)
-        batch_of = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed).batch
+        windows = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed)
+        batch_of = text_batches(windows, text.training)
         training = Training(head, objective, batch_of, config, device=device, ranks=ctx.ranks)
         measure_head = partial(
             measure_eagle3,

@@ -181,9 +181,7 @@ class Pruned(Spec):
         spec = task.spec
         text = task.text
         device = task.device
-        calibration = replace(
-            text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous()
-        )
+        calibration = text.training.beginnings(self.num_samples)
         start, pruned = self._start(task, calibration.tokens_NS, ctx)
         student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
         for outer in (student.embed, student.head):
@@ -192,7 +190,13 @@ class Pruned(Spec):
             checkpoint_layers_(student)
         teacher = Teacher(task.decoder, device=device, compile=spec.compile)
         config = spec.train_config(task.dtype)
-        objective = Objective(spec.loss.divergence(), teacher, compute_dtype=task.dtype, compile=spec.compile)
+        objective = Objective(
+            spec.loss.divergence(),
+            teacher,
+            compute_dtype=task.dtype,
+            compile=spec.compile,
+            weighted=text.training.counted_NS is not None,
+        )
         batch_of = training_batches(
             spec, text.training, teacher, ctx, digest=task.target.digest, device=device
         )
@@ -259,6 +263,7 @@ def _measure(teacher: Teacher, task: DraftTask, ctx: Context, student: Decoder) 
         task.device,
         compute_dtype=task.dtype,
         ranks=ctx.ranks,
+        counted_NS=task.text.held_out_counted_NS,
     )
 
 

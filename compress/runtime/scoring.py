@@ -1,0 +1,80 @@
+"""One pass that scores whole sequences: prefill over pages of its own, which no other pass sees.
+
+Shapes: B sequences, S their length, T = B S rows.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+from compress.kernels.problem import Phase
+from compress.models.arch import Arch
+from compress.runtime.chunked_attention import chunk_sizes
+from compress.runtime.kv_cache import KVCache
+from compress.runtime.layer_runner import Attend, LayerRunner
+
+_SCRATCH_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class ScoringPass:
+    """The arguments of a layer other than its weights and the stream: positions [T], slots [T], the pages of
+    a layer, attention, and the phase whose kernels serve."""
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    pages: Callable[[int], PagedKV]
+    attend: Attend
+    phase: Phase
+
+
+def scratch_block_size(arch: Arch, max_model_len: int) -> int:
+    """Return the positions of a block of the pages, of which chunks of attention are whole numbers."""
+    return math.gcd(_SCRATCH_BLOCK, *chunk_sizes(arch, max_model_len))
+
+
+def scoring_pass(
+    layers: LayerRunner,
+    cache: KVCache,
+    num_sequences: int,
+    length: int,
+    *,
+    block_size: int,
+    short: bool,
+    device: torch.device,
+) -> ScoringPass:
+    """Return the pass over sequences of one length; `short` ones use the decode kernels of the linears."""
+    num_columns = -(-length // block_size)
+    first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
+    table_BN = first_block + torch.arange(num_columns, device=device)
+    positions_BS = torch.arange(length, device=device).expand(num_sequences, -1)
+    slots_BS = first_block * block_size + positions_BS
+    pages = _ScratchPages(cache, 1 + num_sequences * num_columns, block_size)
+    lens = (length,) * num_sequences
+    attend = layers.attend_prefill(table_BN, lens, lens, block_size=block_size)
+    phase: Phase = "decode" if short else "prefill"
+    return ScoringPass(positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, phase)
+
+
+class _ScratchPages:
+    """Pages for one pass in the format of the cache; layers of the same shape share them."""
+
+    def __init__(self, cache: KVCache, num_blocks: int, block_size: int) -> None:
+        self._cache = cache
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._made: dict[tuple[int, int], PagedKV] = {}
+
+    def layer(self, layer_idx: int) -> PagedKV:
+        """Return the pages of a layer."""
+        like = self._cache.layer(layer_idx)
+        key = like.k.shape[0], like.head_dim
+        made = self._made.get(key) or self._made.setdefault(
+            key, like.empty_like(self._num_blocks, self._block_size)
+        )
+        return (
+            replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
+        )
