@@ -5,7 +5,7 @@
 // parts before its own have, and finds its pairs by ballots, 32 at a time. So there is no order that threads decide. Units past the end have
 // no expert, -1, and a unit that is not full ends in pairs of -1.
 
-constexpr int WARP = 32, OWNERS = WARPS / PARTS, AHEAD = 8;
+constexpr int WARP = 32, OWNERS = WARPS / PARTS, AHEAD = PARTS == 1 ? 1 : 8;
 constexpr int STAGED = PARTS == 1 ? 4096 : 1;  // of few pairs, ids stay in shared memory
 
 struct Args {
