@@ -17,6 +17,7 @@ import typer
 import compress
 from compress.cli import (
     bench,
+    compare,
     convert,
     doctor,
     generate,
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "resume": run.resume,
     "validate": validate.validate,
+    "compare": compare.compare,
     "generate": generate.generate,
     "serve": serve.serve,
     "bench": bench.bench,
