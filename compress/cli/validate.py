@@ -54,6 +54,12 @@ def validate(
             help="Also serve the artifact with the draft that it carries, if it does.",
         ),
     ] = True,
+    attach: Annotated[
+        bool,
+        typer.Option(
+            "--attach", help="Also attach the evidence to the registry reference that was validated."
+        ),
+    ] = False,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
@@ -62,9 +68,13 @@ def validate(
     from compress.pipeline import pick_device, resolve_source
     from compress.pipeline.model_dir import find_candidate
     from compress.pipeline.proof import Proof, check_new_directory, write_proof
+    from compress.registry.protocol import REGISTRIES
+    from compress.registry.transfer import attach_evidence
     from compress.stages.validate import REPORT_HTML
     from compress.stages.validate.spec import Latency, Speculation, Validate, kv_format_named, read_gates
 
+    if attach and artifact.partition("://")[0] not in REGISTRIES.names():
+        raise UsageError(f"--attach needs a reference of a registry, and {artifact} is none.")
     check_new_directory(out)
     chosen = pick_device(device)
     limits = _gates(gate or [])
@@ -82,6 +92,8 @@ def validate(
     candidate = find_candidate(artifact, offline=offline)
     with progress("validate") as report:
         facts = write_proof(Proof(source, spec, chosen, offline), candidate, out, report)
+    if attach:
+        note(f"attached {attach_evidence(artifact, out)} to {artifact}")
     rows = [
         (
             each["name"],
