@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.rows import RawRows
 from compress.kernels.problem import Phase
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
@@ -93,10 +92,8 @@ def routed() -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
     route = ExpertLinears.route
 
-    def recorded(
-        experts: ExpertLinears, x: Tensor | RawRows, phase: Phase, *, normed_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = route(experts, x, phase, normed_TD=normed_TD)
+    def recorded(experts: ExpertLinears, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = route(experts, x_TD, phase)
         found.append(ids_TK.clone())
         return ids_TK, weights_TK
 

@@ -30,7 +30,6 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
     router             fn(x_TD, router, facts) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
-                       a kernel that `prepares` norms `RawRows`, and writes them to normed_TD=
     experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
 """
@@ -79,9 +78,9 @@ class Kernel:
     `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of
     tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
-    the one of the highest `priority` serves. A linear or router that `prepares` also takes `RawRows`. Kernels
-    of experts have `repack_experts` in place of `repack`. Prefill attention that `takes_lists` can be
-    captured in a CUDA graph for chunks of other lengths.
+    the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
+    experts have `repack_experts` in place of `repack`. Prefill attention that `takes_lists` can be captured
+    in a CUDA graph for chunks of other lengths.
     """
 
     op: Op

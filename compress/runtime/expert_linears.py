@@ -4,7 +4,7 @@
 
 One choice of router kernel and of experts kernel serves decode rows, whose results must not depend on the
 other rows of a call, and one serves prompts. Both read one copy of the weights where they agree on its
-layout. A router may norm the rows, for itself and for the experts (`ExpertLinears.prepares_input`).
+layout.
 
 Shapes: T rows, D hidden, E experts, K choices of a token.
 """
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
-from compress.kernels.operands.rows import RawRows, RowNorm
 from compress.kernels.problem import PHASES, Phase
 from compress.kernels.select import select
 from compress.models.experts import Experts
@@ -98,19 +97,9 @@ class ExpertLinears:
         )
         return ExpertLinears(facts, router, routers, kernels)
 
-    def prepares_input(self, phase: Phase, norm: RowNorm) -> bool:
-        """Return whether the router norms the rows by this norm itself."""
-        bound = self.routers[phase]
-        plain = not norm.centered and norm.weight.dtype == bound.problem.dtype
-        return plain and bound.kernel.prepares
-
-    def route(
-        self, x: Tensor | RawRows, phase: Phase, *, normed_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ids int32 and weights float32, both [T, K], of normalized rows; raw rows are normed first,
-        and written to `normed_TD`."""
-        prepared = {} if normed_TD is None else {"normed_TD": normed_TD}
-        ids_TK, weights_TK = self.routers[phase].kernel.fn(x, self.router, self.facts, **prepared)
+    def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Return ids int32 and weights float32, both [T, K], of normalized rows."""
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts)
         return ids_TK, weights_TK
 
     def experts(
@@ -127,15 +116,9 @@ class ExpertLinears:
         out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
         return out_TD
 
-    def __call__(self, x: Tensor | RawRows, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
-        """Return the output [T, D] of the whole mixture, for normalized rows or, where the router prepares
-        its input, for raw ones."""
-        if isinstance(x, RawRows):
-            x_TD = torch.empty_like(x.x_TK, memory_format=torch.contiguous_format)
-            ids_TK, weights_TK = self.route(x, phase, normed_TD=x_TD)
-        else:
-            x_TD = x
-            ids_TK, weights_TK = self.route(x, phase)
+    def __call__(self, x_TD: Tensor, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
+        """Return the output [T, D] of the whole mixture for normalized rows."""
+        ids_TK, weights_TK = self.route(x_TD, phase)
         if self.facts.weighs_input:
             x_TD = weighed(x_TD, weights_TK.squeeze(1))
             weights_TK = torch.ones_like(weights_TK)

@@ -26,7 +26,7 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
 from compress.models.arch import BLOCKS, NORMS, Arch
@@ -35,7 +35,6 @@ from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
-from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
@@ -47,19 +46,19 @@ _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_pr
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear, or a mixture of experts, that reads the residual stream, and the norm of its input; None
-    where it reads it as it is. No linear is named where several read one input."""
+    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
+    A mixture of experts is no linear and takes rows that are not quantized."""
 
     norm: RowNorm | None
-    linear: FusedLinear | ExpertLinears | None
+    linear: FusedLinear | None
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How the linear wants its rows quantized; a router reads them as they are."""
-        return self.linear.quant if isinstance(self.linear, FusedLinear) else None
+        """How the linear wants its rows quantized."""
+        return None if self.linear is None else self.linear.quant
 
     def prepares_input(self, phase: Phase) -> bool:
-        """Return whether the reader norms the stream itself, and quantizes it where it wants that."""
+        """Return whether the linear norms and quantizes the stream itself."""
         return (
             self.linear is not None and self.norm is not None and self.linear.prepares_input(phase, self.norm)
         )
@@ -181,7 +180,7 @@ class LayerRunner:
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
         attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
-        ffn = Reader(layer.ffn_norm, _reader_of_ffn(layer))
+        ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
@@ -205,9 +204,8 @@ class LayerRunner:
     ) -> Tensor:
         """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
         assert layer.experts is not None
-        assert not isinstance(rows, QuantizedRows)
+        assert isinstance(rows, Tensor)
         if layer.shared_gate is not None:
-            assert isinstance(rows, Tensor)
             gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
             shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
             residual = shared_TD if residual is None else residual + shared_TD
@@ -371,13 +369,6 @@ class LayerRunner:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
         return rows + [bound.report(layer=None, linear=op) for (op, _), bound in self._head_ops.items()]
-
-
-def _reader_of_ffn(layer: LayerWeights) -> FusedLinear | ExpertLinears | None:
-    """Return the only reader of the input of the FFN, None where a shared expert reads it, too."""
-    if layer.experts is None:
-        return layer.gate_up
-    return layer.experts if layer.down is None else None
 
 
 def _head_key(shape: LayerShape) -> tuple[int, int]:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.experts import fused, packed, reference, slices
-from compress.kernels.linear.launch import prepare_rows
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import RawRows
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
 from compress.kernels.router import warps
@@ -250,27 +248,6 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
     assert int(router.arrivals.abs().sum()) == 0
-
-
-@pytest.mark.parametrize("hidden", [320, 2048, 5120])
-def test_a_router_norms_raw_rows_to_the_bits_that_a_linear_computes(hidden: int) -> None:
-    facts = Experts(128, 8, 16, renormalize=True)
-    x, weight = (randn(rows, hidden, seed=rows).to(device=CUDA, dtype=torch.bfloat16) for rows in (ROWS, 1))
-    router = router_weights(
-        randn(128, hidden, seed=2) * hidden**-0.5, None, None, dtype=torch.bfloat16, device=CUDA
-    )
-    normed = torch.full_like(x, torch.nan)
-    ids, weights = warps.route(RawRows(x, weight[0], 1e-6), router, facts, normed_TD=normed)
-    assert torch.equal(normed, prepare_rows(RawRows(x, weight[0], 1e-6)))
-    expected = warps.route(normed, router, facts)
-    assert torch.equal(ids, expected[0])
-    assert torch.equal(weights, expected[1])
-    for start, stop in COMPANIES:
-        some = torch.full_like(x[start:stop], torch.nan)
-        found = warps.route(RawRows(x[start:stop], weight[0], 1e-6), router, facts, normed_TD=some)
-        assert torch.equal(some, normed[start:stop])
-        assert torch.equal(found[0], ids[start:stop])
-        assert torch.equal(found[1], weights[start:stop])
 
 
 @each_mixture

@@ -7,10 +7,9 @@
 //
 // A block takes 16 experts and 8 rows, and the one that arrives last for its rows chooses: so a row's bits depend on the row alone. A key is the
 // compared number as an unsigned integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
-// Raw rows are normed first (numbers.cuh), by every block, and the first block of some rows writes them for the experts.
 //
-// After products.cuh (ACT 0). Macros: F16; NORM = rows are raw; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid,
-// 2 = softmax of the chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
+// After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
@@ -25,10 +24,8 @@ struct Args {
     u32* arrivals;
     int* ids;
     float* weights;
-    const u16* norm_weight;
-    u16* normed;
     int size, num_experts, num_rows, choices, num_groups, top_groups;
-    float scale, least, norm_eps;
+    float scale, least;
 };
 
 __device__ __forceinline__ float load_float(const float* at) {  // past the first-level cache
@@ -156,65 +153,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    const uint4 none = make_uint4(0, 0, 0, 0);
-    uint4 factors[2][AT_ONCE], rows[AT_ONCE];
-    auto inside = [&](int v) { return v < VECTORS && column + v * 32 < args.size; };
-    auto load_factors = [&](int first) {
-#pragma unroll
-        for (int v = 0; v < AT_ONCE; ++v)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) factors[h][v] = inside(first + v) ? *(const uint4*)(w[h] + (first + v) * 32) : none;
-    };
-    auto load_rows = [&](int first) {
-#pragma unroll
-        for (int v = 0; v < AT_ONCE; ++v) rows[v] = inside(first + v) ? load_row(x + (first + v) * 32) : none;
-    };
-    load_factors(0);
-#if NORM
-    uint4 norm_weight[AT_ONCE];
-    auto load_norm = [&](int first) {
-#pragma unroll
-        for (int v = 0; v < AT_ONCE; ++v) norm_weight[v] = inside(first + v) ? *(const uint4*)(args.norm_weight + column + (first + v) * 32) : none;
-    };
-    load_norm(0);
-#endif
-#if HOPPER
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-    load_rows(0);
-#if NORM
-    // A warp for each row; a segment of 256 columns is a vector of all eight slices.
-    __shared__ float segments[ROWS][VECTORS], inverse_rms_of[ROWS];
-    const u16* whole_row = args.x + (long long)(first_row + min(warp, num_rows - 1)) * args.size + lane * 8;
-#pragma unroll
-    for (int first = 0; first < VECTORS; first += AT_ONCE) {
-        uint4 chunks[AT_ONCE];
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; ++s) chunks[s] = (first + s) * 256 + lane * 8 < args.size ? load_row(whole_row + (first + s) * 256) : none;
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; ++s) {
-            const float squares = segment_squares(chunks[s]);
-            if (lane == 0 && first + s < VECTORS) segments[warp][first + s] = squares;
-        }
-    }
-    __syncwarp();
-    const float inverse = inverse_rms(args.size, args.norm_eps, lane, [&](int s) { return segments[warp][s]; });
-    if (lane == 0) inverse_rms_of[warp] = inverse;
-    __syncthreads();
-#endif
     float sum[4] = {};
 #pragma unroll
     for (int first = 0; first < VECTORS; first += AT_ONCE) {
-        if (first > 0) load_factors(first), load_rows(first);
-#if NORM
-        if (first > 0) load_norm(first);
+        uint4 factors[2][AT_ONCE] = {}, rows[AT_ONCE] = {};
 #pragma unroll
-        for (int v = 0; v < AT_ONCE; ++v) {
-            rows[v] = normed(rows[v], inverse_rms_of[g], norm_weight[v]);
-            if (blockIdx.x == 0 && g < num_rows && inside(first + v))
-                *(uint4*)(args.normed + (long long)(first_row + g) * args.size + column + (first + v) * 32) = rows[v];
-        }
+        for (int v = 0; v < AT_ONCE; ++v)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (column + (first + v) * 32 < args.size && first + v < VECTORS) factors[h][v] = *(const uint4*)(w[h] + (first + v) * 32);
+#if HOPPER
+        if (first == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v)
+            if (column + (first + v) * 32 < args.size && first + v < VECTORS) rows[v] = load_row(x + (first + v) * 32);
 #pragma unroll
         for (int v = 0; v < AT_ONCE; ++v) {
             const u32 low_half[4] = {factors[0][v].x, factors[1][v].x, factors[0][v].y, factors[1][v].y};

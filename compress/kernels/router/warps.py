@@ -1,4 +1,4 @@
-"""The router of decode rows in one launch, which norms raw rows, too: `warps.cu` documents its sums."""
+"""The router of decode rows in one launch: `warps.cu`, which documents its sums."""
 
 import ctypes
 import functools
@@ -10,7 +10,6 @@ from torch import Tensor
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
-from compress.kernels.operands.rows import RawRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.experts import SCORES, Experts
@@ -40,7 +39,6 @@ class Variant:
     renormalize: bool
     grouped: bool
     selection_bias: bool
-    normed: bool = False
 
     @property
     def source(self) -> Source:
@@ -53,7 +51,6 @@ class Variant:
             "RENORMALIZE": int(self.renormalize),
             "GROUPED": int(self.grouped),
             "SELECTION": int(self.selection_bias),
-            "NORM": int(self.normed),
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
 
@@ -64,22 +61,18 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in (
-                *("x", "w", "bias", "selection_bias", "logits", "arrivals", "ids", "weights"),
-                *("norm_weight", "normed"),
-            )
+            for name in ("x", "w", "bias", "selection_bias", "logits", "arrivals", "ids", "weights")
         ),
         *(
             (name, ctypes.c_int)
             for name in ("size", "num_experts", "num_rows", "choices", "num_groups", "top_groups")
         ),
-        *((name, ctypes.c_float) for name in ("scale", "least", "norm_eps")),
+        *((name, ctypes.c_float) for name in ("scale", "least")),
     ]
 
 
-def variant_of(dtype: torch.dtype, size: int, facts: Experts, *, normed: bool = False) -> Variant:
-    """Return what the kernel is compiled for to serve a router of rows of `size` columns, which it norms if
-    `normed`."""
+def variant_of(dtype: torch.dtype, size: int, facts: Experts) -> Variant:
+    """Return what the kernel is compiled for to serve a router of rows of `size` columns."""
     return Variant(
         dtype=dtype,
         vectors=-(-size // (32 * WARPS)),
@@ -88,20 +81,13 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, *, normed: bool = 
         renormalize=facts.renormalize,
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
-        normed=normed,
     )
 
 
-def route(
-    x: Tensor | RawRows, router: RouterWeights, facts: Experts, *, normed_TD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K]; a row's bits depend on the row alone. Raw rows are normed on the way,
-    and written to `normed_TD`."""
-    x_TD, norm_weight, eps = (x.x_TK, x.weight_K, x.eps) if isinstance(x, RawRows) else (x, None, 0.0)
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]; a row's bits depend on the row alone."""
     num_rows, size = x_TD.shape
     device = x_TD.device
-    assert (norm_weight is None) == (normed_TD is None)
-    assert normed_TD is None or normed_TD.is_contiguous()
     assert router.weight_ED.shape == (facts.num_experts, size)
     assert (router.selection_bias_E is not None) == facts.selection_bias
     assert num_rows <= MAX_DECODE_ROWS
@@ -120,8 +106,6 @@ def route(
         router.arrivals,
         ids_TK,
         weights_TK,
-        norm_weight,
-        normed_TD,
     )
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
@@ -133,7 +117,6 @@ def route(
         facts.top_groups,
         facts.scale,
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,
-        eps,
     )
     launch = Launch(
         grid=(-(-facts.num_experts // EXPERTS), -(-num_rows // WARPS)),
@@ -141,8 +124,7 @@ def route(
         shared_bytes=0,
         overlap=gpu_of(device).sm >= 90,
     )
-    variant = variant_of(x_TD.dtype, size, facts, normed=norm_weight is not None)
-    _function(variant, device)(launch, arguments, device=device)
+    _function(variant_of(x_TD.dtype, size, facts), device)(launch, arguments, device=device)
     return ids_TK, weights_TK
 
 
@@ -170,4 +152,4 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-register(Kernel("router", "cuda.warps", min_sm=80, priority=20, supports=supports, fn=route, prepares=True))
+register(Kernel("router", "cuda.warps", min_sm=80, priority=20, supports=supports, fn=route))

@@ -19,7 +19,7 @@ from tests.support.emulated_kernels import use_emulated
         (64, 8, 128, 8),
         (1, 4, 60, 8),
         (700, 6, 40, 16),
-        (341, 6, 40, 8),
+        (512, 4, 40, 8),
         (342, 6, 40, 8),
         (9, 3, 3, 32),
     ],
