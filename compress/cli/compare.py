@@ -1,4 +1,4 @@
-"""`compress compare`: any number of validated models beside each other, and who dominates whom."""
+"""`compress compare`: compares any number of validated models and states which one dominates another."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +97,8 @@ def _named(models: list[str]) -> dict[str, str]:
     for model in models:
         name, given, ref = model.partition("=")
         if not given or "/" in name:
-            name, ref = _short(model, models), model
+            name = _short(model, models)
+            ref = model
         if name in found:
             raise UsageError(f"two models are called {name}; call one of them otherwise: NAME={ref}.")
         found[name] = ref

@@ -1,4 +1,4 @@
-"""`compress validate`: prove a model that exists already, outside of a recipe, whoever made it."""
+"""`compress validate`: prove a model that exists already, outside of a recipe, of this tool or another."""
 
 from pathlib import Path
 from typing import Annotated

@@ -25,7 +25,7 @@ DEFAULT_LIMITS: Mapping[str, float] = {"kl_increase": 0.0}
 
 @dataclass(frozen=True)
 class Place:
-    """Where an artifact is pushed: the URL of a registry, a name in it, and aliases beside `latest`."""
+    """The place that an artifact is pushed to: the URL of a registry, a name in it, and aliases."""
 
     registry: str
     name: str

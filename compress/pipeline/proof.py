@@ -23,7 +23,7 @@ from compress.stages.validate.spec import Validate
 
 @dataclass(frozen=True)
 class Proof:
-    """What is proven about which model: its source, and the conditions on a device."""
+    """The source that candidates are compared with, the conditions, and the device."""
 
     source: ModelSource
     spec: Validate

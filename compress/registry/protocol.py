@@ -74,8 +74,8 @@ class Registry(Protocol):
 
 @runtime_checkable
 class GuardedRegistry(Protocol):
-    """What a registry offers further where an alias may be promoted in it: tags that move only if one of them
-    still points where it did. A registry without it is one to push to, and no place for champions.
+    """A registry in which an alias may be promoted: its tags can move on the condition that one of them still
+    points where it did. Any other registry can be pushed to, and is no place for champions.
     """
 
     def write_tag_if(

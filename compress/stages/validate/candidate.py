@@ -1,4 +1,4 @@
-"""What a candidate states of itself: by its manifest, or by its own config where another program made it."""
+"""Facts that a candidate states: by its manifest, or by its own config where another program made it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -105,7 +105,8 @@ def _paired(one_N: Array, other_N: Array, facts: Compared) -> Estimate:
 
 
 def _unpaired(one: Reading, other: Reading, facts: Compared) -> Estimate | None:
-    a, b = one.estimate, other.estimate
+    a = one.estimate
+    b = other.estimate
     if not facts.ratio:
         return Estimate(a.value - b.value, a.lower - b.upper, a.upper - b.lower)
     if b.lower <= 0:

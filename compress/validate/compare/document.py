@@ -27,8 +27,8 @@ _DIFFERS = {
 def compare_document(
     models: Sequence[Evidence], sources: Sequence[Evidence] = (), *, objectives: Sequence[str] = OBJECTIVES
 ) -> Json:
-    """Return the document of models with labels that differ; `sources` are shown beside them and judged with
-    nobody.
+    """Return the document of models with labels that differ; `sources` are listed too and compared with no
+    model.
 
     Raises:
         UsageError: fewer than two models, or two of one label.

@@ -1,4 +1,4 @@
-"""Who dominates whom: a model that is nowhere worse and somewhere better than another one.
+"""Dominance: a model that is nowhere worse and somewhere better than another one dominates it.
 
 A claim needs evidence in every objective that both were measured in under the same conditions: better, or
 equal in every digit. One interval of a change that holds no change, and nothing is claimed.

@@ -34,7 +34,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a report states of its candidate.
+    """The facts and numbers of the candidate of a report.
 
     `conditions`: `source`, `text`, `machine`, `latency`, `load`, each where it is stated. `windows`: means of
     the evaluation windows in their order, by name; empty in reports of earlier versions.

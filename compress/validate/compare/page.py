@@ -77,8 +77,7 @@ def claims(document: Json) -> list[str]:
 
 
 def _left_out(reasons: Mapping[str, str]) -> list[str]:
-    """Return the objectives that decide nothing for a pair, those of one reason together; one that was
-    measured for neither is not among them."""
+    """Return the objectives that decide nothing for a pair, one text for each reason."""
     names: dict[str, list[str]] = {}
     for metric, reason in reasons.items():
         names.setdefault(reason, []).append(COMPARED[metric].words)
@@ -92,7 +91,8 @@ def matrix(document: Json) -> list[list[Json | None]]:
     labels = [model["label"] for model in document["models"]]
     known: dict[tuple[str, str], Json] = {}
     for pair in document["pairs"]:
-        one, other = pair["one"], pair["other"]
+        one = pair["one"]
+        other = pair["other"]
         verdicts = {each["metric"]: each["verdict"] for each in pair["differences"]}
         turned = {name: _OPPOSITE.get(verdict, verdict) for name, verdict in verdicts.items()}
         known[one, other] = {"winner": pair["winner"], "verdicts": verdicts}

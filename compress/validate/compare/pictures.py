@@ -116,7 +116,8 @@ def _unit(models: Sequence[Json], metric: str) -> tuple[float, str]:
 
 
 def _point(axes: "Axes", readings: Json, metric: str, *, scale: float, color: str) -> None:
-    x, y = readings[metric], readings[QUALITY]
+    x = readings[metric]
+    y = readings[QUALITY]
     axes.errorbar(
         [x["value"] / scale],
         [y["value"]],
@@ -140,7 +141,7 @@ def _ends(reading: Json, scale: float) -> list[list[float]]:
 
 
 def _name_points(axes: "Axes", models: Sequence[Json], metric: str, *, scale: float) -> None:
-    """Write the name beside each point; names of points that lie close move apart, down or up."""
+    """Write the name of each point next to it; names that would overlap move down or up."""
     to_axes = axes.transData + axes.transAxes.inverted()
     places: list[tuple[float, float, Any]] = []
     for model in models:
