@@ -67,10 +67,10 @@ def compare(
 ) -> None:
     """Compare validated models: size, accuracy and speed with intervals, and who dominates whom."""
     from compress.validate.compare.document import compare_document
-    from compress.validate.compare.dominance import OBJECTIVES, check_objectives
+    from compress.validate.compare.dominance import check_objectives
     from compress.validate.compare.page import claims, render_compare_page, table_rows
 
-    objectives = OBJECTIVES if by is None else check_objectives([each.strip() for each in by.split(",")])
+    objectives = None if by is None else check_objectives([each.strip() for each in by.split(",")])
     named = _named(models)
     if len(named) < 2:
         raise UsageError("a comparison needs at least two models; name one more.")

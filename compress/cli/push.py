@@ -139,7 +139,7 @@ def _measured(gate: "GateResult") -> str:
     return f"{gate.value:.4g}, bound {gate.bound:.4g}  {gate.note}"
 
 
-def _limits(options: list[str]) -> dict[str, float]:
+def _limits(options: list[str]) -> dict[str, Any]:
     """Return the limits of `--gate name=number`.
 
     Raises:
@@ -147,18 +147,24 @@ def _limits(options: list[str]) -> dict[str, float]:
     """
     from compress.recipe import ChampionGates
 
-    known = ChampionGates.model_fields.keys() - {"against_alias"}
-    limits: dict[str, float] = {}
+    known = ChampionGates.model_fields.keys() - {"against_alias", "tasks"}
+    limits: dict[str, Any] = {"tasks": {}}
     for each in options:
         name, _, text = each.partition("=")
-        if name not in known:
+        task = name.removeprefix("tasks.").removesuffix(".accuracy_drop")
+        is_task = name == f"tasks.{task}.accuracy_drop"
+        if name not in known and not is_task:
             raise UsageError(f"--gate {each}: there is no limit '{name}'.{did_you_mean(name, known)}")
         try:
-            limits[name] = float(text)
+            limit = float(text)
         except ValueError:
             raise UsageError(f"--gate {each}: write name=number, such as kl_increase=0.001.") from None
-        if not abs(limits[name]) <= MAX_LIMIT:
+        if not abs(limit) <= MAX_LIMIT:
             raise UsageError(f"--gate {each}: the limit must be a number within a million.")
+        if is_task:
+            limits["tasks"][task] = limit
+        else:
+            limits[name] = limit
     return limits
 
 

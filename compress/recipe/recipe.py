@@ -51,11 +51,15 @@ class ChampionGates(Spec):
     ttft_ratio: Change | None = Field(None, description="median time to the first token over the champion's")
     tpot_ratio: Change | None = Field(None, description="median time per token over the champion's")
 
+    tasks: dict[str, Change] = Field(
+        default_factory=dict, description="task -> loss of the share of right answers"
+    )
+
     @property
     def limits(self) -> dict[str, float]:
-        """The limits that are given, by name."""
-        given = self.model_dump(exclude={"against_alias"}, exclude_none=True)
-        return {name: float(value) for name, value in given.items()}
+        """The limits that are given, by name; `tasks.<name>.accuracy_drop` for a task."""
+        given = self.model_dump(exclude={"against_alias", "tasks"}, exclude_none=True)
+        return given | {f"tasks.{name}.accuracy_drop": value for name, value in self.tasks.items()}
 
 
 class Push(Spec):

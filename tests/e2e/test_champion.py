@@ -105,13 +105,15 @@ def test_a_tie_by_the_point_is_refused_and_a_stated_margin_lets_it_pass(
         ("kl_increase=1", {"text": "other words"}, "other evaluation tokens"),
         ("tpot_ratio=9", {"machine": {**MACHINE, "device": "another"}}, "another machine"),
         ("tpot_ratio=9", {"tpot_ms": None}, "not measured"),
+        ("tasks.mine.accuracy_drop=1", {"task": None}, "not measured"),
+        ("tasks.mine.accuracy_drop=1", {"task": (0.8, 0.01, 7)}, "other items"),
         ("tpot_ratio=9", {"instability": "repeats disagree"}, "unstable"),
     ],
 )
 def test_no_evidence_under_the_same_conditions_is_no_permission(
     challenges: Callable[..., Any], limit: str, facts: dict[str, Any], reason: str
 ) -> None:
-    first = challenges("first", noise=0.3)[1]
+    first = challenges("first", noise=0.3, task=(0.8, 0.01, 500))[1]
     code, refused = challenges("other", "--gate", limit, **{"noise": 0.1, **facts})
     assert code == 3
     assert reason in refused["gates"][0]["note"]

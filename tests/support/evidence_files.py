@@ -37,9 +37,10 @@ def report(
     machine: dict[str, Any] | None = None,
     digest: str | None = None,
     num_windows: int = 12,
+    task: tuple[float, float, int] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a model whose logits differ from its source's by that much noise; another `text`
-    means other tokens.
+    means other tokens. `task`: share of right answers, half its interval, number of items.
     """
     seed = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
     generator = torch.Generator().manual_seed(0)
@@ -71,7 +72,24 @@ def report(
     if tpot_ms is not None:
         rows = [latency_row(batch_size, tpot_ms, instability=instability) for batch_size in (1, 4)]
         parts.append(LatencyPart([latency_row(1, 4.0)], rows))
-    return build_report(title=name, parts=parts)
+    document = build_report(title=name, parts=parts)
+    if task is not None:
+        document["tasks"] = {"confidence": 0.95, "rows": [_task_row(*task)]}
+    return document
+
+
+def _task_row(share: float, width: float, num_items: int) -> dict[str, Any]:
+    """Return the row of a task `mine` with that share right of 0.8, within `width` on both sides."""
+    drop = 0.8 - share
+    return {
+        "name": "mine",
+        "metric": "accuracy",
+        "num_items": num_items,
+        "source": 0.8,
+        "candidate": share,
+        "drop": {"value": drop, "lower": drop - width, "upper": drop + width},
+        "facts": {"kind": "jsonl", "digest": digest_of("items")},
+    }
 
 
 def write_evidence(path: Path, document: dict[str, Any]) -> Path:

@@ -9,10 +9,12 @@ evidence, and no evidence is no permission.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compress.validate.compare.difference import difference
+from compress.validate.compare.difference import TASKS, difference
 from compress.validate.compare.evidence import Evidence
 from compress.validate.gates import GateResult
 from compress.validate.stats import Estimate
+
+DROP = ".accuracy_drop"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,14 @@ def champion_gates(
     return [_gate(candidate, champion, name, limit, alias=alias) for name, limit in limits.items()]
 
 
+def _limited(name: str) -> Limited:
+    if name.startswith(TASKS):
+        return Limited(name.removesuffix(DROP), turned=True)
+    return LIMITED[name]
+
+
 def _gate(candidate: Evidence, champion: Evidence, name: str, limit: float, *, alias: str) -> GateResult:
-    facts = LIMITED[name]
+    facts = _limited(name)
     found = difference(facts.metric, candidate, champion)
     label = f"{alias}.{name}"
     if found.change is None:

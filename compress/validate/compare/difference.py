@@ -56,6 +56,25 @@ COMPARED: Mapping[str, Compared] = {
 }
 
 
+TASKS = "tasks."
+"""The start of the metric of a task, `tasks.<name>`: the share of its items that are right."""
+
+
+def is_metric(name: str) -> bool:
+    """Return whether a name is that of a metric that models are compared in."""
+    return name in COMPARED or (name.startswith(TASKS) and name != TASKS)
+
+
+def compared_of(metric: str) -> Compared:
+    """Return the facts of a metric; those of a task hold for the same items and the same source only, because
+    its interval is that of the paired difference to the source.
+    """
+    if metric.startswith(TASKS):
+        words = metric.removeprefix(TASKS)
+        return Compared(words, smaller=False, ratio=False, conditions=("source", metric))
+    return COMPARED[metric]
+
+
 @dataclass(frozen=True)
 class Difference:
     """The change from the second model to the first; None, with a reason, where none is stated.
@@ -73,7 +92,7 @@ class Difference:
 
 def difference(metric: str, one: Evidence, other: Evidence) -> Difference:
     """Return how a metric of `one` compares with that of `other`."""
-    facts = COMPARED[metric]
+    facts = compared_of(metric)
     readings = []
     for each in (one, other):
         if metric not in each.readings:
@@ -81,7 +100,7 @@ def difference(metric: str, one: Evidence, other: Evidence) -> Difference:
         readings.append(each.readings[metric])
     for name in facts.conditions:
         if one.conditions.get(name) != other.conditions.get(name) or name not in one.conditions:
-            return _none(metric, "incomparable", f"{CONDITION_WORDS[name]}")
+            return _none(metric, "incomparable", CONDITION_WORDS.get(name, "other items"))
     if any(reading.unproven for reading in readings):
         return _none(metric, "incomparable", "unstable")
     windows = [each.windows.get(facts.windows) for each in (one, other)]

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from compress.errors import UsageError
+from compress.validate.compare.difference import TASKS
 from compress.validate.compare.dominance import OBJECTIVES, compare_pair
 from compress.validate.compare.evidence import Evidence
 from compress.validate.display import Json
@@ -25,10 +26,13 @@ _DIFFERS = {
 
 
 def compare_document(
-    models: Sequence[Evidence], sources: Sequence[Evidence] = (), *, objectives: Sequence[str] = OBJECTIVES
+    models: Sequence[Evidence],
+    sources: Sequence[Evidence] = (),
+    *,
+    objectives: Sequence[str] | None = None,
 ) -> Json:
     """Return the document of models with labels that differ; `sources` are listed too and compared with no
-    model.
+    model. By default all that was measured among `OBJECTIVES` and all tasks decide.
 
     Raises:
         UsageError: fewer than two models, or two of one label.
@@ -38,7 +42,9 @@ def compare_document(
         raise UsageError("a comparison needs at least two models; name one more.")
     if doubled := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"two models are called {doubled[0]}; name each of them once.")
-    groups = [_groups(name, models) for name in _DIFFERS]
+    tasks = list(dict.fromkeys(name for each in models for name in each.readings if name.startswith(TASKS)))
+    objectives = [*OBJECTIVES, *tasks] if objectives is None else objectives
+    groups = [_groups(name, models) for name in (*_DIFFERS, *tasks)]
     return {
         "objectives": list(objectives),
         "models": [_row(each) for each in models],
@@ -75,7 +81,11 @@ def _groups(name: str, models: Sequence[Evidence]) -> dict[str, Any]:
 
 
 def _warnings(models: Sequence[Evidence], groups: Sequence[Json]) -> list[str]:
-    found = [_DIFFERS[each["name"]] for each in groups if len(each["groups"]) > 1]
+    found = [
+        _DIFFERS.get(each["name"], f"The models answered different items of {each['name']}.")
+        for each in groups
+        if len(each["groups"]) > 1
+    ]
     unstable = [each.label for each in models if any(reading.unproven for reading in each.readings.values())]
     if unstable:
         found.append(

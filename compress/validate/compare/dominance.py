@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.errors import UsageError, did_you_mean
-from compress.validate.compare.difference import COMPARED, Difference, difference
+from compress.validate.compare.difference import COMPARED, TASKS, Difference, difference, is_metric
 from compress.validate.compare.evidence import Evidence
 
 OBJECTIVES = ("size_bytes", "kl_mean", "ttft_ms_p50", "tpot_ms_p50", "output_throughput")
@@ -38,13 +38,17 @@ def check_objectives(names: Sequence[str]) -> tuple[str, ...]:
         UsageError: there is no such metric, or none of them is about accuracy.
     """
     for name in names:
-        if name not in COMPARED:
+        if not is_metric(name):
             raise UsageError(f"unknown objective '{name}'.{did_you_mean(name, COMPARED)}")
-    if not set(names) & set(QUALITY):
+    if not any(map(_is_quality, names)):
         raise UsageError(
             f"the objectives {', '.join(names)} say nothing about accuracy; add one of {', '.join(QUALITY)}."
         )
     return tuple(dict.fromkeys(names))
+
+
+def _is_quality(metric: str) -> bool:
+    return metric in QUALITY or metric.startswith(TASKS)
 
 
 def compare_pair(one: Evidence, other: Evidence, objectives: Sequence[str] = OBJECTIVES) -> Pair:
@@ -58,7 +62,7 @@ def compare_pair(one: Evidence, other: Evidence, objectives: Sequence[str] = OBJ
     left_out = {each.metric: each.reason for each in differences if each.verdict == "incomparable"}
     verdicts = set(decided.values())
     winner = None
-    if "undecided" not in verdicts and set(decided) & set(QUALITY):
+    if "undecided" not in verdicts and any(map(_is_quality, decided)):
         if "better" in verdicts and "worse" not in verdicts:
             winner = one.label
         elif "worse" in verdicts and "better" not in verdicts:

@@ -36,8 +36,8 @@ class Reading:
 class Evidence:
     """The facts and numbers of the candidate of a report.
 
-    `conditions`: `source`, `text`, `machine`, `latency`, `load`, each where it is stated. `windows`: means of
-    the evaluation windows in their order, by name; empty in reports of earlier versions.
+    `conditions`: `source`, `text`, `machine`, `latency`, `load`, `tasks.<name>`, each where it is stated.
+    `windows`: means of the evaluation windows in their order, by name; empty in reports of earlier versions.
     """
 
     label: str
@@ -80,6 +80,8 @@ def read_evidence(report: Any, label: str, *, batch_size: int | None = None) -> 
         for name, key in (("kl_mean", "kl_mean"), ("ppl", "ppl_candidate"), ("top1", "top1")):
             readings[name] = Reading(_estimate(accuracy.fields(key)))
         windows = _windows(accuracy)
+    if fields.has("tasks"):
+        _read_tasks(fields.fields("tasks"), readings, conditions)
     if fields.has("latency"):
         _read_latency(fields.fields("latency"), readings, conditions, batch_size)
     if fields.has("load"):
@@ -146,6 +148,19 @@ def _windows(accuracy: Fields) -> dict[str, Array]:
     if len({each.size for each in found.values()} | {accuracy.integer("num_windows", 2, _MAX_COUNT)}) != 1:
         raise UsageError(f"{accuracy.where} lists other windows than it counts; {ADVICE}")
     return found
+
+
+def _read_tasks(tasks: Fields, readings: dict[str, Reading], conditions: dict[str, str]) -> None:
+    """Read the share of right answers of each task, with the interval of its paired drop from the source."""
+    for each in tasks.items("rows"):
+        row = Fields(each, tasks.where, UsageError)
+        name = f"tasks.{row.text('name')}"
+        source, share = (row.number(side, 0, 1) for side in ("source", "candidate"))
+        drop = _estimate(row.fields("drop"))
+        readings[name] = Reading(Estimate(share, source - drop.upper, source - drop.lower))
+        facts = [str(value) for value in row.mapping("facts", default={}).values()]
+        count = f"{row.integer('num_items', 1, _MAX_COUNT)} items"
+        conditions[name] = ", ".join([count, row.text("metric"), *facts])
 
 
 def _read_latency(

@@ -5,7 +5,7 @@ document alone.
 from collections.abc import Mapping
 from typing import Any
 
-from compress.validate.compare.difference import COMPARED
+from compress.validate.compare.difference import COMPARED, TASKS, compared_of
 from compress.validate.compare.pictures import pareto_pictures
 from compress.validate.display import Json, byte_size, interval, number, percent
 from compress.validate.report import template_environment
@@ -29,7 +29,7 @@ def render_compare_page(document: Json) -> str:
         cell=cell,
         claims=claims(document),
         matrix=matrix(document),
-        compared=COMPARED,
+        compared=compared_of,
         signs=SIGNS,
         paired=any(each["paired"] for pair in document["pairs"] for each in pair["differences"]),
     )
@@ -37,7 +37,8 @@ def render_compare_page(document: Json) -> str:
 
 def columns(document: Json) -> list[str]:
     """Return the metrics that any model has, in the order of the table."""
-    return [name for name in COMPARED if any(name in model["readings"] for model in document["models"])]
+    names = dict.fromkeys(name for model in document["models"] for name in model["readings"])
+    return [*(name for name in COMPARED if name in names), *(name for name in names if name not in COMPARED)]
 
 
 def cell(metric: str, reading: Json | None) -> tuple[str, str]:
@@ -46,11 +47,12 @@ def cell(metric: str, reading: Json | None) -> tuple[str, str]:
         return "–", ""
     if metric == "size_bytes":
         return byte_size(reading["value"]), ""
-    shown = percent(reading["value"], 2) if metric == "top1" else number(reading["value"], 4)
+    is_share = metric == "top1" or metric.startswith(TASKS)
+    shown = percent(reading["value"], 2) if is_share else number(reading["value"], 4)
     if reading["unproven"]:
         return shown, "unstable"
     exact = reading["lower"] == reading["upper"]
-    if metric == "top1":
+    if is_share:
         return shown, "" if exact else f"[{percent(reading['lower'])}, {percent(reading['upper'])}]"
     return shown, "" if exact else interval(reading, 3)
 
@@ -64,8 +66,8 @@ def claims(document: Json) -> list[str]:
         first = pair["winner"] == pair["one"]
         loser = pair["other"] if first else pair["one"]
         verdicts = {each["metric"]: each["verdict"] for each in pair["differences"]}
-        better = [COMPARED[name].words for name, verdict in verdicts.items() if verdict in _OPPOSITE]
-        equal = [COMPARED[name].words for name, verdict in verdicts.items() if verdict == "equal"]
+        better = [compared_of(name).words for name, verdict in verdicts.items() if verdict in _OPPOSITE]
+        equal = [compared_of(name).words for name, verdict in verdicts.items() if verdict == "equal"]
         out = _left_out(pair["left_out"])
         found.append(
             f"{pair['winner']} dominates {loser}: better in {' and '.join(better)}"
@@ -80,7 +82,7 @@ def _left_out(reasons: Mapping[str, str]) -> list[str]:
     """Return the objectives that decide nothing for a pair, one text for each reason."""
     names: dict[str, list[str]] = {}
     for metric, reason in reasons.items():
-        names.setdefault(reason, []).append(COMPARED[metric].words)
+        names.setdefault(reason, []).append(compared_of(metric).words)
     return [f"{' and '.join(own)} ({reason})" for reason, own in names.items()]
 
 
@@ -103,7 +105,7 @@ def matrix(document: Json) -> list[list[Json | None]]:
 def table_rows(document: Json) -> list[list[Any]]:
     """Return the table for a terminal: a head, one row a model, and the sources."""
     names = columns(document)
-    rows: list[list[Any]] = [["model", "form", *(COMPARED[name].words for name in names)]]
+    rows: list[list[Any]] = [["model", "form", *(compared_of(name).words for name in names)]]
     for model in (*document["models"], *document["sources"]):
         cells = [" ".join(filter(None, cell(name, model["readings"].get(name)))) for name in names]
         rows.append([model["label"], model["form"], *cells])

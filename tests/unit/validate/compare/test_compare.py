@@ -174,6 +174,26 @@ def test_the_front_is_what_no_other_point_beats_in_both() -> None:
     assert {each["label"] for each in front(models, "size_bytes")} == points.keys() - beaten
 
 
+def test_tasks_are_compared_on_the_same_items_and_decide_too() -> None:
+    good = evidence("good", noise=0.2, task=(0.79, 0.01, 500))
+    bad = evidence("bad", noise=0.4, tpot_ms=3.0, task=(0.7, 0.01, 500))
+    near = evidence("near", noise=0.4, tpot_ms=3.0, task=(0.78, 0.01, 500))
+    fewer = evidence("fewer", noise=0.4, tpot_ms=3.0, task=(0.7, 0.01, 100))
+    document = compare_document([good, bad, near, fewer])
+    first = {pair["other"]: pair for pair in document["pairs"] if pair["one"] == "good"}
+    verdicts = {name: pair["differences"][-1]["verdict"] for name, pair in first.items()}
+    assert verdicts == {"bad": "better", "near": "undecided", "fewer": "incomparable"}
+    assert {name: pair["winner"] for name, pair in first.items()} == {
+        "bad": "good",
+        "near": None,
+        "fewer": "good",
+    }
+    assert first["fewer"]["left_out"] == {"tasks.mine": "other items"}
+    assert any("different items of tasks.mine" in each for each in document["warnings"])
+    assert table_rows(document)[0][-1] == "mine"
+    assert "79.00 %" in render_compare_page(document)
+
+
 def test_the_batch_size_of_times_is_the_smallest_or_the_one_asked_for() -> None:
     document = report("one", noise=0.2)
     assert read_evidence(document, "one").conditions["latency"].startswith("batch 1,")
