@@ -7,6 +7,7 @@ import typer
 
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
+from compress.cli.validate import DataOption, NumSamplesOption, SeqLenOption
 from compress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,14 +48,9 @@ def compare(
             "--against", help="Validate models without evidence against this source.", show_default=False
         ),
     ] = None,
-    data: Annotated[
-        str,
-        typer.Option("--data", help="Evaluation text of --against: a data card or builtin://python-eval."),
-    ] = "builtin://python-eval",
-    num_samples: Annotated[
-        int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of that text.")
-    ] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")] = 512,
+    data: DataOption = "builtin://python-eval",
+    num_samples: NumSamplesOption = 32,
+    seq_len: SeqLenOption = 512,
     latency: Annotated[
         bool, typer.Option("--latency/--no-latency", help="Also time what --against validates.")
     ] = True,

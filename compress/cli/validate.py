@@ -10,6 +10,15 @@ from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import GateFailed, UsageError
 
 
+DataOption = Annotated[
+    str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
+]
+NumSamplesOption = Annotated[
+    int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of evaluation text.")
+]
+SeqLenOption = Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")]
+
+
 def validate(
     artifact: Annotated[
         str,
@@ -20,13 +29,9 @@ def validate(
         ),
     ],
     against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
-    data: Annotated[
-        str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
-    ] = "builtin://python-eval",
-    num_samples: Annotated[
-        int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of evaluation text.")
-    ] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")] = 512,
+    data: DataOption = "builtin://python-eval",
+    num_samples: NumSamplesOption = 32,
+    seq_len: SeqLenOption = 512,
     kv_format: Annotated[
         str | None,
         typer.Option(
