@@ -9,7 +9,6 @@ from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import GateFailed, UsageError
 
-
 DataOption = Annotated[
     str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
 ]
