@@ -148,7 +148,7 @@ def _name_points(axes: "Axes", models: Sequence[Json], metric: str, *, scale: fl
         readings = model["readings"]
         x, y = to_axes.transform((readings[metric]["value"] / scale, readings[QUALITY]["value"]))
         places.append((float(x), float(y), model))
-    written: list[tuple[float, float, float]] = []
+    written = [(y - 0.005, x - 0.012, x + 0.012) for x, y, _ in places]  # the points themselves
     for x, y, model in sorted(places, key=lambda each: each[:2]):
         left = x > 0.72
         width = _CHARACTER * len(model["label"])
