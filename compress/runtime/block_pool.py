@@ -1,8 +1,8 @@
 """The blocks of a KV cache: which are free, how many requests hold each, and which are cached.
 
-A block is held by one request, or by several that share a prefix (`prefix_cache.py`). One without a holder is
-free, or, where the prefix cache can find it, evictable: it keeps its content until the place is needed. The
-block that was freed first is evicted first.
+A block is held by one request, or by several that share a prefix (`prefix_cache.py`) or a whole prompt
+(`scheduler.py`). One without a holder is free, or, where the prefix cache can find it, evictable: it keeps
+its content until the place is needed. The block that was freed first is evicted first.
 """
 
 from collections import OrderedDict
@@ -49,10 +49,14 @@ class BlockPool:
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
+    def is_shared(self, block: int) -> bool:
+        """Return whether several requests hold a block."""
+        return self._holders.get(block, 0) > 1
+
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a holder to each of these blocks, which are cached."""
+        """Add a holder to each of these blocks, which are cached or held."""
         for block in blocks:
-            assert block in self._cached, "a block is shared that is not cached"
+            assert block in self._cached or block in self._holders, "a block is shared that holds nothing"
             self._evictable.pop(block, None)
             self._holders[block] = self._holders.get(block, 0) + 1
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 
 
@@ -108,9 +109,8 @@ class PrefillChunks:
                 stop = min(end, begin + chunk)
                 parts.append((sequence, begin // block_size, stop - start, stop - begin))
                 start = stop
-        sequences, columns = torch.tensor([part[:2] for part in parts], device=block_table_RB.device).unbind(
-            1
-        )
+        places_P2 = sent(torch.tensor([part[:2] for part in parts]), block_table_RB.device)
+        sequences, columns = places_P2.unbind(1)
         num_columns = block_table_RB.shape[1]
         within = torch.arange(min(num_columns, chunk // block_size), device=block_table_RB.device)
         columns_RB = (columns.unsqueeze(1) + within).clamp(max=num_columns - 1)

@@ -5,7 +5,9 @@
 All that a step reads is on the device, and it ends by writing what the next step reads
 (`kernels/step/decode.py`). So steps follow one another without the host, and one graph serves every step of
 as many rows (`graphs.py`): for the host a step is one launch and one event. The host writes only when
-requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`).
+requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`). It need
+not have the last tokens for that: a row takes its token from the row that its request had before, or from
+the first tokens of the prompts that were just prefilled.
 
 Padding rows fill a batch up to the size of a graph: a context of one token that never grows, in the padding
 block.
@@ -27,10 +29,11 @@ from torch import Tensor
 from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
 from compress.kernels.step.host_memory import host_visible
-from compress.runtime.decode_run import HostResults, host_results
+from compress.runtime.decode_run import FirstTokens, HostResults, host_results
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.model_runner import ModelRunner
+from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_rows
 from compress.runtime.scheduler import Scheduler
 
@@ -39,24 +42,21 @@ class DecodeState:
     """The device state of decode steps: for at most `max_rows` requests the next token, context, blocks and
     sampling parameters.
 
-    `results[n % 2]` are those of step n since `load`.
+    `results[n % 2]` are those of step n, of all that were launched.
     """
 
     def __init__(self, *, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.max_rows = max_rows
         self._block_size = block_size
         self._device = device
-        num_columns = -(-max_model_len // block_size) + 1
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
+        self._loaded = LoadedRows(max_rows, -(-max_model_len // block_size) + 1, device)
+        facts = self._loaded.facts
         self._buffers = DecodeBuffers(
-            tokens_S=zeros(max_rows),
-            context_lens_S=zeros(max_rows) + 1,
-            running_S=zeros(max_rows),
-            block_table_SB=zeros(max_rows, num_columns) + PADDING_BLOCK,
-            num_steps=zeros(1),
+            tokens_S=torch.zeros(max_rows, dtype=torch.int64, device=device),
+            context_lens_S=facts[_CONTEXT, :max_rows],
+            running_S=facts[_RUNNING, :max_rows],
+            block_table_SB=self._loaded.table_SB,
+            num_steps=facts[_STEPS, :1],
             next_block_S=host_visible(max_rows, dtype=torch.int64, device=device),
             host_tokens_2S=host_visible(2, max_rows, dtype=torch.int64, device=device),
             host_logprobs_2S=host_visible(2, max_rows, dtype=torch.float32, device=device),
@@ -65,18 +65,45 @@ class DecodeState:
         next_block_S = self._buffers.next_block_S
         # The host writes an entry ten times faster through numpy.
         self._next_block: Any = next_block_S if next_block_S.is_cuda else next_block_S.numpy()
-        self._loaded = LoadedRows(max_rows, num_columns, device)
-        self._sampling = self._sampling_rows(())
+        self._sampling = SamplingRows.of((), device, pad_to=max_rows)
+        self._params: list[SamplingParams] = []
+        self.load(())
 
-    def load(self, generations: Sequence[Generation]) -> None:
-        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished
-        all earlier steps.
+    def load(
+        self,
+        generations: Sequence[Generation],
+        *,
+        sources: Sequence[int] = (),
+        firsts_W: Tensor | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        """Assign rows 0, 1, ... to these requests and make the others padding; `num_steps` were launched so
+        far. All but the last one have been read.
+
+        Row r takes the last token that the host has of its request or, where there are `sources`, entry
+        `sources[r]` of: the tokens that the host has of the rows, the tokens of the rows before this call,
+        and `firsts_W`.
         """
-        self._loaded.send(generations, self._buffers)
-        self._buffers.num_steps.zero_()
-        for row_idx, each in enumerate(generations):
-            self._next_block[row_idx] = each.blocks[(len(each.tokens) - 1) // self._block_size]
-        self._sampling.copy_(self._sampling_rows(generations))
+        self._loaded.fill(generations, sources, num_steps)
+        params = [each.request.params for each in generations]
+        sampling: SamplingRows | None = None
+        if params != self._params and SamplingPlan.of(params).draws:  # nothing else reads them
+            self._params = params
+            sampling = SamplingRows.of(params, self._device, pad_to=self.max_rows)
+        self._send(firsts_W if sources else None, sampling, gathers=bool(sources))
+
+    def _send(self, firsts_W: Tensor | None, sampling: SamplingRows | None, *, gathers: bool) -> None:
+        """Have the device take the rows that the host has filled in, and sampling parameters if given."""
+        tokens_S = self._buffers.tokens_S
+        self._loaded.send()
+        if sampling is not None:
+            self._sampling.copy_(sampling)
+        known_S = self._loaded.facts[_TOKEN, : self.max_rows]
+        if not gathers:
+            tokens_S.copy_(known_S)
+            return
+        choices = torch.cat((known_S, tokens_S) if firsts_W is None else (known_S, tokens_S, firsts_W))
+        torch.index_select(choices, 0, self._loaded.facts[_SOURCE, : self.max_rows], out=tokens_S)
 
     @contextmanager
     def only_padding(self) -> Iterator[None]:
@@ -112,43 +139,54 @@ class DecodeState:
         """Return the sampling parameters of the first rows."""
         return self._sampling.first(num_rows)
 
-    def _sampling_rows(self, generations: Sequence[Generation]) -> SamplingRows:
-        params = [each.request.params for each in generations]
-        return SamplingRows.of(params, self._device, pad_to=self.max_rows)
+
+_TOKEN, _SOURCE, _CONTEXT, _RUNNING, _STEPS = range(5)
+"""The rows of facts: the token that the host has, where to take the token from, the context length, whether
+a request is there; and in the first column, the number of steps launched."""
+_ALIGNMENT = 16
 
 
 class LoadedRows:
-    """The rows of a state on the host, in memory from which the device takes them while the host goes on."""
+    """The rows of a state on the device, and on the host in memory from which the device takes them while the
+    host goes on: `facts` [5, S or more] and block table [S, B].
+    """
 
     def __init__(self, max_rows: int, num_columns: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self._facts_3S = torch.zeros(3, max_rows, dtype=torch.int64, pin_memory=on_cuda)
-        self._table_SB = torch.zeros(max_rows, num_columns, dtype=torch.int64, pin_memory=on_cuda)
+        shapes = (5, -(-max_rows // _ALIGNMENT) * _ALIGNMENT), (max_rows, num_columns)
+        self.facts, self.table_SB = (torch.zeros(each, dtype=torch.int64, device=device) for each in shapes)
+        self._host_facts, self._host_table_SB = (
+            torch.zeros(each, dtype=torch.int64, pin_memory=on_cuda) for each in shapes
+        )
         self._sent = torch.cuda.Event() if on_cuda else None
 
-    def send(self, generations: Sequence[Generation], buffers: DecodeBuffers) -> None:
-        """Bring the rows of these requests, and padding after them, to the buffers."""
+    def fill(self, generations: Sequence[Generation], sources: Sequence[int], num_steps: int) -> None:
+        """Fill in the rows of these requests, and padding after them. Waits for the last `send`, which comes
+        before a step that has been read.
+        """
         if self._sent is not None:
             self._sent.synchronize()
-        facts_3S: Any = self._facts_3S.numpy()
-        table_SB: Any = self._table_SB.numpy()
-        facts_3S[:] = [[0], [1], [0]]
+        facts: Any = self._host_facts.numpy()
+        table_SB: Any = self._host_table_SB.numpy()
+        facts[:] = [[0], [0], [1], [0], [num_steps]]
         table_SB[:] = PADDING_BLOCK
-        if generations:
-            facts_3S[:, : len(generations)] = [
-                [each.tokens[-1] for each in generations],
-                [len(each.tokens) for each in generations],
-                [1] * len(generations),
-            ]
-            counts_R = np.array([len(each.blocks) for each in generations])
-            rows_N = np.repeat(np.arange(len(generations)), counts_R)
-            columns_N = np.arange(len(rows_N)) - np.repeat(counts_R.cumsum() - counts_R, counts_R)
-            table_SB[rows_N, columns_N] = list(chain.from_iterable(each.blocks for each in generations))
-        tokens_S, context_lens_S, running_S = self._facts_3S
-        buffers.tokens_S.copy_(tokens_S, non_blocking=True)
-        buffers.context_lens_S.copy_(context_lens_S, non_blocking=True)
-        buffers.running_S.copy_(running_S, non_blocking=True)
-        buffers.block_table_SB.copy_(self._table_SB, non_blocking=True)
+        if not generations:
+            return
+        facts[:_STEPS, : len(generations)] = [
+            [each.tokens[-1] for each in generations],
+            sources or [0] * len(generations),
+            [each.length for each in generations],
+            [1] * len(generations),
+        ]
+        counts_R = np.array([len(each.blocks) for each in generations])
+        rows_N = np.repeat(np.arange(len(generations)), counts_R)
+        columns_N = np.arange(len(rows_N)) - np.repeat(counts_R.cumsum() - counts_R, counts_R)
+        table_SB[rows_N, columns_N] = list(chain.from_iterable(each.blocks for each in generations))
+
+    def send(self) -> None:
+        """Have the device take what is filled in, after all that was launched before."""
+        self.facts.copy_(self._host_facts, non_blocking=True)
+        self.table_SB.copy_(self._host_table_SB, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
@@ -214,46 +252,81 @@ class PlainDecoding:
         """Rows that enter a new block with step n of the run, by n modulo the block size."""
         self._max_steps = 0
         """The number of steps of the run after which some request has all its tokens."""
+        self._num_of_run = 0
         self._num_launched = 0
         self._run_step: Callable[[], Tensor]
 
-    def load(self, generations: Sequence[Generation]) -> None:
-        """Begin a run of steps of these requests. The caller has waited for every earlier step."""
+    def may_load_ahead(self, generations: Sequence[Generation]) -> bool:
+        """Return whether a run of these requests needs no new graph: what is run before a graph is captured
+        overwrites the tokens of the last step.
+        """
+        return self._graphs.has(self._key(generations))
+
+    def load(self, generations: Sequence[Generation], firsts: FirstTokens | None = None) -> None:
+        """Begin a run of steps of these requests. The caller has read every earlier step, or all but the last
+        one where `may_load_ahead`; `firsts` are the first tokens that the last one chose.
+        """
+        sources = self._sources(generations, firsts)
         self._generations = generations
-        self._num_launched = 0
-        self._max_steps = min(each.num_left for each in generations)
+        self._num_of_run = 0
+        self._max_steps = min(each.end - each.length for each in generations)
         self._rows_entering = {}
         for row_idx, each in enumerate(generations):
-            step = (len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size
+            step = (len(each.blocks) * self._block_size - each.length + 1) % self._block_size
             self._rows_entering.setdefault(step, []).append(row_idx)
-        plan = SamplingPlan.of([each.request.params for each in generations])
-        num_rows = self._graphs.num_rows(len(generations))
-        self._plan = plan
+        num_rows, self._plan = key = self._key(generations)
+        plan = self._plan
         self._run_step = self._graphs.prepare(
-            (num_rows, plan), lambda: self._step(num_rows, plan), set_aside=self._state.only_padding
+            key, lambda: self._step(num_rows, plan), set_aside=self._state.only_padding
         )
-        self._state.load(generations)
+        self._state.load(
+            generations,
+            sources=sources,
+            firsts_W=None if firsts is None else firsts.tokens_W,
+            num_steps=self._num_launched,
+        )
 
     def make_ready(self) -> bool:
         """Take the blocks that rows enter with one more step; return False if a request ends before or no
         block is free.
         """
-        if self._num_launched >= self._max_steps:
+        if self._num_of_run >= self._max_steps:
             return False
-        for row_idx in self._rows_entering.get(self._num_launched % self._block_size, ()):
+        for row_idx in self._rows_entering.get(self._num_of_run % self._block_size, ()):
             generation = self._generations[row_idx]
-            if not self._scheduler.extend(generation, len(generation.tokens) + 1):
+            if not self._scheduler.extend(generation, generation.length):
                 return False
             self._state.set_next_block(row_idx, generation.blocks[-1])
         return True
 
     def launch(self) -> DecodedTokens:
         """Launch one step of the loaded requests."""
+        self._num_of_run += 1
         self._num_launched += 1
         results = self._state.results[self._num_launched % 2]
         logits_SV = self._run_step()
         results.record()
+        for each in self._generations:
+            each.num_pending += 1
+            each.num_computed += 1
         return DecodedTokens(len(self._generations), self._plan.logprobs, logits_SV, results)
+
+    def _key(self, generations: Sequence[Generation]) -> tuple[int, SamplingPlan]:
+        """Return the number of rows and the plan of a graph."""
+        plan = SamplingPlan.of([each.request.params for each in generations])
+        return self._graphs.num_rows(len(generations)), plan
+
+    def _sources(self, generations: Sequence[Generation], firsts: FirstTokens | None) -> list[int]:
+        """Return where each row takes its token from, as `DecodeState.load` counts the places; nothing if the
+        host has all tokens.
+        """
+        if not any(each.num_pending for each in generations):
+            return []
+        size = self._state.max_rows
+        places = {each: size + row_idx for row_idx, each in enumerate(self._generations)}
+        if firsts is not None:
+            places |= {each: 2 * size + idx for idx, each in enumerate(firsts.generations)}
+        return [places[each] if each.num_pending else row_idx for row_idx, each in enumerate(generations)]
 
     @torch.inference_mode()
     def _step(self, num_rows: int, plan: SamplingPlan) -> Tensor:

@@ -3,10 +3,10 @@ are read.
 
 `DecodeRun` launches steps of a `Decoding`, which is plain (`decode.py`) or speculative
 (`speculative/decoding.py`). Both leave the results of a step in memory that the host reaches, in one of two
-places in turn (`HostResults`).
+places in turn (`HostResults`). Where tokens that are not read yet belong to requests of the next run, it
+takes them from where the device has them.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,6 +69,14 @@ class PendingTokens(Protocol):
         """Logits [R, Q, V] that the tokens were chosen from, until the next step is launched."""
 
 
+@dataclass(frozen=True)
+class FirstTokens:
+    """The first tokens of prompts on the device, int64 [W]: one for each of `generations`."""
+
+    generations: Sequence[Generation]
+    tokens_W: Tensor
+
+
 class Decoding(Protocol):
     """A way to decode: it launches steps over one device state. `runs_ahead`: it may launch a step before the
     last one is read.
@@ -77,8 +85,13 @@ class Decoding(Protocol):
     @property
     def runs_ahead(self) -> bool: ...
 
-    def load(self, generations: Sequence[Generation]) -> None:
-        """Begin a run of steps of these requests. The caller has waited for every earlier step."""
+    def may_load_ahead(self, generations: Sequence[Generation]) -> bool:
+        """Return whether a run of these requests may begin before the last step is read."""
+
+    def load(self, generations: Sequence[Generation], firsts: FirstTokens | None = None) -> None:
+        """Begin a run of steps of these requests. The caller has read every earlier step, or all but the last
+        one where `may_load_ahead`; `firsts` are the first tokens that the last one chose.
+        """
 
     def launch(self) -> PendingTokens:
         """Launch the next step."""
@@ -91,28 +104,18 @@ class Decoding(Protocol):
 
 
 class DecodeRun:
-    """Consecutive decode steps of the same requests. It begins with one step launched."""
+    """Consecutive decode steps of the same requests. It begins with the step `first`."""
 
-    def __init__(self, decoding: Decoding, generations: Sequence[Generation]) -> None:
+    def __init__(
+        self, decoding: Decoding, generations: Sequence[Generation], firsts: FirstTokens | None = None
+    ) -> None:
         self.generations = generations
         self._decoding = decoding
-        self._stopped = False
-        decoding.load(generations)
-        self._launched = deque([decoding.launch()])
+        decoding.load(generations, firsts)
+        self.first = decoding.launch()
 
-    def launch_next(self) -> bool:
-        """Launch one more step before the last one is read; return False where some request may not go on."""
-        if self._stopped or not self._decoding.make_ready():
-            return False
-        self._launched.append(self._decoding.launch())
-        return True
-
-    def pop_oldest(self) -> PendingTokens:
-        """Return the step that is to be read next."""
-        return self._launched.popleft()
-
-    def stop(self) -> None:
-        """Launch no further step, because a request has ended. A step already launched serves it once more
-        than needed.
+    def launch_next(self) -> PendingTokens | None:
+        """Launch one more step, where no request has all its tokens with the last one and each has a block
+        for its next token; return None otherwise.
         """
-        self._stopped = True
+        return self._decoding.launch() if self._decoding.make_ready() else None

@@ -3,15 +3,18 @@
 One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens
 (`scheduler.py`).
 
-Launch ahead. While the same requests decode and none can be admitted, `step()` launches the next decode step
-before it reads the tokens of the last one (`decode_run.py`), so the device never waits for the host. A
-token's time is still the moment at which the host has it. A request that turns out to have ended is served
-once more than needed, and the surplus tokens are dropped. With `sync` every step ends with its own tokens on
-the host.
+Launch ahead. `step()` schedules and launches the next step before it reads the tokens of the last one
+(`step_queue.py`), so the device never waits for the host: the next step takes them from where they are on the
+device (`decode.py`). That holds for steps that admit requests, prefill chunks, and follow the last token of a
+request whose length is known. A token's time is still the moment at which the host has it. A request that
+turns out to have ended is served once more than needed, and the surplus tokens are dropped. A step waits for
+the last one's tokens where it has to preempt, where a graph is captured first, and where a request asks for
+the likeliest tokens. With `sync` every step ends with its own tokens on the host.
 
 With `speculative` a decode step verifies proposed tokens (`speculative/`) and gives a request one token or
 several. Blocks for proposed tokens are taken only if free, never from another request, and kept until the
-request ends. Steps are launched ahead where proposals are made on the device.
+request ends. Steps are launched ahead where proposals are made on the device, while the same requests decode
+and none can be admitted.
 """
 
 import time
@@ -29,7 +32,7 @@ from compress.runtime.batching import Batching
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.deadlines import Deadlines
 from compress.runtime.decode import PlainDecoding
-from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
+from compress.runtime.decode_run import Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
@@ -45,6 +48,7 @@ from compress.runtime.speculative.decoding import SpeculativeDecoding
 from compress.runtime.speculative.proposer import CacheSizes, Proposer
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.step_budget import StepBudget
+from compress.runtime.step_queue import LaunchedStep, StepQueue
 from compress.runtime.swap import HostSwap
 from compress.runtime.waiting_queue import WaitingQueue
 
@@ -122,6 +126,7 @@ class Engine:
             short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
+            shares_prompts=proposer is None or not proposer.kv_bytes_per_token,
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
@@ -132,7 +137,7 @@ class Engine:
             self._speculation = SpeculativeDecoding(
                 speculative, proposer, self.runner, sizes, deployment, self._scheduler
             )
-        self._decoding: Decoding = self._speculation or PlainDecoding(
+        decoding: Decoding = self._speculation or PlainDecoding(
             self.runner,
             self._scheduler,
             max_batch_size=config.max_batch_size,
@@ -140,13 +145,14 @@ class Engine:
             block_size=self._block_size,
             device=device,
         )
-        self._prefill = Prefill(
+        prefill = Prefill(
             (self._speculation or self.runner).prefill,
             block_size=self._block_size,
             short_prompt_rows=self.runner.short_prompt_rows,
             device=device,
         )
-        self._run: DecodeRun | None = None
+        self._decoding = decoding
+        self._launched = StepQueue(decoding, prefill, cache.copy_blocks)
         self._eos = frozenset(self.arch.eos_token_ids)
         self._unfinished: dict[str, Generation] = {}
         self.wait_s = 0.0
@@ -155,7 +161,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self._scheduler.has_work or self._run is not None
+        return self._scheduler.has_work or len(self._launched) > 0
 
     @property
     def num_preemptions(self) -> int:
@@ -180,6 +186,8 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             swapped_out=0 if swap is None else swap.num_out,
             swapped_in=0 if swap is None else swap.num_in,
+            shared_prompts=scheduler.num_shared,
+            copied_blocks=scheduler.num_copied,
         )
 
     @property
@@ -272,10 +280,7 @@ class Engine:
         Raises:
             UsageError: no unfinished request has this id.
         """
-        generation = self._find(request_id)
-        if self._run is not None:
-            self._run.stop()
-        return self._finish(generation, "cancelled")
+        return self._finish(self._find(request_id), "cancelled")
 
     def generate(self, requests: Sequence[Request]) -> list[Finished]:
         """Serve requests until all are finished; return results in the order of the requests.
@@ -302,12 +307,15 @@ class Engine:
         """
         now_s = time.perf_counter()
         finished = self._end_overdue(now_s)
-        if (run := self._run) is not None:
-            if not self._scheduler.may_admit(now_s) and run.launch_next():
-                return finished + self._read_oldest(run)
-            self._run = None
-            finished += self._read_oldest(run)
-        return finished + self._scheduled_step(now_s) if self._scheduler.has_work else finished
+        if not self._launched:
+            self._launch(now_s)
+        if self._launched:
+            if self._overlaps:
+                self._launch_ahead(now_s)
+            finished += self._read_oldest()
+        if self._overlaps and not self._launched:
+            self._launch(time.perf_counter())
+        return finished
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return which kernel serves what, and why no faster one does.
@@ -322,23 +330,25 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _scheduled_step(self, now_s: float) -> list[Finished]:
-        """Schedule a step and launch it; read it too, unless the next step may be launched before.
+    def _launch(self, now_s: float) -> None:
+        """Schedule a step and launch it, if anything can run.
 
         On a CPU, where a launch returns when all is computed, decodes are read before prompts are launched.
         """
         batch = self._scheduler.schedule(now_s, max_prefill_tokens=self._budget.num_tokens)
-        run = DecodeRun(self._decoding, batch.decodes) if batch.decodes else None
-        shows_likeliest = any(each.request.params.top_logprobs for each in batch.decodes)
-        if run is not None and not batch.prefills and self._overlaps and not shows_likeliest:
-            self._run = run
-            return []
-        finished = self._read_oldest(run) if run is not None and self.device.type == "cpu" else []
-        prefilled = self._prefill.launch(batch.prefills) if batch.prefills else None
-        if run is not None and self.device.type != "cpu":
-            finished = self._read_oldest(run)
-        self._budget.launched(batch.num_prefill_tokens, beside_decodes=run is not None)
-        return finished if prefilled is None else finished + self._read(prefilled.generations, prefilled)
+        if batch.decodes or batch.prefills:
+            self._launched.launch(batch, defers=self.device.type == "cpu" and not self._overlaps)
+
+    def _launch_ahead(self, now_s: float) -> None:
+        """Launch the next step if it can do without the tokens of the last one on the host."""
+        if self._launched.newest.holds_logits:
+            return
+        admits = self._scheduler.may_admit(now_s)
+        if not admits and self._launched.launch_next(self._scheduler.num_running):
+            return
+        decodes = self._scheduler.decodes_ahead()
+        if decodes is not None and self._decoding.may_load_ahead(decodes):
+            self._launch(now_s)
 
     @property
     def _overlaps(self) -> bool:
@@ -350,12 +360,23 @@ class Engine:
             and self.observer is None
         )
 
-    def _read_oldest(self, run: DecodeRun) -> list[Finished]:
-        finished = self._read(run.generations, run.pop_oldest())
-        if finished:
-            run.stop()
-        self._budget.read(time.perf_counter())
+    def _read_oldest(self) -> list[Finished]:
+        """Read the tokens of the oldest step; return the requests that have finished."""
+        step = self._launched.pop_oldest()
+        finished: list[Finished] = []
+        if step.decoded is not None:
+            finished += self._read(step.decodes, step.decoded)
+            self._budget.read(time.perf_counter())
+        self._launch_deferred(step)
+        self._budget.launched(step.num_prefill_tokens, beside_decodes=step.decoded is not None)
+        if step.prefilled is not None:
+            finished += self._read(step.prefilled.generations, step.prefilled)
         return finished
+
+    @torch.inference_mode()
+    def _launch_deferred(self, step: LaunchedStep) -> None:
+        if step.deferred:
+            self._launched.launch_deferred(step)
 
     def _end_overdue(self, now_s: float) -> list[Finished]:
         """End the requests whose deadline has passed."""
@@ -363,8 +384,6 @@ class Engine:
         for deadline_s, request_id in self._deadlines.passed(now_s):
             generation = self._unfinished.get(request_id)
             if generation is not None and generation.request.deadline_s == deadline_s:
-                if self._run is not None:
-                    self._run.stop()
                 ended.append(self._finish(generation, "deadline"))
         return ended
 
@@ -396,7 +415,7 @@ class Engine:
         finished = list[Finished]()
         lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
         for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
-            if not generation.blocks:
+            if generation.ended:
                 continue  # it ended one step ago: these are the surplus tokens of a step launched ahead
             ended = generation.append(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
             if row_idx in likely:

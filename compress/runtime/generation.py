@@ -9,8 +9,11 @@ from compress.runtime.request import Reason, Request, TopLogprobs
 class Generation:
     """A request in progress: its tokens so far, prompt included, and the blocks of its keys and values.
 
-    The keys and values of the first `num_computed` tokens are in `blocks`. `prefill_end` tokens are
-    prefilled after the last admission, and later ones are decoded. It may have `end` tokens in all. It was
+    The keys and values of the first `num_computed` tokens are in `blocks`, once the device has done what was
+    launched. Steps that were launched and not read choose `num_pending` more tokens; speculative steps, which
+    may give several, count none. `prefill_end` tokens are prefilled after the last admission, and later ones
+    are decoded; while it is prefilled, `leader` is the request whose chunks are its own too, if there is one.
+    It may have `end` tokens in all, and nothing is appended once it has `ended`. It was
     admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; its first
     `num_cached_blocks` blocks are in that cache, by `block_keys`.
     """
@@ -20,7 +23,9 @@ class Generation:
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     prefill_end: int = 0
+    leader: "Generation | None" = field(default=None, repr=False)
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -28,6 +33,7 @@ class Generation:
     cached_tokens: int = 0
     block_keys: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
+    ended: bool = False
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,9 +50,23 @@ class Generation:
         return self.end - len(self.tokens)
 
     @property
+    def length(self) -> int:
+        """Number of tokens once every step that was launched is read."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all its tokens once every step that was launched is read."""
+        return self.length >= self.end
+
+    @property
     def decoding(self) -> bool:
         """Whether its prefill is complete."""
         return self.num_computed >= self.prefill_end
+
+    def follows(self, leader: "Generation") -> bool:
+        """Return whether this request is prefilled by the chunks of `leader`."""
+        return self.leader is leader and not self.decoding
 
     def append(
         self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None
@@ -59,7 +79,8 @@ class Generation:
             tokens, reason = self._until_end(tokens, eos)
         self.tokens += tokens
         self.token_times_s += [now_s] * len(tokens)
-        self.num_computed = len(self.tokens) - 1
+        self.num_pending = max(0, self.num_pending - 1)
+        self.num_computed = self.length - 1
         if logprobs is not None:
             self.logprobs += logprobs[: len(tokens)]
         return reason

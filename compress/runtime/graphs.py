@@ -48,6 +48,10 @@ class Graphs(Generic[T]):
         """Return the number of rows of the graph that serves `wanted` rows; on a CPU that is `wanted`."""
         return next(size for size in self._sizes if size >= wanted) if self._device.type == "cuda" else wanted
 
+    def has(self, key: Hashable) -> bool:
+        """Return whether `prepare` captures nothing for this key."""
+        return self._device.type != "cuda" or key in self._captured
+
     @torch.inference_mode()
     def prepare(
         self,

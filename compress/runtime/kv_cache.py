@@ -23,6 +23,7 @@ from compress.kernels.operands.paged import (
     PagedKV,
 )
 from compress.kernels.operands.rows import FP8
+from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 
@@ -133,6 +134,12 @@ class KVCache:
             part = bytes_NB[:, start : start + size].reshape(-1, num_heads, *rest)
             each.index_copy_(1, blocks_N, part.transpose(0, 1).contiguous())
             start += size
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second; all are read before any is written."""
+        device = self._layers[0].k.device
+        sources_N, targets_N = (sent(torch.tensor(blocks), device) for blocks in zip(*pairs, strict=True))
+        self.write_blocks(targets_N, self.read_blocks(sources_N))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""

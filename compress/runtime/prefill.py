@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.step.host_memory import received, sent
 from compress.runtime.batch import PrefillBatch
+from compress.runtime.decode_run import FirstTokens, HostResults
 from compress.runtime.generation import Generation
 from compress.runtime.sampler import SampledTokens, sample
 from compress.runtime.scheduler import PrefillChunk
@@ -22,20 +24,27 @@ class PrefilledTokens:
     generations: list[Generation]
     logits_WV: Tensor
     sampled: SampledTokens
+    results: HostResults
+
+    @property
+    def firsts(self) -> FirstTokens:
+        """The tokens on the device."""
+        return FirstTokens(self.generations, self.sampled.tokens_R)
 
     def wait(self) -> None:
         """Wait until the device has chosen the tokens."""
-        if self.logits_WV.is_cuda:
-            torch.cuda.current_stream(self.logits_WV.device).synchronize()
+        self.results.wait()
 
     def read(self) -> list[list[int]]:
         """Return one token for each request."""
-        return self.sampled.tokens_R.unsqueeze(1).tolist()  # type: ignore[no-any-return]
+        return [[token] for token in self.results.tokens.tolist()]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
         """Log probabilities of the tokens, or None where no request wants them."""
-        return None if self.sampled.logprobs_R is None else self.sampled.logprobs_R.unsqueeze(1).tolist()
+        if self.sampled.logprobs_R is None:
+            return None
+        return [[logprob] for logprob in self.results.logprobs.tolist()]
 
     @property
     def logits(self) -> Tensor:
@@ -69,18 +78,33 @@ class Prefill:
         are none.
         """
         generations: list[Generation] = []
-        logits: list[Tensor] = []
+        passes: list[tuple[PrefillBatch, bool]] = []
         for group, short in self._groups(chunks):
-            logits.append(self._run(self._batch(group), short=short))
-            generations += [each.generation for each in group if each.is_last]
+            passes.append((self._batch(group), short))
+            generations += [one for each in group if each.is_last for one in each.generations]
+        prefilled = self._compute(passes, generations)
         for each in chunks:
-            each.generation.num_computed += each.num_tokens
+            for generation in each.generations:
+                generation.num_computed += each.num_tokens
+        for generation in generations:
+            generation.num_pending += 1
+        return prefilled
+
+    def _compute(
+        self, passes: Sequence[tuple[PrefillBatch, bool]], generations: list[Generation]
+    ) -> PrefilledTokens | None:
+        """Have the device run the passes and choose the tokens of the requests whose prompts end in them."""
+        logits = [self._run(batch, short=short) for batch, short in passes]
         if not generations:
             return None
         logits_WV = torch.cat(logits)
         params = [each.request.params for each in generations]
-        positions = [len(each.tokens) for each in generations]
-        return PrefilledTokens(generations, logits_WV, sample(logits_WV, params, positions))
+        sampled = sample(logits_WV, params, [len(each.tokens) for each in generations])
+        tokens_R = received(sampled.tokens_R)
+        logprobs_R = tokens_R if sampled.logprobs_R is None else received(sampled.logprobs_R)
+        results = HostResults(tokens_R, logprobs_R, torch.cuda.Event() if logits_WV.is_cuda else None)
+        results.record()
+        return PrefilledTokens(generations, logits_WV, sampled, results)
 
     def _groups(self, chunks: Sequence[PrefillChunk]) -> Iterator[tuple[Sequence[PrefillChunk], bool]]:
         """Yield the chunks of each batch, and whether they are short prompts."""
@@ -115,7 +139,7 @@ class Prefill:
             tables.append(torch.tensor(generation.blocks))
             slots.append(slots_of(positions[-1], tables[-1], self._block_size))
             if each.is_last:
-                wanted_rows.append(len(tokens) - 1)
+                wanted_rows += [len(tokens) - 1] * len(each.generations)
         table_RB = pad_sequence(tables, batch_first=True, padding_value=PADDING_BLOCK)
         tokens_T = torch.from_numpy(np.array(tokens, np.int64))  # quicker than `torch.tensor`
         return PrefillBatch(
@@ -129,8 +153,7 @@ class Prefill:
         )
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device. The host does not wait for what was launched before."""
-        return tensor.to(self._device, non_blocking=True)
+        return sent(tensor, self._device)
 
 
 def slots_of(positions_T: Tensor, blocks_B: Tensor, block_size: int) -> Tensor:

@@ -67,7 +67,8 @@ class Request:
     """Prompt tokens and how to continue them. The caller chooses `id`, unique among unfinished requests.
 
     Requests of a lower `priority` are admitted first. A request that is unfinished at `deadline_s`, a
-    moment of `time.perf_counter`, ends there with what it has.
+    moment of `time.perf_counter`, ends there with what it has. Requests of one `group` that have the same
+    prompt compute it once, where they are admitted before it is computed: several completions of one prompt.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     deadline_s: float | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class EngineCounts:
 
     `reserved_positions` of the `cache_positions` are in blocks of requests, and `live_tokens` of those hold
     keys and values: the ratio of the last two is the utilization of the cache. `prefix_queried` and
-    `prefix_hits` count prompt tokens.
+    `prefix_hits` count prompt tokens, `shared_prompts` requests whose prompt another of their group computed,
+    and `copied_blocks` the partly filled blocks that were copied when one of them wrote to it.
     """
 
     num_running: int
@@ -119,3 +122,5 @@ class EngineCounts:
     preemptions: int
     swapped_out: int
     swapped_in: int
+    shared_prompts: int = 0
+    copied_blocks: int = 0

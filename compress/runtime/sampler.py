@@ -29,6 +29,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton
 from compress.kernels.sample.choose import Draw, Filter, choose, choose_drawn
+from compress.kernels.step.host_memory import sent
 from compress.runtime.request import SamplingParams, TopLogprobs
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -77,9 +78,7 @@ class SamplingRows:
         params = [*params, *[_GREEDY] * (pad_to - len(params))]
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(each, name) for each in params], dtype=dtype).to(
-                device, non_blocking=True
-            )
+            return sent(torch.tensor([getattr(each, name) for each in params], dtype=dtype), device)
 
         temperature_R, top_p_R, min_p_R = (
             column(name, torch.float32) for name in ("temperature", "top_p", "min_p")
@@ -126,7 +125,7 @@ def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Seque
     sequences.
     """
     device = logits_RV.device
-    positions_R = torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True)
+    positions_R = sent(torch.tensor(positions, dtype=torch.int64), device)
     return sample_rows(
         logits_RV.to(torch.float32), SamplingRows.of(params, device), positions_R, SamplingPlan.of(params)
     )

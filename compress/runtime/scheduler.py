@@ -10,10 +10,16 @@
   highest `priority` value. That request loses its blocks and waits before all others. Its keys and values are
   recomputed from its tokens when it is admitted again, or taken back from host memory (`swap.py`). The first
   admitted of the most urgent requests always proceeds, so all finish.
+- Requests of one group with the same prompt share all its blocks and its prefill chunks, if they are admitted
+  before those are done: the first is their leader. A block that several hold is copied when one of them is
+  about to write to it (`Batch.copies`).
+- A step may be scheduled before the tokens of the last one are read, unless it has to preempt
+  (`decodes_ahead`). A request that has its last token with the last step gives up its row and its blocks
+  then: the device does steps in order, so nobody writes to them before it has done that one.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from compress.runtime.batching import Batching
@@ -41,10 +47,18 @@ class Swap(Protocol):
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """The next `num_tokens` tokens of a generation that is being prefilled."""
+    """The next `num_tokens` tokens of a generation that is being prefilled, and of `followers` that share its
+    blocks.
+    """
 
     generation: Generation
     num_tokens: int
+    followers: tuple[Generation, ...] = ()
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """All that it prefills."""
+        return self.generation, *self.followers
 
     @property
     def is_last(self) -> bool:
@@ -54,10 +68,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """The work of one step: requests to decode, and chunks of prompts to prefill."""
+    """The work of one step: requests to decode, and chunks of prompts to prefill. Before either, the first
+    block of each of `copies` is copied to the second.
+    """
 
     decodes: tuple[Generation, ...]
     prefills: tuple[PrefillChunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -84,6 +101,7 @@ class Scheduler:
         short_prompt_tokens: int = 0,
         num_unsure: int = 0,
         swap: Swap | None = None,
+        shares_prompts: bool = True,
     ) -> None:
         assert max_step_tokens >= max_batch_size, "every running request must be able to decode in one step"
         self._pool = pool
@@ -96,8 +114,13 @@ class Scheduler:
         self._short_prompt_tokens = short_prompt_tokens
         self._num_unsure = num_unsure
         self._swap = swap
+        self._shares_prompts = shares_prompts
         self._running: list[Generation] = []
+        self._copies: dict[Generation, tuple[int, int]] = {}
+        """Copies of the step that is being scheduled, by the request that writes to the second block."""
         self.num_preemptions = 0
+        self.num_shared = 0
+        self.num_copied = 0
 
     @property
     def has_work(self) -> bool:
@@ -122,8 +145,10 @@ class Scheduler:
     @property
     def live_tokens(self) -> int:
         """Positions among those that hold keys and values of a request; a shared block counts once."""
-        unused = sum(len(each.blocks) * self._block_size - each.num_computed for each in self._running)
-        return self.reserved_positions - unused
+        unused = {
+            each.blocks[-1]: len(each.blocks) * self._block_size - each.num_computed for each in self._running
+        }
+        return self.reserved_positions - sum(unused.values())
 
     def may_admit(self, now_s: float) -> bool:
         """Return whether the next step would admit a request from the queue."""
@@ -131,7 +156,8 @@ class Scheduler:
             return False
         if not self._batching.is_open(self._waiting, len(self._running), now_s):
             return False
-        return self._fits(head := self._waiting.head(), self._found(head))
+        head = self._waiting.head()
+        return self._pool.num_free > 0 if self._leader(head) else self._fits(head, self._found(head))
 
     def add(self, generation: Generation) -> None:
         """Append a generation to the queue.
@@ -142,9 +168,14 @@ class Scheduler:
         self._waiting.add(generation)
 
     def finish(self, generation: Generation) -> None:
-        """Remove a generation from the queue or from the running set, and free its blocks."""
-        (self._running if generation in self._running else self._waiting).remove(generation)
-        self._release(generation)
+        """Remove a generation from the queue or from the running set, where it still is, and free its
+        blocks.
+        """
+        if generation in self._running:
+            self._leave(generation)
+        elif generation in self._waiting:
+            self._waiting.remove(generation)
+        generation.ended = True
         self._batching.left(len(self._waiting))
         if self._swap is not None:
             self._swap.drop(generation)
@@ -158,6 +189,15 @@ class Scheduler:
             generation.blocks += self._pool.allocate(min(missing, self._pool.num_free))
         return num_tokens <= len(generation.blocks) * self._block_size
 
+    def decodes_ahead(self) -> list[Generation] | None:
+        """Return the requests that the next step decodes if it is scheduled before the last one is read, or
+        None where it would have to preempt one: what has to be kept of that is known when it is read.
+        """
+        self._retire()
+        decodes = [each for each in self._running if each.decoding]
+        missing = sum(self._num_missing(each) for each in decodes)
+        return decodes if missing <= self._pool.num_free else None
+
     def schedule(self, now_s: float = 0.0, *, max_prefill_tokens: int | None = None) -> Batch:
         """Choose what the next step serves, and allocate its blocks. Beside decodes, prefill
         chunks have at most `max_prefill_tokens` in all (None: what the budget leaves).
@@ -166,6 +206,8 @@ class Scheduler:
         """
         if self._prefixes is not None:
             self._prefixes.begin_step()
+        self._retire()
+        self._copies.clear()
         preemptions = self.num_preemptions
         decodes = self._schedule_decodes()
         budget = self._max_step_tokens - len(decodes)
@@ -178,17 +220,39 @@ class Scheduler:
             prefills.append(PrefillChunk(generation, num_tokens))
             budget -= num_tokens
             self._insert(generation, generation.num_computed + num_tokens, computed=False)
-        return Batch(tuple(decodes), tuple(prefills))
+        self.num_copied += len(self._copies)
+        return Batch(tuple(decodes), tuple(map(self._with_followers, prefills)), tuple(self._copies.values()))
 
     def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:
         """Yield the running requests whose prefill is not complete, then admit others, one at a time.
 
         Blocks just taken from a request are not for a younger one: then none is admitted.
         """
-        yield from [each for each in self._running if not each.decoding]
+        yield from [each for each in self._running if not each.decoding and each.leader is None]
         while admits and (generation := self._admit(now_s)) is not None:
-            if not generation.decoding:
+            while self._waiting and self._leader(self._waiting.head()) and self._admit(now_s):
+                pass  # whoever shares its prompt does so from the first chunk on
+            if not generation.decoding and generation.leader is None:
                 yield generation
+
+    def _with_followers(self, chunk: PrefillChunk) -> PrefillChunk:
+        if chunk.generation.request.group is None:
+            return chunk
+        return replace(chunk, followers=tuple(self._followers(chunk.generation)))
+
+    def _followers(self, leader: Generation) -> list[Generation]:
+        return [each for each in self._running if each.follows(leader)]
+
+    def _leader(self, generation: Generation) -> Generation | None:
+        """Return the request of the same group and prompt that is being prefilled, if there is one."""
+        group = generation.request.group
+        if group is None or not self._shares_prompts or generation.generated:
+            return None
+        for each in self._running:
+            leads = each.request.group == group and each.leader is None and not each.decoding
+            if leads and each.tokens == generation.tokens:
+                return each
+        return None
 
     def _schedule_decodes(self) -> list[Generation]:
         decodes: list[Generation] = []
@@ -196,10 +260,27 @@ class Scheduler:
             while generation.blocks and self._num_missing(generation) > self._pool.num_free:
                 self._preempt(max(reversed(self._running), key=lambda each: each.request.priority))
             if generation.blocks:  # otherwise it was preempted itself
+                self._own_last_block(generation)
                 if (missing := self._num_missing(generation)) > 0:
                     generation.blocks += self._pool.allocate(missing)
                 decodes.append(generation)
         return [each for each in decodes if each.blocks]
+
+    def _writes_shared(self, generation: Generation) -> bool:
+        """Return whether others hold the block that the next decode of a request writes to."""
+        if generation.request.group is None:
+            return False
+        idx = (generation.length - 1) // self._block_size
+        return idx < len(generation.blocks) and self._pool.is_shared(generation.blocks[idx])
+
+    def _own_last_block(self, generation: Generation) -> None:
+        """Give a request a copy of the block that it is about to write to, if others hold that too."""
+        if self._writes_shared(generation):
+            shared = generation.blocks[-1]
+            (own,) = self._pool.allocate(1)
+            self._pool.free([shared])
+            generation.blocks[-1] = own
+            self._copies[generation] = shared, own
 
     def _admit(self, now_s: float) -> Generation | None:
         """Admit the request whose turn it is, where row and blocks are free; never skip one that does not
@@ -210,25 +291,45 @@ class Scheduler:
         if not self._batching.is_open(self._waiting, len(self._running), now_s):
             return None
         generation = self._waiting.head()
+        leader = self._leader(generation)
+        if leader is not None:
+            return self._join(generation, leader, now_s) if self._pool.num_free else None
         found = self._found(generation)
         if not self._fits(generation, found):
             return None
-        self._waiting.take()
-        self._batching.admitted()
-        self._pool.share(found)
-        generation.blocks = found
+        self._enter(generation, found, num_cached_blocks=generation.num_cached_blocks)
         generation.blocks += self._pool.allocate(self._num_missing(generation))
-        generation.prefill_end = len(generation.tokens)
-        self._running.append(generation)
         generation.num_computed = generation.num_cached_blocks * self._block_size
         if self._swap is not None and self._swap.holds(generation):
             generation.num_computed = generation.prefill_end = self._swap.restore(generation)
+        self._note_admission(generation, generation.num_computed, now_s)
+        return generation
+
+    def _join(self, generation: Generation, leader: Generation, now_s: float) -> Generation:
+        """Admit a request to the blocks and the chunks of its leader. One block is free for what follows."""
+        self._enter(generation, leader.blocks, num_cached_blocks=leader.num_cached_blocks)
+        generation.leader = leader
+        generation.num_computed = leader.num_computed
+        self.num_shared += 1
+        self._note_admission(generation, leader.cached_tokens, now_s)
+        return generation
+
+    def _enter(self, generation: Generation, blocks: Sequence[int], *, num_cached_blocks: int) -> None:
+        """Give the next of the queue a row of the batch, and a share of these blocks."""
+        self._waiting.take()
+        self._batching.admitted()
+        self._pool.share(blocks)
+        generation.blocks = list(blocks)
+        generation.num_cached_blocks = num_cached_blocks
+        generation.prefill_end = len(generation.tokens)
+        self._running.append(generation)
+
+    def _note_admission(self, generation: Generation, cached_tokens: int, now_s: float) -> None:
         if generation.admitted_s is None:
             generation.admitted_s = now_s
-            generation.cached_tokens = generation.num_computed
+            generation.cached_tokens = cached_tokens
             if self._prefixes is not None:
                 self._prefixes.count(generation)
-        return generation
 
     def _found(self, generation: Generation) -> list[int]:
         """Return the blocks of the prefix cache that hold the beginning of a waiting request."""
@@ -243,17 +344,33 @@ class Scheduler:
         missing = self._num_missing(generation) - len(found)
         return missing <= self._pool.num_free - self._pool.num_evictable_of(found)
 
+    def _retire(self) -> None:
+        """Take the row and the blocks of requests that have all tokens once the last step is read."""
+        for generation in [each for each in self._running if each.is_complete]:
+            self._leave(generation)
+
     def _is_long(self, generation: Generation) -> bool:
         return len(generation.request.prompt) > self._short_prompt_tokens
 
     def _num_missing(self, generation: Generation) -> int:
-        return -(-len(generation.tokens) // self._block_size) - len(generation.blocks)
+        missing = -(-generation.length // self._block_size) - len(generation.blocks)
+        return missing + self._writes_shared(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        self._running.remove(generation)
+        if generation.request.group is not None:
+            followers = self._followers(generation)
+            for each in followers:  # all have come as far: the first goes on
+                each.leader = None if each is followers[0] else followers[0]
+            generation.leader = None
+        self._release(generation)
 
     def _preempt(self, generation: Generation) -> None:
-        self._running.remove(generation)
-        if self._swap is not None and generation.decoding:
+        # A block that is yet to be copied to holds nothing that could be stored.
+        copied = self._copies.pop(generation, None) is not None
+        if self._swap is not None and generation.decoding and not copied:
             self._swap.store(generation)
-        self._release(generation)
+        self._leave(generation)
         generation.num_computed = 0
         self._waiting.put_back(generation)
         self.num_preemptions += 1

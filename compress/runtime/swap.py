@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compress.kernels.step.host_memory import sent
 from compress.runtime.generation import Generation
 from compress.runtime.kv_cache import KVCache
 
@@ -50,7 +51,7 @@ class HostSwap:
         """Copy them into the request's new blocks; return how many tokens they cover."""
         slots, num_tokens = self._held.pop(generation)
         blocks = self._used_blocks(generation, num_tokens)
-        self._cache.write_blocks(self._ids(blocks), self._slots_NB[slots].to(self._device))
+        self._cache.write_blocks(self._ids(blocks), sent(self._slots_NB[slots], self._device))
         self._free += slots
         self.num_in += 1
         return num_tokens
@@ -65,4 +66,4 @@ class HostSwap:
         return generation.blocks[: -(-num_tokens // self._cache.block_size)]
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        return sent(torch.tensor(blocks, dtype=torch.int64), self._device)

@@ -208,7 +208,8 @@ class Call:
         if ask.params is not None:
             seed = (ask.params.seed + choice.index % ask.n) & MAX_SEED
             params = replace(ask.params, seed=seed)
-            request = Request(f"{self.id}-{choice.index}", choice.prompt.tokens, params, 0, deadline_s)
+            group = self.id if ask.n > 1 else None
+            request = Request(f"{self.id}-{choice.index}", choice.prompt.tokens, params, 0, deadline_s, group)
         choice.job = Job(
             self.client,
             choice.prompt.tokens,

@@ -209,9 +209,9 @@ REQUEST = Journey(
             "Chooses the first token, by seed and position; decode steps call sample_rows of the same file.",
         ),
         Stop(
-            "compress/runtime/decode_run.py",
-            "DecodeRun",
-            "Launches decode steps, one ahead of the host where that is possible.",
+            "compress/runtime/step_queue.py",
+            "StepQueue",
+            "Launches steps, one before the last is read where that is possible.",
         ),
         Stop(
             "compress/runtime/decode.py",

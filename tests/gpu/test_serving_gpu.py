@@ -1,5 +1,6 @@
-"""Many requests on a GPU: up to 512 rows of a step keep their bits in any company, and neither the prefix
-cache nor blocks that wait on the host change a token."""
+"""Many requests on a GPU: up to 512 rows of a step keep their bits in any company, and neither steps that are
+launched before the last one is read, nor the prefix cache, shared prompts or blocks that wait on the host
+change a token."""
 
 from dataclasses import replace
 from itertools import takewhile
@@ -11,7 +12,17 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
-from tests.gpu.test_speculative_gpu import CUDA, TARGETS, VOCAB, make_requests, make_source
+from compress.runtime.scheduler import Batch
+from compress.runtime.step_queue import StepQueue
+from tests.gpu.test_speculative_gpu import (
+    CUDA,
+    TARGETS,
+    VOCAB,
+    make_requests,
+    make_source,
+    served_as_they_come,
+    stopping,
+)
 
 pytestmark = pytest.mark.gpu
 CONFIG = EngineConfig(max_batch_size=512, max_model_len=512, kv_cache_bytes=1 << 29)
@@ -79,3 +90,98 @@ def test_requests_that_wait_on_the_host_go_on_with_the_same_bits() -> None:
     engine = Engine(source, device=CUDA, config=config)
     assert results(engine.generate(requests)) == plain
     assert engine.counts.swapped_out == engine.counts.swapped_in > 0
+
+
+def coming_and_going(count: int) -> list[Request]:
+    """Requests that end by length and by a token, some after a single token, some drawn."""
+    return [
+        replace(
+            each,
+            params=replace(
+                each.params, ignore_eos=idx % 3 == 0, max_tokens=(1, 2, 9, 40)[idx % 4], logprobs=idx % 5 > 0
+            ),
+        )
+        for idx, each in enumerate(make_requests(count))
+    ]
+
+
+class Launches:
+    """Counts steps that admit, chunk or follow an end, and those of them that were launched ahead. With
+    `strict`, an operation of torch that waits for the device is an error while one is launched.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = self.num_ahead = 0
+        self.strict = False
+        launch = StepQueue.launch
+
+        def noted(queue: StepQueue, batch: Batch, *, defers: bool = False) -> None:
+            self.num += 1
+            self.num_ahead += len(queue) > 0
+            torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
+            try:
+                launch(queue, batch, defers=defers)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(StepQueue, "launch", noted)
+
+
+@pytest.mark.parametrize("step_tokens", [2048, 40], ids=["whole", "chunks"])
+def test_steps_that_begin_before_the_last_is_read_change_no_token(
+    step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = stopping(make_source("W4A16_G128"))
+    requests = coming_and_going(40)
+    config = EngineConfig(
+        max_batch_size=6, max_model_len=512, kv_cache_bytes=1 << 28, max_step_tokens=step_tokens
+    )
+    in_step = Engine(source, device=CUDA, config=replace(config, sync=True))
+    expected = served_as_they_come(in_step, requests)
+    assert {reason for _, reason, _ in expected.values()} == {"stop", "length"}
+    launches = Launches(monkeypatch)
+    ahead = Engine(source, device=CUDA, config=config)
+    for repeat in range(3):
+        launches.num = launches.num_ahead = 0
+        launches.strict = repeat == 2  # every graph is captured by then
+        found = served_as_they_come(ahead, requests)
+        assert found.keys() == expected.keys()
+        for name, (tokens, reason, logprobs) in found.items():
+            assert (tokens, reason) == expected[name][:2], name
+            assert logprobs == (None if logprobs is None else pytest.approx(expected[name][2], abs=0.05))
+    assert launches.num > 40
+    assert launches.num_ahead > 0.8 * launches.num
+    assert ahead.counts.reserved_positions == 0
+
+
+def test_hundreds_that_come_and_go_ahead_have_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = coming_and_going(300)
+    config = replace(CONFIG, max_batch_size=64)
+    expected, found = (
+        results(Engine(make_source("BF16"), device=CUDA, config=each).generate(requests))
+        for each in (replace(config, sync=True), config)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("length", [37, 64, 128])
+@pytest.mark.parametrize("target", TARGETS)
+def test_completions_of_a_prompt_have_the_bits_of_separate_requests(target: str, length: int) -> None:
+    (first, *_) = make_requests(1)
+    prompt = tuple(range(5, 5 + length))
+    requests = [
+        replace(
+            first,
+            id=str(idx),
+            prompt=prompt,
+            params=replace(first.params, max_tokens=70, temperature=0.8 * (idx > 0), seed=idx),
+        )
+        for idx in range(6)
+    ]
+    engine = Engine(make_source(target), device=CUDA, config=replace(CONFIG, max_batch_size=8))
+    separate = [results(engine.generate([each]))[0] for each in requests]
+    assert engine.counts.shared_prompts == 0
+    together = results(engine.generate([replace(each, group="one") for each in requests]))
+    assert together == separate
+    assert engine.counts.shared_prompts == 5
+    assert engine.counts.copied_blocks == (5 if length % 64 else 0)

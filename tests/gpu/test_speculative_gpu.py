@@ -13,7 +13,7 @@ from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
-from compress.runtime.decode_run import DecodeRun
+from compress.runtime.decode_run import DecodeRun, PendingTokens
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
@@ -125,7 +125,13 @@ def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.
     """
     ahead = list[bool]()
     launch_next = DecodeRun.launch_next
-    monkeypatch.setattr(DecodeRun, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
+
+    def noted(run: DecodeRun) -> PendingTokens | None:
+        step = launch_next(run)
+        ahead.append(step is not None)
+        return step
+
+    monkeypatch.setattr(DecodeRun, "launch_next", noted)
     source = stopping(make_source("W4A16_G128"))
     requests = make_requests(14)
     requests = [

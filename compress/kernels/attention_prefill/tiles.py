@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from compress.kernels.step.host_memory import sent
+
 
 @lru_cache(maxsize=4)
 def dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -18,9 +20,9 @@ def dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Ten
     blocks = [(sequence, idx) for sequence, count in enumerate(num_blocks) for idx in range(count)]
     firsts = [sum(num_blocks[:sequence]) for sequence in range(len(num_blocks))]
     table = [[first + idx for idx in range(max(num_blocks))] for first in firsts]
-    return torch.tensor(blocks, dtype=torch.int32).to(device), torch.tensor(table, dtype=torch.int32).to(
-        device
-    )
+    lists = (torch.tensor(each, dtype=torch.int32) for each in (blocks, table))
+    blocks_N2, table_RB = (sent(each, device) for each in lists)
+    return blocks_N2, table_RB
 
 
 @lru_cache(maxsize=4)
@@ -38,7 +40,7 @@ def query_tiles(
             )
         row += query_len
     tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
-    return torch.tensor(tiles, dtype=torch.int32).to(device)
+    return sent(torch.tensor(tiles, dtype=torch.int32), device)
 
 
 class FixedLists:
@@ -97,4 +99,4 @@ def _load(place: Tensor, entries: Tensor) -> None:
     not wait for what was launched before."""
     whole = torch.zeros(place.shape, dtype=place.dtype)
     whole[: entries.shape[0], : entries.shape[1]] = entries
-    place.copy_(whole, non_blocking=True)
+    place.copy_(whole.pin_memory() if place.is_cuda else whole, non_blocking=True)

@@ -7,7 +7,8 @@
                  chosen token, log probability -> host
 
 The host and the kernels exchange values in memory that both reach (`host_memory.py`). When a sequence enters
-a new block, `begin_step` reads the number of the block there (`next_block`) and writes it to the block table.
+a block that the block table does not have yet, `begin_step` reads the number of the block there
+(`next_block`) and writes it to the table.
 `end_step` writes its results to one of two places in turn, so that the host may read one step while the next
 one runs: `num_steps` counts the steps begun, and step n uses place n % 2.
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.host_memory import uses_kernels
 
 _ROWS = 128
@@ -36,8 +38,8 @@ class DecodeBuffers:
     are float32.
 
     `tokens` are the next to be fed. `running` is 1 for a request and 0 for a padding row, whose context does
-    not grow. `next_block` is read for running rows whose position begins a block. The host tensors hold the
-    results of step n at index n % 2.
+    not grow. `next_block` is read for running rows whose position begins a block that has no entry in the
+    block table. The host tensors hold the results of step n at index n % 2.
     """
 
     tokens_S: Tensor
@@ -79,6 +81,7 @@ def begin_step(
         COLUMNS=_COLUMNS,
         TABLE_COLUMNS=state.block_table_SB.shape[1],
         BLOCK_SIZE=block_size,
+        PADDING=PADDING_BLOCK,
         **pdl_options(device),
     )
     return x_RD, positions_R, slots_R
@@ -113,8 +116,10 @@ def _begin_by_torch(state: DecodeBuffers, num_rows: int, block_size: int) -> tup
     positions_R = state.context_lens_S[:num_rows] - 1
     column_R1 = torch.div(positions_R, block_size, rounding_mode="floor").unsqueeze(1)
     table_RB = state.block_table_SB[:num_rows]
-    opens_R = (positions_R % block_size == 0) & (state.running_S[:num_rows] != 0)
-    blocks_R = torch.where(opens_R, state.next_block_S[:num_rows], table_RB.gather(1, column_R1).squeeze(1))
+    known_R = table_RB.gather(1, column_R1).squeeze(1)
+    opens_R = (positions_R % block_size == 0) & (known_R == PADDING_BLOCK)
+    opens_R &= state.running_S[:num_rows] != 0
+    blocks_R = torch.where(opens_R, state.next_block_S[:num_rows], known_R)
     table_RB.scatter_(1, column_R1, blocks_R.unsqueeze(1))
     return positions_R, blocks_R * block_size + positions_R % block_size
 
@@ -145,12 +150,13 @@ def _begin(
     COLUMNS: tl.constexpr,
     TABLE_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute one row's embedding, position and slot.
 
-    Only rows that begin a block read the memory of the host, past the caches (.cv): that takes a microsecond
-    or two.
+    Only rows that begin a new block read the memory of the host, past the caches (.cv): that takes a
+    microsecond or two.
     """
     launch_dependents(PDL)
     wait(PDL)
@@ -164,7 +170,7 @@ def _begin(
         position = tl.load(context_lens_ptr + row) - 1
         entry_ptr = table_ptr + row * TABLE_COLUMNS + position // BLOCK_SIZE
         block = tl.load(entry_ptr)
-        opens = (position % BLOCK_SIZE == 0) & (tl.load(running_ptr + row) != 0)
+        opens = (position % BLOCK_SIZE == 0) & (block == PADDING) & (tl.load(running_ptr + row) != 0)
         if opens:
             block = tl.load(next_block_ptr + row, cache_modifier=".cv")
             tl.store(entry_ptr, block)

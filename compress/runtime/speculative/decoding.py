@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.runtime.batch import Features, PrefillBatch
-from compress.runtime.decode_run import HostResults
+from compress.runtime.decode_run import FirstTokens, HostResults
 from compress.runtime.deployment import Deployment
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
@@ -50,7 +50,7 @@ class VerifiedTokens:
         """Return the new tokens of each request, none for a request that ended in an earlier step. Call once:
         it counts them.
         """
-        running = [bool(each.blocks) for each in self.generations]
+        running = [not each.ended for each in self.generations]
         results = self.results.tokens.tolist()[: len(self.generations)]
         rows = [(count, tokens[: accepted + 1]) for count, accepted, *tokens in results]
         self.count([row for row, runs in zip(rows, running, strict=True) if runs])
@@ -120,8 +120,12 @@ class SpeculativeDecoding:
         self._proposer.prefill(batch, features, short=short)
         return logits_WV
 
+    def may_load_ahead(self, generations: Sequence[Generation]) -> bool:
+        """Return False: proposers and limits need the last tokens on the host."""
+        return False
+
     @torch.inference_mode()
-    def load(self, generations: Sequence[Generation]) -> None:
+    def load(self, generations: Sequence[Generation], firsts: FirstTokens | None = None) -> None:
         """Begin a run of steps of these requests, and take blocks for the proposals of the first one where
         there are free ones.
 

@@ -28,6 +28,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
         "COLUMNS": 1024,
         "TABLE_COLUMNS": 17,
         "BLOCK_SIZE": 64,
+        "PADDING": 0,
         "ROWS": 128,
         "LOGPROBS": True,
         "STATE_ROWS": 64,
@@ -85,6 +86,7 @@ def test_sequences_grow_through_their_blocks_and_padding_rows_stay(
         expected = context + running * (step - 1) - 1
         state.next_block_S.copy_(blocks.gather(1, (expected // BLOCK_SIZE).unsqueeze(1)).squeeze(1))
         state.next_block_S[expected % BLOCK_SIZE != 0] = -7  # not looked at
+        state.next_block_S[expected < known.sum(dim=1) * BLOCK_SIZE] = -7  # the table has the block
         state.next_block_S[running == 0] = -7
         fed = embed[state.tokens_S[:num_rows]]
         x, positions, slots = begin_step(state, num_rows, embed, block_size=BLOCK_SIZE)

@@ -1,9 +1,13 @@
 """Any order of arrivals, steps and cancellations: no block leaks, none is freed twice, nobody starves, and
-every row attends to the keys and values of its own sequence.
+every row attends to the keys and values of its own sequence. Steps begin before or after the last one is
+read, requests end by length or by a token that is seen late, and groups of them share a prompt.
 
 A cache without a model stands for the real one: a position holds the digest of all tokens up to it, written
 when its row is computed. What a row reads must be the digests of its own sequence, whoever wrote them.
 """
+
+from collections import deque
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,10 +19,11 @@ from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Batch, Scheduler
+from compress.runtime.scheduler import Batch, PrefillChunk, Scheduler
 from compress.runtime.waiting_queue import WaitingQueue
 
 BLOCK = 4
+STOP = 2
 SHORT = 6
 """Prompts up to this length run in passes of their own, before the long ones."""
 
@@ -28,18 +33,32 @@ class Cells:
 
     def __init__(self, num_slots: int) -> None:
         self.cells: dict[tuple[int, int], int] = {}
+        self.sequences: dict[Generation, list[int]] = {}
+        """The tokens of each request as the device knows them: the host has read the first of them."""
         self._num_slots = num_slots
         self._held: dict[Generation, tuple[list[list[int]], int]] = {}
 
     def write(self, generation: Generation, start: int, end: int) -> None:
         for position in range(start, end):
-            place = (generation.blocks[position // BLOCK], position % BLOCK)
-            self.cells[place] = hash(tuple(generation.tokens[: position + 1]))
+            self.cells[self._place(generation, position)] = self._digest(generation, position)
 
     def check(self, generation: Generation, end: int) -> None:
         for position in range(end):
-            place = (generation.blocks[position // BLOCK], position % BLOCK)
-            assert self.cells[place] == hash(tuple(generation.tokens[: position + 1]))
+            assert self.cells[self._place(generation, position)] == self._digest(generation, position)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        contents = [[self.cells.get((block, idx)) for idx in range(BLOCK)] for block, _ in copies]
+        for (_, block), content in zip(copies, contents, strict=True):
+            for idx, cell in enumerate(content):
+                self.cells.pop((block, idx), None)
+                if cell is not None:
+                    self.cells[block, idx] = cell
+
+    def _place(self, generation: Generation, position: int) -> tuple[int, int]:
+        return generation.blocks[position // BLOCK], position % BLOCK
+
+    def _digest(self, generation: Generation, position: int) -> int:
+        return hash(tuple(self.sequences[generation][: position + 1]))
 
     def store(self, generation: Generation) -> bool:
         used = generation.blocks[: -(-generation.num_computed // BLOCK)]
@@ -117,8 +136,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.now_s = 0.0
         self.alive: list[Generation] = []
+        self.launched: deque[tuple[list[Generation], list[Generation]]] = deque()
         self.num_arrived = 0
         self.num_done = 0
+        self.num_chosen = 0
 
     @rule(
         lengths=st.lists(st.integers(1, 18), min_size=1, max_size=4),
@@ -131,8 +152,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for length in lengths:
             self._arrive((7,) * length + last, max_tokens, priority)
 
-    def _arrive(self, prompt: tuple[int, ...], max_tokens: int, priority: int) -> None:
-        request = Request(str(self.num_arrived), prompt, SamplingParams(max_tokens), priority=priority)
+    @rule(length=st.integers(1, 18), limits=st.lists(st.integers(1, 6), min_size=2, max_size=4))
+    def ask_for_several(self, length: int, limits: list[int]) -> None:
+        """Several completions of one prompt come."""
+        group = str(self.num_arrived)
+        for max_tokens in limits:
+            self._arrive((9, *(7,) * length), max_tokens, 0, group)
+
+    def _arrive(
+        self, prompt: tuple[int, ...], max_tokens: int, priority: int, group: str | None = None
+    ) -> None:
+        name = str(self.num_arrived)
+        request = Request(name, prompt, SamplingParams(max_tokens), priority=priority, group=group)
         generation = Generation(request, self.now_s, list(prompt))
         self.num_arrived += 1
         try:
@@ -141,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_arrived -= 1
             return
         self.alive.append(generation)
+        self.cells.sequences[generation] = list(prompt)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -148,38 +180,65 @@ class SchedulerMachine(RuleBasedStateMachine):
         generation = data.draw(st.sampled_from(self.alive))
         self._end(generation)
 
-    @rule(most=st.sampled_from([None, 1, 5]))
-    def step(self, most: int | None) -> None:
+    @rule(most=st.sampled_from([None, 1, 5]), ahead=st.booleans(), stops_every=st.sampled_from([0, 0, 3, 7]))
+    def step(self, most: int | None, ahead: bool, stops_every: int) -> None:
         self.now_s += 1.0
-        self._run(self.scheduler.schedule(self.now_s, max_prefill_tokens=most))
+        if not ahead or self.scheduler.decodes_ahead() is None:
+            self._read(0)
+        preemptions = self.scheduler.num_preemptions
+        unread = len(self.launched)
+        self._launch(self.scheduler.schedule(self.now_s, max_prefill_tokens=most), stops_every)
+        assert not unread or preemptions == self.scheduler.num_preemptions
+        self._read(int(ahead))
 
-    def _run(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch, stops_every: int) -> None:
+        self.cells.copy(batch.copies)
         for generation in batch.decodes:
-            assert generation.generated  # its prompt chose the first token
-            length = len(generation.tokens)
+            length = generation.length
+            assert length > len(generation.request.prompt)  # its prompt chose the first token
+            assert length < generation.end
             self.cells.write(generation, length - 1, length)
             self.cells.check(generation, length)
+            generation.num_computed += 1
         short = [each for each in batch.prefills if len(each.generation.request.prompt) <= SHORT]
+        firsts: list[Generation] = []
         for chunks in (short, [each for each in batch.prefills if each not in short]):
-            spans = [
-                (each.generation, each.generation.num_computed, each.num_tokens, each.is_last)
-                for each in chunks
-            ]
-            for generation, start, count, _ in spans:
-                assert count > 0
-                self.cells.write(generation, start, start + count)
-            for generation, start, count, _ in spans:
-                self.cells.check(generation, start + count)
-            for generation, start, count, _ in spans:
-                generation.num_computed = start + count
-            chosen = [generation for generation, _, _, is_last in spans if is_last]
-            self._append(chosen)
-        self._append(batch.decodes)
+            firsts += self._prefill(chunks)
+        for generation in (*batch.decodes, *firsts):
+            self.num_chosen += 1
+            stops = stops_every and self.num_chosen % stops_every == 0
+            sequence = self.cells.sequences[generation]
+            assert len(sequence) == generation.length
+            request = generation.request
+            own = 7 if request.group is None else 10 + int(request.id)  # completions of a prompt differ
+            sequence.append(STOP if stops else own)
+            generation.num_pending += 1
+        self.launched.append((list(batch.decodes), firsts))
 
-    def _append(self, generations: list[Generation] | tuple[Generation, ...]) -> None:
-        for generation in generations:
-            if generation.append([7], self.now_s, frozenset()) is not None:
-                self._end(generation)
+    def _prefill(self, chunks: list[PrefillChunk]) -> list[Generation]:
+        """Compute the chunks of a pass; return whose prompts it completes."""
+        spans = [
+            (each.generations, each.generation.num_computed, each.num_tokens, each.is_last) for each in chunks
+        ]
+        for generations, start, count, _ in spans:
+            assert count > 0
+            assert all(each.num_computed == start for each in generations)
+            assert all(each.blocks == generations[0].blocks for each in generations)
+            self.cells.write(generations[0], start, start + count)
+        for generations, start, count, _ in spans:
+            for each in generations:
+                self.cells.check(each, start + count)
+                each.num_computed = start + count
+        return [each for generations, _, _, is_last in spans if is_last for each in generations]
+
+    def _read(self, num_left: int) -> None:
+        """Read the steps that were launched, but for the last `num_left`."""
+        while len(self.launched) > num_left:
+            for generation in (one for part in self.launched.popleft() for one in part):
+                if not generation.ended:
+                    token = self.cells.sequences[generation][len(generation.tokens)]
+                    if generation.append([token], self.now_s, frozenset([STOP])) is not None:
+                        self._end(generation)
 
     def _end(self, generation: Generation) -> None:
         self.scheduler.finish(generation)
@@ -193,7 +252,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.num_held + self.pool.num_free == self.num_blocks
         assert 0 not in held
         assert 0 <= self.scheduler.live_tokens <= self.scheduler.reserved_positions
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+        num_over = sum(each.is_complete for each in self.alive if not each.blocks and each.num_pending)
+        assert self.scheduler.num_running + self.scheduler.num_waiting + num_over == len(self.alive)
 
     def teardown(self) -> None:
         """Everybody who waits or runs ends, and nothing is left."""
@@ -201,9 +261,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.batching.flush = True
         for _ in range(3_000):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.launched:
                 break
-            self.step(None)
+            self.step(None, ahead=self.scheduler.has_work and self.num_arrived % 2 > 0, stops_every=0)
             self.every_block_is_in_one_place()
         assert not self.alive
         assert self.num_done == self.num_arrived

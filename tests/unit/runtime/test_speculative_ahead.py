@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compress.models.random_source import RandomSource
-from compress.runtime.decode_run import DecodeRun
+from compress.runtime.decode_run import DecodeRun, PendingTokens
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
@@ -51,10 +51,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found = list[int]()
     launch_next = DecodeRun.launch_next
 
-    def counted(run: DecodeRun) -> bool:
-        goes_on = launch_next(run)
-        found.extend([1] * goes_on)
-        return goes_on
+    def counted(run: DecodeRun) -> PendingTokens | None:
+        step = launch_next(run)
+        found.extend([1] * (step is not None))
+        return step
 
     monkeypatch.setattr(DecodeRun, "launch_next", counted)
     return found
@@ -164,6 +164,7 @@ def test_running_ahead_changes_no_token(name: str, batch_size: int, late: bool, 
         config = EngineConfig(max_batch_size=batch_size, max_model_len=128)
         plain = served(Engine(source, device=CPU, config=config), requests, seed)
         reasons |= {reason for _, reason, _ in plain.values()}
+        launched.clear()
         engine = Ahead(
             source, device=CPU, config=replace(config, speculative=Speculative(proposers(source)[name], k=k))
         )
@@ -177,6 +178,7 @@ def test_steps_of_who_looks_on_the_host_wait(launched: list[int]) -> None:
     source = stopping()
     requests = make_requests(1, 6)
     plain = served(Engine(source, device=CPU), requests, 1)
+    launched.clear()
     engine = Ahead(source, device=CPU, config=EngineConfig(speculative=Speculative(NGram(), k=3)))
     assert served(engine, requests, 1) == plain
     assert sum(acceptance_of(engine).accepted) > 0
