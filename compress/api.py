@@ -33,11 +33,9 @@ from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
 from compress.models.arch import Arch
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
+from compress.pipeline.model_dir import find_model_dir
 from compress.quant.kv import FP8_STATIC, KV_DENSE
-from compress.recipe import dump_yaml, parse_model_ref
-from compress.registry.local_copy import local_copy
-from compress.registry.model_source import locate_model
-from compress.registry.protocol import REGISTRIES
+from compress.recipe import dump_yaml
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.speculative.ngram import NGram
@@ -114,7 +112,7 @@ def load(
         StorageError: the hub or the registry cannot be reached.
         EnvironmentUnfit: no such device, or no kernel here serves the model.
     """
-    path = _model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
+    path = find_model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
     place = torch.device(pick_device(device))
     config = EngineConfig(
         dtype=None if dtype is None else _named(dtype, _DTYPES, "dtype"),
@@ -147,7 +145,7 @@ def load_engine(
     Raises:
         CompressError: as `load`.
     """
-    path = _model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
+    path = find_model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
     if speculative is not None:
         config = replace(config, speculative=_speculative(speculative, path, num_draft_tokens))
     return Engine(open_weights(path), device=torch.device(pick_device(device)), config=config)
@@ -159,7 +157,7 @@ def read_arch(ref: str | Path, *, offline: bool = False) -> Arch:
     Raises:
         CompressError: as `load`.
     """
-    return open_weights(_model_dir(str(ref), offline=offline, cache_dir=None)).arch
+    return open_weights(find_model_dir(str(ref), offline=offline)).arch
 
 
 def quantize(
@@ -291,20 +289,6 @@ def run(
         note=_LOG.info,
     )
     return execute(job, _LogWatch())
-
-
-def _model_dir(ref: str, *, offline: bool, cache_dir: Path | None) -> Path:
-    """Return the directory of a model, fetched or pulled if it is not here."""
-    scheme, separator, _ = ref.partition("://")
-    if separator and scheme in REGISTRIES.names():
-        return local_copy(ref, cache_dir)
-    if separator and scheme not in ("builtin", "hf"):
-        known = ("builtin", "hf", *REGISTRIES.names())
-        raise UsageError(
-            f"unknown scheme '{scheme}://' of a model.{did_you_mean(scheme, known)} A directory needs none."
-        )
-    model = parse_model_ref(ref)
-    return locate_model(model.scheme, model.name, model.revision, offline=offline)[0]
 
 
 def _speculative(proposer: str | Path, model_dir: Path, num_draft_tokens: int) -> Speculative:

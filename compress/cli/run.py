@@ -298,7 +298,7 @@ def _summary(result: "Result") -> str:
     rows += [("warning", warning) for warning in result.warnings]
     if result.pushed is not None:
         rows.append(("pushed", f"{result.pushed.name}:{', '.join(result.pushed.tags)}"))
-    elif result.run.gates_failed:
+    elif result.status == "gate_failed":
         rows.append(("pushed", "no: a gate failed"))
     if result.report is not None:
         rows.append(("report", str(result.report)))

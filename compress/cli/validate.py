@@ -1,6 +1,5 @@
-"""`compress validate`: prove an artifact that exists already, outside of a recipe."""
+"""`compress validate`: prove a model that exists already, outside of a recipe, of this tool or another."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,19 +9,28 @@ from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import GateFailed, UsageError
 
+DataOption = Annotated[
+    str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
+]
+NumSamplesOption = Annotated[
+    int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of evaluation text.")
+]
+SeqLenOption = Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")]
+
 
 def validate(
     artifact: Annotated[
-        Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)
+        str,
+        typer.Argument(
+            help="An artifact, or a checkpoint of any tool, dense or quantized: a directory, hf:// or a "
+            "registry reference.",
+            show_default=False,
+        ),
     ],
     against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
-    data: Annotated[
-        str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
-    ] = "builtin://python-eval",
-    num_samples: Annotated[
-        int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of evaluation text.")
-    ] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")] = 512,
+    data: DataOption = "builtin://python-eval",
+    num_samples: NumSamplesOption = 32,
+    seq_len: SeqLenOption = 512,
     kv_format: Annotated[
         str | None,
         typer.Option(
@@ -50,61 +58,46 @@ def validate(
             help="Also serve the artifact with the draft that it carries, if it does.",
         ),
     ] = True,
+    attach: Annotated[
+        bool,
+        typer.Option(
+            "--attach", help="Also attach the evidence to the registry reference that was validated."
+        ),
+    ] = False,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare an artifact with its source: accuracy with uncertainty, latency, gates, report."""
-    from compress.artifact.atomic import sync_tree
-    from compress.artifact.leftovers import neighbour
-    from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
-    from compress.artifact.workspace import ArtifactWriter
-    from compress.context import Context
     from compress.pipeline import pick_device, resolve_source
-    from compress.registry.evidence import seal_evidence
-    from compress.stages import Input, Inputs, Port
+    from compress.pipeline.model_dir import find_candidate
+    from compress.pipeline.proof import Proof, check_new_directory, write_proof
+    from compress.registry.protocol import REGISTRIES
+    from compress.registry.transfer import attach_evidence
     from compress.stages.validate import REPORT_HTML
-    from compress.stages.validate import validate as prove
     from compress.stages.validate.spec import Latency, Speculation, Validate, kv_format_named, read_gates
 
-    if out.name in ("", ".."):
-        raise UsageError(f"{out} is not the name of a new directory; name one with --out, such as ./proof.")
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
+    if attach and artifact.partition("://")[0] not in REGISTRIES.names():
+        raise UsageError(f"--attach needs a reference of a registry, and {artifact} is none.")
+    check_new_directory(out)
     chosen = pick_device(device)
-    source = resolve_source(against, offline=offline)
     limits = _gates(gate or [])
     read_gates(limits)
-    served = kv_format_named(kv_format)
     spec = Validate(
         data=data,
         num_samples=num_samples,
         seq_len=seq_len,
-        kv_format=served,
+        kv_format=kv_format_named(kv_format),
         latency=Latency() if latency else None,
         speculative=Speculation() if speculative else None,
         gates=limits,
     )
-    candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
-    if candidate is None:
-        raise UsageError(
-            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and "
-            f"`compress run` make some."
-        )
-    verify_artifact(candidate)
-    inputs = Inputs(
-        source,
-        {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)},
-    )
-    with neighbour(out, "validating") as building:
-        writer = ArtifactWriter(building)
-        with progress("validate") as report:
-            prove(spec, inputs, writer, Context(chosen, 0, building, report, offline=offline))
-        seal_evidence(building)
-        sync_tree(building)
-        os.rename(building, out)
-    assert writer.description is not None
-    facts = writer.description["facts"]
+    source = resolve_source(against, offline=offline)
+    candidate = find_candidate(artifact, offline=offline)
+    with progress("validate") as report:
+        facts = write_proof(Proof(source, spec, chosen, offline), candidate, out, report)
+    if attach:
+        note(f"attached {attach_evidence(artifact, out)} to {artifact}")
     rows = [
         (
             each["name"],

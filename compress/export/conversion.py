@@ -84,25 +84,32 @@ def _cache_facts(weights: WeightSource, artifact: Artifact | None) -> dict[str, 
     }
 
 
-def stated_scheme(weights: WeightSource) -> ModelScheme | None:
-    """Return the scheme of a quantized model; the scheme of most linears is that of the layers, and the
-    others are exceptions. None where only the KV cache is quantized.
-
-    Raises:
-        UnsupportedFormat: all of it is dense.
+def scheme_of(weights: WeightSource) -> ModelScheme | None:
+    """Return the scheme of a model; the scheme of most linears is that of the layers, and the others are
+    exceptions. None where every linear is dense.
     """
     if isinstance(weights, CanonicalStore) and weights.scheme is not None:
         return weights.scheme
     schemes = dict(weights.schemes) if isinstance(weights, Checkpoint) else {}
     head = schemes.pop("head", None)
-    if not schemes and head is None and weights.kv_format is not None:
+    if not schemes and head is None:
         return None
-    if not schemes:
+    return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)
+
+
+def stated_scheme(weights: WeightSource) -> ModelScheme | None:
+    """Return the scheme of a quantized model, as `scheme_of`. None where only the KV cache is quantized.
+
+    Raises:
+        UnsupportedFormat: all of it is dense.
+    """
+    scheme = scheme_of(weights)
+    if scheme is None and weights.kv_format is None:
         raise UnsupportedFormat(
             "the linears of this model's layers are dense: there are no codes to convert. `compress run` "
             "makes some."
         )
-    return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)
+    return scheme
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.family import unread_note
+from compress.pipeline.promote import Challenge
 from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
@@ -30,6 +31,7 @@ from compress.pipeline.steps import (
 )
 from compress.recipe import load_recipe
 from compress.registry.protocol import open_registry
+from compress.registry.transfer import PushResult
 from compress.stages import Port
 
 
@@ -97,18 +99,24 @@ def execute(job: Job, watch: Watch) -> Result:
             lambda sentence: _warn(job, sentence),
             job.ranks,
         )
-        pushed = None
+        pushed = champion = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)
             evidence = _write_evidence(directory, result, job.recipe_file)
             if recipe.push is not None and result.complete and not result.gates_failed:
-                pushed = publish(recipe.push, result, evidence)
-                directory.log(
-                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to "
-                    f"{recipe.push.to}"
-                )
-    status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
-    return Result(status, result, directory, pushed, time.perf_counter() - started_s)
+                pushed, champion = publish(recipe.push, result, evidence)
+                _log_push(directory, recipe.push.to, pushed, champion)
+    failed = result.gates_failed or (champion is not None and champion.failed)
+    status = "gate_failed" if failed else "done" if result.complete else "stopped"
+    seconds = time.perf_counter() - started_s
+    return Result(status, result, directory, pushed, seconds, champion=champion)
+
+
+def _log_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:
+    if champion is not None:
+        directory.log(f"against {champion.alias} ({champion.champion or 'nothing'}): {champion.reason}")
+    if pushed is not None:
+        directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {to}")
 
 
 def _step_done(job: Job, result: StepResult) -> None:

@@ -3,12 +3,13 @@ the exit code.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from compress.artifact.manifest import Artifact
 from compress.errors import GateFailed, UsageError
+from compress.pipeline.promote import Challenge
 from compress.pipeline.run import RunResult
 from compress.pipeline.run_dir import RunDir
 from compress.registry.transfer import PushResult
@@ -24,7 +25,7 @@ class Result:
     `status`: "done"; "unchanged" where `if_changed` found nothing to do; "stopped" after the stage named by
     `until`; "gate_failed" where the artifact is kept and was not pushed. `run` has every stage's artifact,
     `run_dir` the report and the lock file of this recipe; `copy` is where the artifact was copied to, if
-    anywhere.
+    anywhere. `champion` is the outcome against what an alias held, where the recipe's push has such gates.
     """
 
     status: Status
@@ -33,6 +34,7 @@ class Result:
     pushed: PushResult | None
     seconds: float
     copy: Path | None = None
+    champion: Challenge | None = None
 
     @property
     def made(self) -> Artifact | None:
@@ -70,10 +72,11 @@ class Result:
 
     @property
     def gates(self) -> list[dict[str, Any]]:
-        """The gates as validation decided them: name, relation, limit, value, bound, note, and passed (None
-        where there is no evidence).
+        """The gates as validation and the comparison with a champion decided them: name, relation, limit,
+        value, bound, note, and passed (None where there is no evidence).
         """
-        return self.run.gates
+        champion = [] if self.champion is None else [asdict(each) for each in self.champion.gates]
+        return [*self.run.gates, *champion]
 
     @property
     def warnings(self) -> list[str]:
@@ -119,9 +122,14 @@ class Result:
                 for each in self.run.steps
             ],
             "gates": self.gates,
+            **({} if self.champion is None else {"champion": _champion_json(self.champion)}),
             "report": None if self.report is None else str(self.report),
             "pushed": None
             if pushed is None
             else {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest},
             "seconds": round(self.seconds, 3),
         }
+
+
+def _champion_json(found: Challenge) -> dict[str, Any]:
+    return {"alias": found.alias, "manifest": found.champion, "reason": found.reason}

@@ -22,6 +22,7 @@ from compress.context import Context, OneRank, Progress, Ranks, never
 from compress.errors import GateFailed
 from compress.machine import arithmetic_class
 from compress.pipeline.follow import share
+from compress.pipeline.promote import Challenge, Place, challenge
 from compress.pipeline.steps import Step, check_selection, met_by
 from compress.recipe import Push, Recipe
 from compress.registry import transfer
@@ -129,11 +130,15 @@ def run(
     return RunResult(source, tuple(results))
 
 
-def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.PushResult:
-    """Push the checkpoint, and the directory of evidence that refers to it.
+def publish(
+    push: Push, result: RunResult, evidence: Path | None
+) -> tuple[transfer.PushResult | None, Challenge | None]:
+    """Push the checkpoint, and the directory of evidence that refers to it, and return what was pushed and
+    the outcome against a champion, where the recipe has one. Nothing was pushed where that failed.
 
     Raises:
         GateFailed: a gate does not hold; nothing was pushed.
+        LockHeld: another job moved the champion's alias meanwhile.
         StorageError: the registry cannot be written.
     """
     if result.gates_failed:
@@ -143,9 +148,13 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
         )
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
-    return transfer.push(
-        open_registry(push.to), checkpoint, name=push.name, aliases=push.aliases, evidence=evidence
-    )
+    if push.gates is not None:
+        place = Place(push.to, push.name, push.aliases)
+        found = challenge(checkpoint, push.gates, place, evidence=evidence)
+        return found.pushed, found
+    registry = open_registry(push.to)
+    pushed = transfer.push(registry, checkpoint, name=push.name, aliases=push.aliases, evidence=evidence)
+    return pushed, None
 
 
 def unchanged(

@@ -13,6 +13,7 @@ from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_me
 from compress.models.arch import Arch
 from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
 from compress.registry.model_source import ModelSource, resolve_model
+from compress.registry.promotion import check_guarded
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG, compose_ref
 from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
@@ -95,7 +96,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
             f"before it."
         )
     if recipe.push is not None:
-        _check_push(recipe.push, recipe.file)
+        _check_push(recipe.push, recipe.file, proven=Port.EVIDENCE in present)
         _refuse_unproven_push(recipe, steps)
     return steps
 
@@ -214,10 +215,18 @@ def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
         )
 
 
-def _check_push(push: Push, file: str) -> None:
-    """Refuse a wrong registry, name or tag before hours of work."""
+def _check_push(push: Push, file: str, *, proven: bool) -> None:
+    """Refuse a wrong registry, name or tag before hours of work, and gates that nothing measures."""
+    if push.gates is not None and not proven:
+        raise RecipeError(
+            f"{file}: push: gates compare with what {push.gates.against_alias} holds, and nothing is "
+            "measured: add a stage {kind: validate}."
+        )
     try:
-        open_registry(push.to)
+        registry = open_registry(push.to)
+        if push.gates is not None:
+            check_guarded(registry, push.to)
+            compose_ref(push.to, push.name, push.gates.against_alias)
         for tag in (DEFAULT_TAG, *push.aliases):
             compose_ref(push.to, push.name, tag)
     except UsageError as error:

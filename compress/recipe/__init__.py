@@ -4,6 +4,7 @@ the meaning of any stage.
 
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.recipe import (
+    ChampionGates,
     Push,
     Recipe,
     StageEntry,
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_SIZE",
     "MAX_TOKENS",
     "ByKind",
+    "ChampionGates",
     "KeyPath",
     "ModelRef",
     "Position",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.json_schema import models_json_schema
@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from compress.errors import RecipeError, did_you_mean
 from compress.recipe.model_ref import parse_model_ref
 from compress.recipe.source import SourceMap, read_source, read_yaml
-from compress.recipe.spec import Spec, parse_spec
+from compress.recipe.spec import MAX_FACTOR, Spec, parse_spec
 
 _MAX_SEED = 2**63 - 1
 _MAX_STAGES = 64
@@ -33,12 +33,44 @@ class StageEntry:
     where: SourceMap
 
 
+Change = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
+
+
+class ChampionGates(Spec):
+    """How much worse than the champion a candidate may be, at the bad end of the interval of the change: on
+    the same tokens, and for times on the same machine.
+    """
+
+    against_alias: str = Field(min_length=1, description="the alias whose artifact is the champion")
+    kl_increase: Change | None = Field(
+        None, description="of the mean KL, in nats; 0 where no limit is given at all"
+    )
+    ppl_ratio: Change | None = Field(None, description="perplexity over the champion's")
+    top1_drop: Change | None = Field(None, description="of the share of agreement with the source")
+    size_ratio: Change | None = Field(None, description="bytes over the champion's")
+    ttft_ratio: Change | None = Field(None, description="median time to the first token over the champion's")
+    tpot_ratio: Change | None = Field(None, description="median time per token over the champion's")
+
+    tasks: dict[str, Change] = Field(
+        default_factory=dict, description="task -> loss of the share of right answers"
+    )
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are given, by name; `tasks.<name>.accuracy_drop` for a task."""
+        given = self.model_dump(exclude={"against_alias", "tasks"}, exclude_none=True)
+        return given | {f"tasks.{name}.accuracy_drop": value for name, value in self.tasks.items()}
+
+
 class Push(Spec):
     """The registry, name and tags that the finished artifact gets."""
 
     to: str = Field(min_length=1, description="registry, such as layout://registry")
     name: str = Field(min_length=1, description="name of the artifact in the registry")
     aliases: tuple[str, ...] = Field((), description="tags that point at this artifact after the push")
+    gates: ChampionGates | None = Field(
+        None, description="pushed only if it is as good as what an alias of the registry holds"
+    )
 
 
 @dataclass(frozen=True)

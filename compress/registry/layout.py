@@ -98,14 +98,26 @@ class Layout:
         )
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        names = [f"{name}:{tag}" for tag in tags]
         with self._locked():
-            entries = [
-                _without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()
-            ]
-            entries += [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
-            self._write(entries)
-            self._collect()
+            self._point(name, tags, manifest)
+
+    def write_tag_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> bool:
+        with self._locked():
+            held = self.read_tag(name, guard)
+            if (None if held is None else held.digest) != expected:
+                return False
+            self._point(name, tags, manifest)
+        return True
+
+    def _point(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
+        """Point tags to a manifest. The caller has the lock."""
+        names = [f"{name}:{tag}" for tag in tags]
+        entries = [_without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()]
+        entries += [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
+        self._write(entries)
+        self._collect()
 
     def tags(self) -> tuple[Tag, ...]:
         found = []

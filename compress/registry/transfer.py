@@ -9,7 +9,7 @@ end: killed or failed anywhere, there is no destination.
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +34,7 @@ from compress.registry.image import (
     ARTIFACT_CONFIG,
     EMPTY_CONFIG,
     EVIDENCE,
+    PROMOTION,
     Descriptor,
     ImageManifest,
     file_layers,
@@ -78,9 +79,10 @@ def push(
     name: str,
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
+    move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
 ) -> PushResult:
     """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
-    it in one step.
+    it in one step, with `move` where it is given.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
@@ -104,7 +106,10 @@ def push(
         attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
         num_new += _store(registry, attached, b"{}", evidence)
         registry.attach(attached.descriptor, image.descriptor)
-    registry.write_tag(name, tags, image.descriptor)
+    if move is None:
+        registry.write_tag(name, tags, image.descriptor)
+    else:
+        move(tags, image.descriptor)
     return PushResult(
         name=name,
         tags=tags,
@@ -155,6 +160,23 @@ def resolve(ref: Ref | str) -> Ref:
     """
     ref = _as_ref(ref)
     return ref.pinned(_find(open_registry(ref.registry), ref).digest)
+
+
+def attach_evidence(ref: Ref | str, evidence: Path) -> str:
+    """Store a directory of evidence as the newest one of an artifact, and return the digest of its manifest.
+
+    Raises:
+        UsageError: the reference means nothing, or the directory is no evidence.
+        StorageError: a file does not match the seal of the evidence, or the registry cannot be written.
+    """
+    ref = _as_ref(ref)
+    registry = open_registry(ref.registry)
+    subject = _find(registry, ref)
+    empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
+    attached = ImageManifest(EVIDENCE, empty, file_layers(_evidence_files(evidence)), subject=subject)
+    _store(registry, attached, b"{}", evidence)
+    registry.attach(attached.descriptor, subject)
+    return attached.descriptor.digest
 
 
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
@@ -232,7 +254,7 @@ def verify(ref: Ref | str) -> VerifyReport:
     registry = open_registry(ref.registry)
     found = _find(registry, ref)
     image, manifest = _read_artifact(registry, found)
-    attached = registry.attached(found)
+    attached = _evidence_of(registry, found)
     evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
     blobs = [blob for each in (image, *evidence) for blob in (each.config, *each.layers)]
     for blob in blobs:
@@ -250,10 +272,15 @@ def verify(ref: Ref | str) -> VerifyReport:
 
 def _newest_evidence(registry: Registry, ref: Ref) -> ImageManifest:
     subject = _find(registry, ref)
-    attached = registry.attached(subject)
+    attached = _evidence_of(registry, subject)
     if not attached:
         raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
     return _read_evidence(registry, attached[-1], subject)
+
+
+def _evidence_of(registry: Registry, subject: Descriptor) -> tuple[Descriptor, ...]:
+    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions."""
+    return tuple(each for each in registry.attached(subject) if each.artifact_type != PROMOTION)
 
 
 def _check_apart(one: Path, other: Path) -> None:

@@ -42,7 +42,19 @@ ACCURACY_METRICS = ("ppl_ratio", "bits_per_byte", "kl_mean", "kl_p99", "kl_p999"
 """Names of the numbers that gates may limit."""
 CONVENTION = "A: mean NLL over non-overlapping windows, positions 1..S-1, tail dropped"
 ROWS_AT_ONCE = 128  # x 128,256 words x 4 bytes = 66 MB for each fp32 temporary
+MAX_LISTED = 4096
+"""The most windows whose means are kept one by one: four numbers a window, 300 kB of a report."""
 _KL_EDGES = np.logspace(-8, 2, 81)  # eight bins a decade; what lies outside is counted in the end bins
+
+
+@dataclass(frozen=True)
+class WindowMeans:
+    """The mean of every window, in window order, so that two candidates are compared window by window."""
+
+    nll_source: tuple[float, ...]
+    nll_candidate: tuple[float, ...]
+    kl: tuple[float, ...]
+    top1: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Accuracy:
     top1: Estimate
     kl_bin_edges: tuple[float, ...]
     kl_bin_counts: tuple[int, ...]
+    windows: WindowMeans | None = None  # None: more than MAX_LISTED
 
     def metrics(self) -> dict[str, Estimate]:
         return {
@@ -222,10 +235,12 @@ def summarize(
     candidate_N = _window_means(nll_candidate_NT)
     num_tokens = kl_NT.size
     bits = num_tokens / num_bytes / math.log(2)
+    kl_N = _window_means(kl_NT)
+    same_N = _window_means(same_NT)
     nll_source = mean_estimate(source_N, confidence=confidence)
     nll_candidate = mean_estimate(candidate_N, confidence=confidence)
-    top1 = mean_estimate(_window_means(same_NT), confidence=confidence)
-    kl_mean = mean_estimate(_window_means(kl_NT), confidence=confidence)
+    top1 = mean_estimate(same_N, confidence=confidence)
+    kl_mean = mean_estimate(kl_N, confidence=confidence)
     counts, _ = np.histogram(np.clip(kl_NT, _KL_EDGES[0], _KL_EDGES[-1]), bins=_KL_EDGES)
     return Accuracy(
         convention=CONVENTION,
@@ -252,6 +267,9 @@ def summarize(
         top1=Estimate(top1.value, max(top1.lower, 0.0), min(top1.upper, 1.0)),
         kl_bin_edges=tuple(_KL_EDGES.tolist()),
         kl_bin_counts=tuple(counts.tolist()),
+        windows=WindowMeans(*(tuple(each.tolist()) for each in (source_N, candidate_N, kl_N, same_N)))
+        if len(scores) <= MAX_LISTED
+        else None,
     )
 
 

@@ -31,7 +31,8 @@ def render_markdown_card(
     """
     artifact: Json = report.get("artifact", {})
     parts = parts_in_order()
-    form = f"A compressed form of {markdown_code(base_model)}{_scheme(artifact)}."
+    made = "A checkpoint compared with" if artifact.get("foreign") else "A compressed form of"
+    form = f"{made} {markdown_code(base_model)}{_scheme(artifact)}."
     front = _front_matter(
         base_model=base_model,
         # The hub has no word for a model with fewer heads.

@@ -10,7 +10,9 @@ from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.digest import digest_bytes
 from compress.errors import StorageError, UsageError
 from compress.registry.image import FILE_LAYER, Descriptor
-from compress.registry.protocol import REGISTRIES, Registry, open_registry
+from compress.registry.promotion import last_move, promote, rollback
+from compress.registry.protocol import REGISTRIES, GuardedRegistry, Registry, open_registry
+from compress.registry.ref import parse_ref
 from compress.registry.transfer import list_tags, pull, pull_evidence, push, resolve, verify
 
 
@@ -111,6 +113,60 @@ def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
     push(registry, new, name="model", aliases=["stable"])
     push(registry, new, name="other")
     assert pull(str(pinned), tmp_path / "out").digest == old.digest  # untagged now, still there
+
+
+def test_guarded_tags_move_only_while_the_guard_points_where_it_did(url: str, tmp_path: Path) -> None:
+    registry = open_registry(url)
+    if not isinstance(registry, GuardedRegistry):
+        pytest.skip("makes no promise about two writers")
+    old = push(registry, make_artifact(tmp_path, 1), name="model", aliases=["stable"])
+    new = push(registry, make_artifact(tmp_path, 2), name="model")
+    found = {each: registry.find(each.manifest_digest) for each in (old, new)}
+    assert found[old] is not None
+    assert found[new] is not None
+
+    def moves(tags: list[str], guard: str, expected: str | None) -> bool:
+        before = list_tags(url)
+        moved = registry.write_tag_if("model", tags, found[new], guard=guard, expected=expected)
+        assert moved or list_tags(url) == before
+        return moved
+
+    assert not moves(["stable", "extra"], "stable", new.manifest_digest)
+    assert not moves(["stable"], "stable", None)
+    assert not moves(["stable"], "absent", old.manifest_digest)
+    assert moves(["extra"], "stable", old.manifest_digest)  # the guard itself need not move
+    assert moves(["stable", "next"], "stable", old.manifest_digest)
+    assert not moves(["stable"], "stable", old.manifest_digest)
+    assert moves(["fresh"], "fresh", None)
+    for tag in ("stable", "next", "extra", "fresh"):
+        assert resolve(f"{url}/model:{tag}").digest == new.manifest_digest
+    assert registry.find(old.manifest_digest) == found[old]
+
+
+def test_an_alias_goes_back_the_way_it_came(url: str, tmp_path: Path) -> None:
+    registry = open_registry(url)
+    if not isinstance(registry, GuardedRegistry):
+        pytest.skip("makes no promise about two writers")
+    ref = parse_ref(f"{url}/model:stable")
+    held: str | None = None
+    digests = []
+    for seed in (1, 2, 3):
+        found = registry.find(push(registry, make_artifact(tmp_path, seed), name="model").manifest_digest)
+        assert found is not None
+        promote(registry, "model", ("stable",), found, alias="stable", expected=held, reason=f"step {seed}")
+        held = found.digest
+        digests.append(held)
+    last = last_move(registry, "model", "stable")
+    assert last is not None
+    assert (last.kind, last.before, last.after, last.reason) == ("promotion", *digests[1:], "step 3")
+    for target in (digests[1], digests[0]):
+        assert rollback(ref, reason="slower").after == target
+        assert resolve(ref).digest == target
+    with pytest.raises(UsageError, match="--to"):
+        rollback(ref)
+    assert rollback(ref, to=digests[2]).before == digests[0]
+    with pytest.raises(UsageError, match="no evidence"):
+        pull_evidence(ref, tmp_path / "none")  # records are none
 
 
 def test_evidence_travels_beside_the_artifact(url: str, tmp_path: Path) -> None:

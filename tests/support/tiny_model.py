@@ -1,6 +1,7 @@
 """A tiny Llama of random weights with a tokenizer: a model directory in a second."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,9 +14,11 @@ from compress.models.weights import MemorySource
 from tests.support.tiny_run import CONFIG
 
 
-def write_tiny_model(path: Path) -> Path:
-    """Write the model of `tiny_run.CONFIG` with a byte-level BPE learnt from a few documents."""
-    decoder = fresh_decoder(family_of(CONFIG).read_config(CONFIG), generator=torch.Generator().manual_seed(0))
+def write_tiny_model(path: Path, **changes: Any) -> Path:
+    """Write the model of `tiny_run.CONFIG`, changed, and a byte-level BPE learnt from a few documents."""
+    arch = family_of(CONFIG).read_config({**CONFIG, **changes})
+    path.mkdir(exist_ok=True)
+    decoder = fresh_decoder(arch, generator=torch.Generator().manual_seed(0))
     write_checkpoint(path, MemorySource(decoder, dtype=torch.bfloat16))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

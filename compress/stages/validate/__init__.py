@@ -8,6 +8,7 @@ be served. A model that was quantized by tensor name runs through transformers i
     apart.py       models scored one after the other, for those of which the memory holds only one
     by_name.py     the report of a model that was quantized by tensor name, measured through transformers
     measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
+    candidate.py   what the candidate states of itself, with a manifest or without
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data
     journey.py     one row for each model between source and candidate
     estimate.py    memory and work, for `plan`
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.data.card import identity, load_card
@@ -28,9 +28,9 @@ from compress.data.model_tokens import data_identity
 from compress.digest import digest_json
 from compress.export import serve_command
 from compress.machine import device_key, environment_facts
-from compress.quant.scheme import ModelScheme
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.validate.by_name import is_by_name, prove_by_name
+from compress.stages.validate.candidate import candidate_facts
 from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
@@ -87,7 +87,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 
 @STAGES.stage(
     "validate",
-    version=8,
+    version=9,
     takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)),
     uses=(Port.CALIB, Port.QUANTIZED, Port.DENSE, Port.DRAFT),
     gives=Port.EVIDENCE,
@@ -127,13 +127,13 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         return prove_by_name(spec, inputs, candidate, ctx)
     measured = measure(spec, inputs, candidate.path, ctx)
     device = torch.device(ctx.device)
-    manifest = open_artifact(candidate.path).manifest
+    stated = candidate_facts(candidate.path)
+    scheme = stated.scheme
     dense = dense_facts(inputs)
-    scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
     sizes = sizes_of(measured.paths["source"], candidate.path)
     draft = draft_path(inputs)
     draft_bytes = None if draft is None else size_of(draft)
-    kv_cache = served_cache(manifest, measured.candidate)
+    kv_cache = served_cache(stated.kv_cache, measured.candidate)
     quantized = quantization(inputs)
     gates = _gates(spec, measured, sizes, device, quantized=Port.QUANTIZED in inputs.ports)
     journey = _journey(measured, dense, draft_bytes, quantized=scheme is not None)
@@ -150,7 +150,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             quantized.get("tuning"),
             quantized.get("data_free", False),
         ),
-        ArtifactPart(artifact_facts(inputs, candidate, manifest, scheme, sizes, kv_cache, draft_bytes)),
+        ArtifactPart(artifact_facts(inputs, candidate, stated, sizes, kv_cache, draft_bytes)),
         ProvenancePart(
             calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
             environment=environment_facts(device),

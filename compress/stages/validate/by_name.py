@@ -12,8 +12,8 @@ from compress.data.model_tokens import read_tokens
 from compress.machine import device_key, environment_facts
 from compress.models.checkpoint import read_config
 from compress.models.named_linears import stated_vocab_size
-from compress.quant.scheme import ModelScheme
 from compress.stages import Input, Inputs
+from compress.stages.validate.candidate import candidate_facts
 from compress.stages.validate.estimate import check_gates_by_name
 from compress.stages.validate.evidence import artifact_facts, calibration_facts, sizes_of
 from compress.stages.validate.spec import QUANTIZE, Validate, read_gates
@@ -48,8 +48,8 @@ def prove_by_name(spec: Validate, inputs: Inputs, candidate: Input, ctx: Context
     check_causal(config)
     device = torch.device(ctx.device)
     manifest = open_artifact(candidate.path).manifest
-    assert manifest.scheme is not None, "the stage that quantizes by name states its scheme"
-    scheme = ModelScheme.from_json(manifest.scheme)
+    stated = candidate_facts(candidate.path)
+    assert stated.scheme is not None, "the stage that quantizes by name states its scheme"
     tokens, data_facts = read_tokens(
         inputs.source,
         spec.data,
@@ -76,12 +76,12 @@ def prove_by_name(spec: Validate, inputs: Inputs, candidate: Input, ctx: Context
         GatesPart(_gates(spec, accuracy, sizes, device)),
         AccuracyPart(accuracy),
         ByNamePart(manifest.facts["by_name"], transformers_version()),
-        ArtifactPart(artifact_facts(inputs, candidate, manifest, scheme, sizes, None, None)),
+        ArtifactPart(artifact_facts(inputs, candidate, stated, sizes, None, None)),
         ProvenancePart(
             calibration=calibration_facts(inputs, tokens, data_facts), environment=environment_facts(device)
         ),
     ]
-    return build_report(title=f"{inputs.source.name} in {scheme.name}, by tensor name", parts=parts)
+    return build_report(title=f"{inputs.source.name} in {stated.scheme.name}, by tensor name", parts=parts)
 
 
 def _gates(

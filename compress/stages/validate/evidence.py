@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifact.header import read_header
-from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.data.card import TEXT, shape_of
 from compress.data.corpus import Document
 from compress.data.model_tokens import TOKENS_NAME
@@ -19,6 +19,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Input, Inputs, Port
+from compress.stages.validate.candidate import CandidateFacts
 from compress.untrusted.files import check_within, read_text
 from compress.validate.display import ranges
 
@@ -26,13 +27,12 @@ MODEL_CARD = "README.md"
 MAX_CARD_BYTES = 1 << 20
 
 
-def served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
-    """Return facts of the candidate's KV cache if it is quantized; those of its manifest if that format was
-    served.
+def served_cache(stated: Mapping[str, Any], engine: Engine) -> dict[str, Any] | None:
+    """Return facts of the candidate's KV cache if it is quantized; those stated by its manifest if that
+    format was served.
     """
     if engine.kv_format in DENSE_FORMATS.values():
         return None
-    stated: dict[str, Any] = manifest.facts.get("kv_cache", {})
     return {**(stated if stated.get("format") == engine.kv_format else {}), "format": engine.kv_format}
 
 
@@ -181,21 +181,22 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
 def artifact_facts(
     inputs: Inputs,
     candidate: Input,
-    manifest: Manifest,
-    scheme: ModelScheme | None,
+    stated: CandidateFacts,
     sizes: list[dict[str, Any]],
     kv_cache: Mapping[str, Any] | None,
     draft_bytes: int | None,
 ) -> dict[str, Any]:
     """Return facts of the candidate: what it was made from, its scheme and format, and its size."""
+    scheme = stated.scheme
     return {
         "digest": candidate.digest,
+        **({"foreign": True} if stated.foreign else {}),
         "source": inputs.source.name,
         "source_revision": inputs.source.revision,
         "source_digest": inputs.source.digest,
         "scheme": None if scheme is None else scheme.name,
         "exceptions": exceptions_of(scheme),
-        "format": manifest.facts.get("format"),
+        "format": stated.format,
         **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
         "sizes": sizes,
         **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),

@@ -87,5 +87,6 @@ def traced(run: Run) -> str:
         ]
         for row in run.where(experiment="trace")
     ]
-    header = ["weights", "requests/s offered and done", "TTFT, median", "TTFT, p99", "ITL, median", "ITL, p99"]
+    times = ["TTFT, median", "TTFT, p99", "ITL, median", "ITL, p99"]
+    header = ["weights", "requests/s offered and done", *times]
     return table(header, rows, align="lrrrrr")
