@@ -169,11 +169,10 @@ def _manifest_of_ref(text: str) -> "Manifest":
     """
     from compress.artifact.manifest import MAX_MANIFEST_BYTES, Manifest
     from compress.registry.image import ARTIFACT, Descriptor, ImageManifest
-    from compress.registry.protocol import open_registry
-    from compress.registry.transfer import resolve
+    from compress.registry.transfer import open_repository, resolve
 
     ref = resolve(text)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     descriptor = registry.find(str(ref.digest))
     if descriptor is None:
         raise StorageError(f"{ref} has gone from {ref.registry} since it was looked up; try again.")

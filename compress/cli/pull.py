@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.output import JsonFlag, emit, size_text
+from compress.cli.output import JsonFlag, emit, progress, size_text
 
 
 def pull(
@@ -27,7 +27,8 @@ def pull(
     from compress.registry.transfer import resolve
 
     pinned = resolve(ref)  # one object, even when the tag moves meanwhile
-    artifact = pull_artifact(pinned, destination, evidence=evidence)
+    with progress("pull") as report:
+        artifact = pull_artifact(pinned, destination, evidence=evidence, progress=report)
     document = {
         "ref": str(pinned),
         "path": str(destination),

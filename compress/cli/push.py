@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.output import JsonFlag, count_text, emit, size_text
+from compress.cli.output import JsonFlag, count_text, emit, progress, size_text
 from compress.errors import GateFailed, UsageError
 from compress.untrusted.fields import Fields
 from compress.untrusted.parse import Malformed, read_json
@@ -43,13 +43,15 @@ def push(
     opened = open_artifact(artifact)
     if evidence is not None:
         _check_evidence(evidence / "report.json", opened.digest)
-    result = push_artifact(
-        open_registry(target.registry),
-        opened,
-        name=target.name,
-        aliases=(target.tag, *(alias or ())),
-        evidence=evidence,
-    )
+    with progress("push") as report:
+        result = push_artifact(
+            open_registry(target.registry),
+            opened,
+            name=target.name,
+            aliases=(target.tag, *(alias or ())),
+            evidence=evidence,
+            progress=report,
+        )
     pinned = str(target.pinned(result.manifest_digest))
     new = (
         count_text(result.num_new_blobs, "new blob")

@@ -1,0 +1,96 @@
+"""A place for a registry of each kind, on this machine: a directory, or a server that is started as a process
+on the loopback address and ends with this one.
+"""
+
+import atexit
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+START_S = 60.0
+DOCKER_REGISTRY = """
+version: 0.1
+log: {{level: error, accesslog: {{disabled: true}}}}
+storage:
+  filesystem: {{rootdirectory: {root}}}
+  delete: {{enabled: true}}
+http: {{addr: "127.0.0.1:{port}"}}
+"""
+
+
+def place_of(scheme: str, directory: Path) -> str:
+    """Return the URL of a new, empty registry of a kind; a scheme of nobody here is one of directories."""
+    return PLACES.get(scheme, lambda path: f"{scheme}://{path}/place/registry")(directory)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_server(
+    command: Sequence[str], port: int, path: str = "/", env: dict[str, str] | None = None
+) -> None:
+    """Start a server that ends with this process, and return when it answers."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
+        start_new_session=True,
+    )
+    atexit.register(end_server, process)
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.02)
+    raise AssertionError(f"{command[0]} did not answer within {START_S} s")
+
+
+def end_server(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@functools.cache
+def docker_registry() -> str:
+    """Return `host:port` of Debian's docker-registry, started once a process."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("needs docker-registry: apt-get install docker-registry")
+    port = free_port()
+    root = Path(tempfile.mkdtemp(prefix="docker-registry-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    config = root / "config.yml"
+    config.write_text(DOCKER_REGISTRY.format(root=root / "data", port=port))
+    start_server([program, "serve", str(config)], port, "/v2/")
+    return f"127.0.0.1:{port}"
+
+
+def _oci(directory: Path) -> str:
+    return f"oci://{docker_registry()}/t{uuid4().hex[:12]}/registry"
+
+
+PLACES: dict[str, Callable[[Path], str]] = {"oci": _oci}
+SAME_BACKEND = {"oci+http", "mlflow+https"}
+"""Schemes that open what another one opens, over another transport."""
