@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import re
 import time
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -98,10 +99,7 @@ class Upload:
             return
         with contextlib.suppress(StorageError):
             self._client.send(self._request("DELETE", self._location, (204, 404)))
-        raise StorageError(
-            f"{self._blob.title or self._blob.media_type} has changed since it was described: it is not "
-            f"{self._blob.digest} any more. Nothing was pushed."
-        )
+        raise changed_source(self._blob)
 
     def _finish(self) -> None:
         mark = "&" if "?" in self._location else "?"
@@ -136,8 +134,16 @@ class Upload:
         return Request(method, path, self._repository, "pull,push", accepted, headers or {}, body)
 
 
+def changed_source(blob: Descriptor) -> StorageError:
+    """Return the error for a file that is not what it was when it was described."""
+    return StorageError(
+        f"{blob.title or blob.media_type} has changed since it was described: it is not {blob.digest} any "
+        "more. Nothing was pushed."
+    )
+
+
 @contextlib.contextmanager
-def open_source(blob: Descriptor, source: Path | bytes, place: str):  # type: ignore[no-untyped-def]
+def open_source(blob: Descriptor, source: Path | bytes, place: str) -> Iterator[BinaryIO]:
     """Yield the bytes of a blob that is to be stored.
 
     Raises:

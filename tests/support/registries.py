@@ -19,6 +19,8 @@ from uuid import uuid4
 
 import pytest
 
+from tests.support import s3_server
+
 START_S = 60.0
 DOCKER_REGISTRY = """
 version: 0.1
@@ -31,8 +33,11 @@ http: {{addr: "127.0.0.1:{port}"}}
 
 
 def place_of(scheme: str, directory: Path) -> str:
-    """Return the URL of a new, empty registry of a kind; a scheme of nobody here is one of directories."""
-    return PLACES.get(scheme, lambda path: f"{scheme}://{path}/place/registry")(directory)
+    """Return the URL of a new, empty registry of a kind; a scheme that is not known here is one of
+    directories. Environment variables that lead to its server stay set.
+    """
+    make = PLACES.get(scheme)
+    return f"{scheme}://{directory}/place/registry" if make is None else make()
 
 
 def free_port() -> int:
@@ -87,10 +92,21 @@ def docker_registry() -> str:
     return f"127.0.0.1:{port}"
 
 
-def _oci(directory: Path) -> str:
+def new_oci() -> str:
     return f"oci://{docker_registry()}/t{uuid4().hex[:12]}/registry"
 
 
-PLACES: dict[str, Callable[[Path], str]] = {"oci": _oci}
-SAME_BACKEND = {"oci+http", "mlflow+https"}
+@functools.cache
+def s3_endpoint() -> str:
+    """Return the URL of a small S3 server in this process."""
+    return s3_server.start(s3_server.Store())
+
+
+def new_s3() -> str:
+    os.environ.update(s3_server.environment(s3_endpoint()))
+    return f"s3://{s3_server.BUCKET}/t{uuid4().hex[:12]}/registry"
+
+
+PLACES: dict[str, Callable[[], str]] = {"oci": new_oci, "s3": new_s3}
+SAME_BACKEND = {"oci+http", "s3+http", "mlflow+https"}
 """Schemes that open what another one opens, over another transport."""
