@@ -1,5 +1,5 @@
-"""A registry of models in an MLflow server, by reference: `mlflow+https://host/STORE`, where STORE is the URL of
-an OCI registry or of S3 storage that keeps the weights, such as
+"""A registry of models in an MLflow server, by reference: `mlflow+https://host/STORE`, where STORE is the URL
+of an OCI registry or of S3 storage that keeps the weights, such as
 
     mlflow+http://localhost:5000/oci://registry.example/models/my-model:candidate
 
@@ -7,7 +7,7 @@ A registered model names its store, so later references may leave it out: `mlflo
 
     version    one for each artifact that was newest; its source is the artifact in the store, by digest
     alias      a tag, but for `latest`, which is the newest version. Each moves in one step.
-    tags       `compress.manifest`, `compress.artifact`, `compress.evidence`, and `gate.<name>` of the evidence
+    tags       `compress.manifest`, `compress.artifact`, `compress.evidence`, and `gate.<name>` of evidence
     run        the metrics of the evidence, and its report as an artifact of the run
 
 Everything that a version says of its weights is compared with digests when they are pulled. The server's
@@ -21,6 +21,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -45,6 +46,23 @@ _MISSING = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
 _THERE = ("RESOURCE_ALREADY_EXISTS",)
 _MAX_REPORT_BYTES = 64 << 20
 _PAGE = 1000
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Evidence as MLflow shows it: name, words and value of each gate, and the page."""
+
+    digest: str
+    gates: tuple[tuple[str, str, float | None], ...]
+    report: Descriptor | None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tags of a version with this evidence."""
+        return {
+            **{f"gate.{name}": words for name, words, _ in self.gates},
+            "compress.evidence": self.digest,
+        }
 
 
 class Mlflow:
@@ -109,10 +127,14 @@ class Mlflow:
         model._store.write_tag(name, (f"kept-{manifest.digest.removeprefix('sha256:')[:32]}",), manifest)
         image = ImageManifest.from_bytes(read_blob(model._store, manifest), f"manifest {manifest.digest}")
         with self._explained():
+            proof = model._read_proof(manifest)
             version = model._find_version(manifest, newest=DEFAULT_TAG in tags)
             if version is None:
-                version = model._new_version(manifest, image)
-            model._record_evidence(version, manifest)
+                version = model._new_version(manifest, image, proof)
+            elif proof is not None and version.tags.get("compress.evidence") != proof.digest:
+                tags_of_proof = {**proof.tags, "compress.run": model._log_run(proof)}
+                for key, value in tags_of_proof.items():
+                    self._client.set_model_version_tag(name, version.version, key, value)
             for tag in tags:
                 if tag != DEFAULT_TAG:
                     self._client.set_registered_model_alias(name, tag, version.version)
@@ -135,7 +157,9 @@ class Mlflow:
     @property
     def _client(self) -> "MlflowClient":
         if self._opened is None:
-            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # or an import reports itself
+            # or its import reports itself, and the end of a run prints to stdout
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+            os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
             from mlflow import MlflowClient
 
             self._opened = MlflowClient(tracking_uri=self._server, registry_uri=self._server)
@@ -165,7 +189,8 @@ class Mlflow:
     def _open_store(self, url: str) -> Registry:
         if url.partition("://")[0] not in STORES:
             raise UsageError(
-                f"'{one_line(url)[:100]}' cannot keep the weights of a model in MLflow; use {', '.join(STORES)}."
+                f"'{one_line(url)[:100]}' cannot keep the weights of a model in MLflow; use "
+                f"{', '.join(STORES)}."
             )
         return open_registry(url)
 
@@ -190,49 +215,50 @@ class Mlflow:
         same = (each for each in versions if each.tags["compress.manifest"] == manifest.digest)
         return next(same, None)
 
-    def _new_version(self, manifest: Descriptor, image: ImageManifest) -> "ModelVersion":
+    def _new_version(
+        self, manifest: Descriptor, image: ImageManifest, proof: "_Proof | None"
+    ) -> "ModelVersion":
+        """Make a version with all its tags, which is visible from then on; its run is made before it."""
         store = self._store_url or self._stored_url()
         with self._explained(_THERE):
             self._client.create_registered_model(self._name)
         self._client.set_registered_model_tag(self._name, "compress.store", store)
         ref = parse_ref(f"{store}/{self._name}").pinned(manifest.digest)
+        run_id = None if proof is None else self._log_run(proof)
         tags = {
             "compress.manifest": manifest.digest,
             "compress.manifest_bytes": str(manifest.size_bytes),
             "compress.artifact": image.config.digest,
+            **({} if proof is None or run_id is None else {**proof.tags, "compress.run": run_id}),
         }
         return self._client.create_model_version(
-            self._name, source=str(ref), tags=tags, await_creation_for=0
+            self._name, source=str(ref), run_id=run_id, tags=tags, await_creation_for=0
         )
 
-    def _record_evidence(self, version: "ModelVersion", manifest: Descriptor) -> None:
-        """Copy gates and metrics of the newest evidence to the version and to a run, with the report; once."""
+    def _read_proof(self, manifest: Descriptor) -> "_Proof | None":
+        """Return gates and report of the newest evidence of an artifact; None where there is none."""
         attached = self._store.attached(manifest)
-        if not attached or version.tags.get("compress.evidence") == attached[-1].digest:
-            return
+        if not attached:
+            return None
         image = ImageManifest.from_bytes(read_blob(self._store, attached[-1]), "evidence")
         files = {layer.title: layer for layer in image.layers}
         gates = _gates_in(read_blob(self._store, files["report.json"])) if "report.json" in files else []
-        run_id = self._log_run(f"{self._name} {version.version}", gates, files.get("report.html"))
-        tags = {f"gate.{name}": text for name, text, _ in gates}
-        for key, value in {**tags, "compress.run": run_id, "compress.evidence": attached[-1].digest}.items():
-            self._client.set_model_version_tag(self._name, version.version, key, value)
+        return _Proof(attached[-1].digest, tuple(gates), files.get("report.html"))
 
-    def _log_run(
-        self, title: str, gates: Sequence[tuple[str, str, float | None]], report: Descriptor | None
-    ) -> str:
+    def _log_run(self, proof: "_Proof") -> str:
+        """Make a run with the metrics and the report of evidence, and return its id."""
         client = self._client
         found = client.get_experiment_by_name(EXPERIMENT)
         experiment = found.experiment_id if found is not None else client.create_experiment(EXPERIMENT)
-        run_id = str(client.create_run(experiment, run_name=title).info.run_id)
-        for name, _, value in gates:
+        run_id = str(client.create_run(experiment, run_name=f"{self._name} {proof.digest[7:19]}").info.run_id)
+        for name, _, value in proof.gates:
             if value is not None:
                 client.log_metric(run_id, name, value)
-        if report is not None and report.size_bytes <= _MAX_REPORT_BYTES:
+        if proof.report is not None and proof.report.size_bytes <= _MAX_REPORT_BYTES:
             with tempfile.TemporaryDirectory() as directory:
                 file = Path(directory) / "report.html"
                 with file.open("wb") as sink:
-                    copy_blob(self._store, report, sink)
+                    copy_blob(self._store, proof.report, sink)
                 client.log_artifact(run_id, str(file))
         client.set_terminated(run_id)
         return run_id

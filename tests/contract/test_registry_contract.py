@@ -16,8 +16,8 @@ from tests.support.registries import SAME_BACKEND, place_of
 
 
 @pytest.fixture(params=[name for name in REGISTRIES.names() if name not in SAME_BACKEND])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return place_of(request.param, tmp_path)
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return place_of(request.param, tmp_path, monkeypatch)
 
 
 def make_artifact(root: Path, seed: int = 0) -> Artifact:

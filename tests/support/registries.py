@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import uuid4
 
+import huggingface_hub.constants
 import pytest
 
-from tests.support import s3_server
+from tests.support import hub_server, mlflow_server, s3_server
 
 START_S = 60.0
 DOCKER_REGISTRY = """
@@ -32,12 +33,12 @@ http: {{addr: "127.0.0.1:{port}"}}
 """
 
 
-def place_of(scheme: str, directory: Path) -> str:
-    """Return the URL of a new, empty registry of a kind; a scheme that is not known here is one of
-    directories. Environment variables that lead to its server stay set.
+def place_of(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a new, empty registry of a kind, which this process finds while `monkeypatch` lasts;
+    a scheme that is not known here is one of directories.
     """
     make = PLACES.get(scheme)
-    return f"{scheme}://{directory}/place/registry" if make is None else make()
+    return f"{scheme}://{directory}/place/registry" if make is None else make(directory, monkeypatch)
 
 
 def free_port() -> int:
@@ -92,7 +93,8 @@ def docker_registry() -> str:
     return f"127.0.0.1:{port}"
 
 
-def new_oci() -> str:
+def new_oci(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    del directory, monkeypatch
     return f"oci://{docker_registry()}/t{uuid4().hex[:12]}/registry"
 
 
@@ -102,11 +104,41 @@ def s3_endpoint() -> str:
     return s3_server.start(s3_server.Store())
 
 
-def new_s3() -> str:
-    os.environ.update(s3_server.environment(s3_endpoint()))
+def new_s3(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    del directory
+    for name, value in s3_server.environment(s3_endpoint()).items():
+        monkeypatch.setenv(name, value)
     return f"s3://{s3_server.BUCKET}/t{uuid4().hex[:12]}/registry"
 
 
-PLACES: dict[str, Callable[[], str]] = {"oci": new_oci, "s3": new_s3}
+def new_mlflow(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    server = mlflow_server.start(mlflow_server.Tracking())
+    return f"mlflow+{server}/{new_s3(directory, monkeypatch)}"
+
+
+def new_hf(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_hub(hub_server.start(hub_server.Hub()), directory, monkeypatch)
+    return "hf://owner"
+
+
+def use_hub(url: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lead the client of the hub to a server."""
+    for name, value in {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(directory / "hub"),
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+
+
+PLACES: dict[str, Callable[[Path, pytest.MonkeyPatch], str]] = {
+    "hf": new_hf,
+    "mlflow+http": new_mlflow,
+    "oci": new_oci,
+    "s3": new_s3,
+}
 SAME_BACKEND = {"oci+http", "s3+http", "mlflow+https"}
 """Schemes that open what another one opens, over another transport."""

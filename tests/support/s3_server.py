@@ -1,5 +1,5 @@
-"""A small server of S3's protocol in this process: one bucket in memory, objects, ranges, conditional writes and
-uploads in parts. It checks no signatures. Tests of the real thing run against moto's server, where it is.
+"""A small server of S3's protocol in this process: one bucket in memory, objects, ranges, conditional writes
+and uploads in parts. It checks no signatures. `make registries` runs the same tests against moto's server.
 """
 
 import hashlib
