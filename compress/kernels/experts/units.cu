@@ -4,9 +4,10 @@
 // Every block counts the pairs of all experts, part by part; a warp then knows where the units of its expert begin and how many pairs the
 // parts before its own have, and finds its pairs by ballots, 32 at a time. So there is no order that threads decide. Units past the end have
 // no expert, -1, and a unit that is not full ends in pairs of -1.
+//
+// Macros: EXPERTS; WARPS of a block; PARTS; STAGED = the most pairs, whose ids stay in shared memory, or 0: they are read again.
 
-constexpr int WARP = 32, OWNERS = WARPS / PARTS, AHEAD = 8;
-constexpr int STAGED = PARTS == 1 ? 4096 : 1;  // of few pairs, ids stay in shared memory
+constexpr int WARP = 32, OWNERS = WARPS / PARTS, AHEAD = STAGED ? 1 : 8;
 
 struct Args {
     const int* ids;
@@ -23,7 +24,7 @@ __device__ __forceinline__ int load_index(const int* at) {  // past the first-le
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) sort_pairs(const __grid_constant__ Args args) {
     __shared__ int counts[PARTS][EXPERTS];
-    __shared__ int staged[STAGED];
+    __shared__ int staged[STAGED ? STAGED : 1];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, part = warp % PARTS, owner = warp / PARTS;
     const int expert = blockIdx.x * OWNERS + owner, begin = part * args.part_size, end = min(begin + args.part_size, args.num_pairs);
 #if HOPPER
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) sort_pairs(const __gr
         for (int j = 0; j < AHEAD; ++j) ids[j] = at + j * STRIDE < end ? load_index(args.ids + at + j * STRIDE) : -1;
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
-            if (PARTS == 1 && at + j * STRIDE < min(end, STAGED)) staged[at + j * STRIDE] = ids[j];
+            if (STAGED && at + j * STRIDE < end) staged[at + j * STRIDE] = ids[j];
             if (ids[j] >= 0 && ids[j] < args.num_experts) atomicAdd(&counts[part][ids[j]], 1);
         }
     }
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) sort_pairs(const __gr
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
             const int i = at + j * WARP;
-            ids[j] = i >= end ? -1 : PARTS == 1 && i < STAGED ? staged[i] : load_index(args.ids + i);
+            ids[j] = i >= end ? -1 : STAGED ? staged[i] : load_index(args.ids + i);
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {

@@ -16,16 +16,16 @@ from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_te
 from compress.kernels.operands.gpu import gpu_of
 
 SOURCES = ("operands/numbers.cuh", "experts/units.cu")
-MANY_PAIRS = 2048
-"""Pairs from which an expert has several warps, each with a part of the pairs."""
 
 
 @dataclass(frozen=True)
 class Deal:
-    """The warps of a block, and the parts of the pairs: a warp for each part of an expert."""
+    """The warps of a block, the parts of the pairs, of which each expert has a warp for each, and the most
+    pairs where their ids stay in shared memory."""
 
     warps: int
     parts: int
+    staged: int
 
     @property
     def owners(self) -> int:
@@ -33,8 +33,8 @@ class Deal:
         return self.warps // self.parts
 
 
-FEW = Deal(warps=8, parts=1)
-MANY = Deal(warps=32, parts=8)
+FEW = Deal(warps=8, parts=1, staged=2048)
+MANY = Deal(warps=32, parts=8, staged=0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
     device = ids_TK.device
     experts = torch.empty(num_units, dtype=torch.int32, device=device)
     pairs = torch.empty(num_units, size, dtype=torch.int32, device=device)
-    deal = MANY if num_pairs >= MANY_PAIRS else FEW
+    deal = FEW if num_pairs <= FEW.staged else MANY
     part_size = -(-num_pairs // (32 * deal.parts)) * 32
     arguments = _Arguments(
         *(each.data_ptr() for each in (ids_TK, experts, pairs)),
@@ -79,7 +79,13 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
 
 def source_of(num_experts: int, deal: Deal) -> Source:
     """Return the kernel for a number of experts."""
-    macros = {"F16": 0, "EXPERTS": num_experts, "WARPS": deal.warps, "PARTS": deal.parts}
+    macros = {
+        "F16": 0,
+        "EXPERTS": num_experts,
+        "WARPS": deal.warps,
+        "PARTS": deal.parts,
+        "STAGED": deal.staged,
+    }
     return Source(source_text(*SOURCES), "sort_pairs", tuple(macros.items()))
 
 

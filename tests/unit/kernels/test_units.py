@@ -14,7 +14,15 @@ from tests.support.emulated_kernels import use_emulated
 @needs_compiler
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_experts", "size"),
-    [(5, 2, 8, 8), (64, 8, 128, 8), (1, 4, 60, 8), (700, 6, 40, 16), (341, 6, 40, 8), (342, 6, 40, 8), (9, 3, 3, 32)],
+    [
+        (5, 2, 8, 8),
+        (64, 8, 128, 8),
+        (1, 4, 60, 8),
+        (700, 6, 40, 16),
+        (512, 4, 40, 8),
+        (342, 6, 40, 8),
+        (9, 3, 3, 32),
+    ],
 )
 def test_units(
     num_rows: int,
