@@ -35,6 +35,7 @@ from compress.models.arch import Arch
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
 from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.recipe import dump_yaml, parse_model_ref
+from compress.recipe.model_ref import MODELS_URI
 from compress.registry.local_copy import local_copy
 from compress.registry.model_source import locate_model
 from compress.registry.protocol import REGISTRIES
@@ -296,7 +297,7 @@ def run(
 def _model_dir(ref: str, *, offline: bool, cache_dir: Path | None) -> Path:
     """Return the directory of a model, fetched or pulled if it is not here."""
     scheme, separator, _ = ref.partition("://")
-    if separator and scheme in REGISTRIES.names():
+    if ref.startswith(MODELS_URI) or (separator and scheme != "hf" and scheme in REGISTRIES.names()):
         return local_copy(ref, cache_dir)
     if separator and scheme not in ("builtin", "hf"):
         known = ("builtin", "hf", *REGISTRIES.names())

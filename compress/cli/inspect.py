@@ -26,7 +26,11 @@ def inspect(
     """Show what an artifact is: role, scheme, layer shapes, tensors by dtype, files, parents."""
     from compress.artifact.manifest import open_artifact
 
-    manifest = _manifest_of_ref(target) if "://" in target else open_artifact(Path(target)).manifest
+    manifest = (
+        _manifest_of_ref(target)
+        if "://" in target or target.startswith("models:/")
+        else open_artifact(Path(target)).manifest
+    )
     emit(describe(manifest, target), as_text(manifest, target, list_tensors=tensors), as_json=as_json)
 
 

@@ -12,7 +12,8 @@ def pull(
     ref: Annotated[
         str,
         typer.Argument(
-            help="What, such as layout://registry/my-model:candidate or ...my-model@sha256:<hex>."
+            help="What, such as oci://host/path/my-model:candidate, ...my-model@sha256:<hex> or "
+            "models:/my-model@alias."
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],

@@ -17,7 +17,8 @@ def push(
     ref: Annotated[
         str,
         typer.Argument(
-            help="Where to, such as layout://registry/my-model:candidate; the tag becomes an alias."
+            help="Where to: layout://, oci://, s3://, mlflow+https:// or hf://, such as "
+            "oci://host/path/my-model:candidate; the tag becomes an alias."
         ),
     ],
     alias: Annotated[list[str] | None, typer.Option("--alias", help="One more tag; may be repeated.")] = None,
