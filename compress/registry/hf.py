@@ -18,6 +18,8 @@ that of `hf auth login` or HF_TOKEN.
 import contextlib
 import hashlib
 import json
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 INDEX_NAME = ".compress/index.json"
-_MAX_ATTEMPTS = 20
+_MAX_ATTEMPTS = 60
+_PAUSE_S = 0.3
 _MAX_INDEX_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 
@@ -244,19 +247,15 @@ class Hf:
         image = ImageManifest.from_bytes(data, f"manifest {manifest.digest}")
         files = {str(layer.title): self._source_of(layer) for layer in image.layers}
         files[MANIFEST_NAME] = self._source_of(image.config)
-        with self._explained():
-            there = list(self._api.list_repo_files(self._repo))
-            gone = [
-                each
-                for each in there
-                if each not in files and each != ".gitattributes" and not _is_ours(each)
-            ]
-            operations: list[Any] = [CommitOperationDelete(each) for each in gone]
-            operations += [CommitOperationAdd(path, _uploadable(source)) for path, source in files.items()]
-            done = self._api.create_commit(
-                self._repo, operations, commit_message=f"Artifact {image.config.digest}"
-            )
-        return _Stored(str(done.oid), data, "", None)
+        added = [(path, _uploadable(source)) for path, source in files.items()]
+
+        def operations(head: str | None) -> list[Any]:
+            there = self._api.list_repo_files(self._repo, revision=head)
+            gone = [each for each in there if each not in files and not _stays(each)]
+            return [*map(CommitOperationDelete, gone), *(CommitOperationAdd(*each) for each in added)]
+
+        commit = self._commit(lambda index: operations(index.head), f"Artifact {image.config.digest}")
+        return _Stored(commit, data, "", None)
 
     def _commit_evidence(self, digest: str) -> _Stored:
         from huggingface_hub import CommitOperationAdd
@@ -265,13 +264,11 @@ class Hf:
         assert isinstance(data, bytes), "manifests are put as bytes"
         image = ImageManifest.from_bytes(data, f"manifest {digest}")
         folder = f".compress/evidence/{digest.removeprefix('sha256:')}/"
-        operations = [
-            CommitOperationAdd(f"{folder}{layer.title}", _uploadable(self._source_of(layer)))
-            for layer in image.layers
-        ]
-        with self._explained():
-            done = self._api.create_commit(self._repo, operations, commit_message=f"Evidence {digest}")
-        return _Stored(str(done.oid), data, folder, self._attached[digest])
+        added = [(f"{folder}{layer.title}", _uploadable(self._source_of(layer))) for layer in image.layers]
+        commit = self._commit(
+            lambda index: [CommitOperationAdd(*each) for each in added], f"Evidence {digest}"
+        )
+        return _Stored(commit, data, folder, self._attached[digest])
 
     def _source_of(self, blob: Descriptor) -> Path | bytes:
         """Return a staged file; of one that was committed before, its copy in the cache."""
@@ -287,26 +284,37 @@ class Hf:
         return data
 
     def _change(self, edit: Callable[[_Index], _Index]) -> None:
-        """Replace the index by what `edit` returns for it, by a commit on top of the one that was read."""
+        """Replace the index by what `edit` returns for it."""
         from huggingface_hub import CommitOperationAdd
+
+        def operations(index: _Index) -> list[Any]:
+            changed = edit(index)
+            return [] if changed == index else [CommitOperationAdd(INDEX_NAME, changed.to_bytes())]
+
+        self._commit(operations, "Tags")
+
+    def _commit(self, operations: Callable[[_Index], list[Any]], message: str) -> str:
+        """Return the commit made on top of the one that was read, again where others came first; the head
+        where there is nothing to commit.
+        """
         from huggingface_hub.errors import HfHubHTTPError
 
         for _ in range(_MAX_ATTEMPTS):
             index = self._index(fresh=True)
-            changed = edit(index)
-            if changed == index:
-                return
-            operation = CommitOperationAdd(INDEX_NAME, changed.to_bytes())
             try:
                 with self._explained(passed=(HfHubHTTPError,)):
-                    self._api.create_commit(
-                        self._repo, [operation], commit_message="Tags", parent_commit=index.head
+                    wanted = operations(index)
+                    if not wanted:
+                        return str(index.head)
+                    done = self._api.create_commit(
+                        self._repo, wanted, commit_message=message, parent_commit=index.head
                     )
                 self._read = None
-                return
+                return str(done.oid)
             except HfHubHTTPError as error:
                 if error.response.status_code not in (409, 412):
                     raise self._refusal(error) from None
+            time.sleep(random.uniform(0, _PAUSE_S))
         raise LockHeld(f"others push to {self} all the time; try again.")
 
     @contextlib.contextmanager
@@ -357,8 +365,9 @@ def _parsed(data: bytes, head: str | None, where: str) -> _Index:
     return _Index(head, tags, manifests)
 
 
-def _is_ours(path: str) -> bool:
-    return path.startswith(".compress/")
+def _stays(path: str) -> bool:
+    """Return whether a file of main belongs to no artifact."""
+    return path == ".gitattributes" or path.startswith(".compress/")
 
 
 def _uploadable(source: Path | bytes) -> str | bytes:
