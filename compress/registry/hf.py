@@ -91,7 +91,6 @@ class Hf:
         self._owner = owner
         self._name = name
         self._staged: dict[str, Path | bytes] = {}
-        self._attached: dict[str, str] = {}
         self._read: _Index | None = None
 
     def __str__(self) -> str:
@@ -144,7 +143,10 @@ class Hf:
 
     def find(self, digest: str) -> Descriptor | None:
         stored = self._index().manifests.get(digest)
-        return None if stored is None else Descriptor(IMAGE_MANIFEST, digest, len(stored.image))
+        if stored is None:
+            return None
+        image = ImageManifest.from_bytes(stored.image, f"a manifest of {self}")
+        return Descriptor(IMAGE_MANIFEST, digest, len(stored.image), artifact_type=image.artifact_type)
 
     def read_tag(self, name: str, tag: str) -> Descriptor | None:
         repository = self.repository(name)
@@ -152,25 +154,12 @@ class Hf:
         return None if digest is None else repository.find(digest)
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        repository = self.repository(name)
-        repository._make()
-        known = set(repository._index(fresh=True).manifests)
-        stored = {} if manifest.digest in known else {manifest.digest: repository._commit_files(manifest)}
-        proofs = [each for each in repository._attached if each not in known]
-        stored |= {each: repository._commit_evidence(each) for each in proofs}
+        self.repository(name)._move(tags, manifest, lambda index: True)
 
-        def move(index: _Index) -> _Index:
-            kept = {key: each for key, each in index.manifests.items() if key not in repository._attached}
-            moved = {key: each for key, each in index.manifests.items() if key in repository._attached}
-            return _Index(
-                index.head,
-                {**index.tags, **dict.fromkeys(tags, manifest.digest)},
-                {**kept, **moved, **stored},
-            )
-
-        repository._change(move)
-        repository._staged.clear()
-        repository._attached.clear()
+    def write_tag_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> bool:
+        return self.repository(name)._move(tags, manifest, lambda index: index.tags.get(guard) == expected)
 
     def tags(self) -> tuple[Tag, ...]:
         if not self._name:
@@ -191,12 +180,43 @@ class Hf:
         return tuple(tags)
 
     def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
-        """Keep the attachment for the commit that moves the tags."""
-        self._attached[manifest.digest] = subject.digest
+        self._make()
+        stored = self._index(fresh=True).manifests.get(manifest.digest) or self._commit_evidence(
+            manifest, subject.digest
+        )
+
+        def newest(index: _Index) -> _Index:
+            others = {key: each for key, each in index.manifests.items() if key != manifest.digest}
+            return _Index(index.head, index.tags, {**others, manifest.digest: stored})
+
+        self._change(newest)
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
         found = [key for key, each in self._index().manifests.items() if each.subject == subject.digest]
         return tuple(each for key in found if (each := self.find(key)) is not None)
+
+    def _move(self, tags: Sequence[str], manifest: Descriptor, allowed: Callable[[_Index], bool]) -> bool:
+        """Commit the files of a manifest where they are not there, then point tags to it if the index allows
+        that; return whether it did.
+        """
+        self._make()
+        index = self._index(fresh=True)
+        if not allowed(index):
+            return False
+        stored = index.manifests.get(manifest.digest) or self._commit_files(manifest)
+        moved = True
+
+        def move(index: _Index) -> _Index:
+            nonlocal moved
+            moved = allowed(index)
+            if not moved:
+                return index
+            known = {**index.manifests, manifest.digest: index.manifests.get(manifest.digest, stored)}
+            return _Index(index.head, {**index.tags, **dict.fromkeys(tags, manifest.digest)}, known)
+
+        self._change(move)
+        self._staged.clear()
+        return moved
 
     @property
     def _repo(self) -> str:
@@ -257,18 +277,18 @@ class Hf:
         commit = self._commit(lambda index: operations(index.head), f"Artifact {image.config.digest}")
         return _Stored(commit, data, "", None)
 
-    def _commit_evidence(self, digest: str) -> _Stored:
+    def _commit_evidence(self, manifest: Descriptor, subject: str) -> _Stored:
         from huggingface_hub import CommitOperationAdd
 
-        data = self._staged[digest]
-        assert isinstance(data, bytes), "manifests are put as bytes"
+        digest = manifest.digest
+        data = self._staged_bytes(manifest)
         image = ImageManifest.from_bytes(data, f"manifest {digest}")
         folder = f".compress/evidence/{digest.removeprefix('sha256:')}/"
         added = [(f"{folder}{layer.title}", _uploadable(self._source_of(layer))) for layer in image.layers]
         commit = self._commit(
             lambda index: [CommitOperationAdd(*each) for each in added], f"Evidence {digest}"
         )
-        return _Stored(commit, data, folder, self._attached[digest])
+        return _Stored(commit, data, folder, subject)
 
     def _source_of(self, blob: Descriptor) -> Path | bytes:
         """Return a staged file; of one that was committed before, its copy in the cache."""

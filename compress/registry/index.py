@@ -92,6 +92,16 @@ class ImageIndex:
         moved = [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
         return replace(self, entries=(*kept, *moved))
 
+    def with_tags_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> "ImageIndex | None":
+        """Return the same if `name:guard` points to the manifest of the digest `expected` (None: to nothing);
+        else None.
+        """
+        held = self.read_tag(name, guard)
+        same = (None if held is None else held.digest) == expected
+        return self.with_tags(name, tags, manifest) if same else None
+
     def with_attached(self, manifest: Descriptor, subject: Descriptor) -> "ImageIndex":
         """Return the index with a manifest that refers to the subject, as the newest."""
         kept = [entry for entry in self.entries if _digest(entry) != manifest.digest]

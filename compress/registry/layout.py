@@ -102,6 +102,15 @@ class Layout:
             self._write(self._index().with_tags(name, tags, manifest))
             self._collect()
 
+    def write_tag_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> bool:
+        with self._locked():
+            moved = self._index().with_tags_if(name, tags, manifest, guard=guard, expected=expected)
+            if moved is not None:
+                self._write(moved)
+        return moved is not None
+
     def tags(self) -> tuple[Tag, ...]:
         return self._index().tags()
 

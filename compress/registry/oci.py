@@ -24,7 +24,7 @@ from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UsageError
 from compress.registry.distribution import BodySource, Distribution, Request
 from compress.registry.extra import check_extra
-from compress.registry.image import ARTIFACT, EVIDENCE, IMAGE_INDEX, IMAGE_MANIFEST, Descriptor, ImageManifest
+from compress.registry.image import ARTIFACT, IMAGE_INDEX, IMAGE_MANIFEST, Descriptor, ImageManifest
 from compress.registry.modelpack import MODELPACK_SUFFIX, modelpack_image
 from compress.registry.protocol import REGISTRIES, Tag
 from compress.registry.ref import check_name, check_tag
@@ -34,6 +34,7 @@ from compress.registry.upload import Upload, open_source
 _COMPONENT = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _SERVICE_TAG = re.compile(rf"(?:sha256|evidence)-[0-9a-f]{{40,64}}|.*{re.escape(MODELPACK_SUFFIX)}")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="?next"?')
+_OURS = "application/vnd.compress."  # others attach signatures and lists of parts
 _MANIFEST_TYPES = (IMAGE_MANIFEST, IMAGE_INDEX)
 _ACCEPT = {"Accept": ", ".join(_MANIFEST_TYPES)}
 _MAX_PAGES = 20
@@ -146,7 +147,7 @@ class Oci:
         if found is None:
             found = self._fallback(subject)
         newest = self._described(self._read_manifest(_newest_tag(subject)))
-        proofs = [each for each in found if each.artifact_type in (EVIDENCE, None)]
+        proofs = [each for each in found if (each.artifact_type or _OURS).startswith(_OURS)]
         return tuple(sorted(proofs, key=lambda each: newest is not None and each.digest == newest.digest))
 
     def _request(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from compress.plugins import PluginSet
 from compress.registry.image import Descriptor
@@ -86,6 +86,24 @@ class Registry(Protocol):
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
         """Return the manifests that refer to the subject, oldest first."""
+        ...
+
+
+@runtime_checkable
+class GuardedRegistry(Protocol):
+    """A registry in which an alias may be promoted: its tags can move on the condition that one of them still
+    points where it did. Any other registry can be pushed to, and is no place for champions.
+    """
+
+    def write_tag_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> bool:
+        """Do what `write_tag` does if `name:guard` points to the manifest of the digest `expected` (None: to
+        nothing), and return True; else move nothing and return False.
+
+        Looking and moving are one step for every writer, also on other machines: by a lock, a conditional
+        write (`If-Match` of an object store), or a commit on a stated parent.
+        """
         ...
 
 

@@ -100,17 +100,12 @@ class S3:
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         self._change(lambda index: index.with_tags(name, tags, manifest))
 
-    def swap_tag(self, name: str, tag: str, manifest: Descriptor, *, expected: str | None) -> bool:
-        """Point a tag to a manifest if it points to the manifest of digest `expected` now (None: to nothing),
-        in one step; return whether it did.
-        """
-
-        def swap(index: ImageIndex) -> ImageIndex | None:
-            found = index.read_tag(name, tag)
-            same = (None if found is None else found.digest) == expected
-            return index.with_tags(name, (tag,), manifest) if same else None
-
-        return self._change(swap)
+    def write_tag_if(
+        self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
+    ) -> bool:
+        return self._change(
+            lambda index: index.with_tags_if(name, tags, manifest, guard=guard, expected=expected)
+        )
 
     def tags(self) -> tuple[Tag, ...]:
         return self._index()[0].tags()
