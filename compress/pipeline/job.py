@@ -8,7 +8,7 @@ push
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from compress.artifact.workspace import Workspace
@@ -30,6 +30,7 @@ from compress.pipeline.steps import (
 )
 from compress.recipe import load_recipe
 from compress.registry.protocol import open_registry
+from compress.registry.ref import compose_ref
 from compress.stages import Port
 
 
@@ -103,6 +104,8 @@ def execute(job: Job, watch: Watch) -> Result:
             evidence = _write_evidence(directory, result, job.recipe_file)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed = publish(recipe.push, result, evidence)
+                ref = compose_ref(recipe.push.to, pushed.name).pinned(pushed.manifest_digest)
+                directory.write_published({"ref": str(ref), **asdict(pushed)})
                 directory.log(
                     f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to "
                     f"{recipe.push.to}"

@@ -93,6 +93,10 @@ def fetch_files(registry: Registry, image: ImageManifest, directory: Path, *, pr
         StorageError: a blob is missing or differs from its digest.
     """
     meter = Meter(progress, sum(layer.size_bytes for layer in image.layers), "MiB fetched")
+    titles = {str(layer.title) for layer in image.layers}
+    for path in [each for each in directory.rglob("*") if each.is_file()]:
+        if path.relative_to(directory).as_posix() not in titles:
+            path.unlink()
     for layer in image.layers:
         (directory / str(layer.title)).parent.mkdir(parents=True, exist_ok=True)
 
@@ -147,6 +151,9 @@ def _finish(registry: Registry, layer: Descriptor, path: Path, meter: Meter) -> 
             hasher.update(chunk)
             begun_bytes += len(chunk)
             meter.add(len(chunk))
+    if begun_bytes == layer.size_bytes and "sha256:" + hasher.hexdigest() == layer.digest:
+        with _writing(path, begun_bytes):
+            return
     with _writing(path, begun_bytes) as sink:
         try:
             _copy_rest(registry, layer, sink, hasher, begun_bytes, meter)

@@ -107,6 +107,16 @@ class GuardedRegistry(Protocol):
         ...
 
 
+@runtime_checkable
+class Committing(Protocol):
+    """A registry that stores an artifact by a commit."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit that has the files of the newest push."""
+        ...
+
+
 REGISTRIES: PluginSet[Callable[[str], Registry]] = PluginSet("registry", "compress.registry")
 
 

@@ -37,7 +37,7 @@ from compress.registry.image import (
     ImageManifest,
     file_layers,
 )
-from compress.registry.protocol import Registry, Tag, open_registry
+from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
 from compress.untrusted.text import one_line
 
@@ -47,7 +47,9 @@ _ELSEWHERE = "Free space there, or give another destination."
 
 @dataclass(frozen=True)
 class PushResult:
-    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already."""
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already, and
+    `revision` is the commit that has it, where the registry makes commits.
+    """
 
     name: str
     tags: tuple[str, ...]
@@ -56,6 +58,7 @@ class PushResult:
     evidence_digest: str | None
     size_bytes: int
     num_new_blobs: int
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def push(
         evidence_digest=attached.descriptor.digest if attached else None,
         size_bytes=artifact.size_bytes,
         num_new_blobs=num_new,
+        revision=registry.revision if isinstance(registry, Committing) else None,
     )
 
 
@@ -330,7 +334,10 @@ def _appearing(destination: Path) -> Iterator[Path]:
     ):
         raise UsageError(f"{destination} exists and is not an empty directory; name a new one to pull to.")
     try:
-        with explained(destination, hint=_ELSEWHERE), neighbour(destination, "pulling") as building:
+        with (
+            explained(destination, hint=_ELSEWHERE),
+            neighbour(destination, "pulling", go_on=True) as building,
+        ):
             yield building
             sync_tree(building)
             os.rename(building, destination)

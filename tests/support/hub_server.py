@@ -7,9 +7,11 @@ import hashlib
 import json
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.support.quiet_server import QuietServer
 
 LARGE_BYTES = 16 << 10
 """The size above which this hub wants a file as a large one."""
@@ -193,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
 def start(hub: Hub) -> str:
     """Serve on a free port of the loopback address while this process runs; return the URL."""
     handler = type("BoundHandler", (Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = QuietServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}"
 

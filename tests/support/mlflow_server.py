@@ -5,10 +5,12 @@ answers is what a server of version 3.17 does; `make registries` runs the same t
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
+
+from tests.support.quiet_server import QuietServer
 
 API = "/api/2.0/mlflow/"
 ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts/"
@@ -186,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
 def start(tracking: Tracking) -> str:
     """Serve on a free port of the loopback address while this process runs; return the URL."""
     handler = type("BoundHandler", (Handler,), {"tracking": tracking})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = QuietServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}"
 

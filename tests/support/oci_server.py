@@ -7,11 +7,12 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 
 from compress.digest import digest_bytes
+from tests.support.quiet_server import QuietServer
 
 
 @dataclass
@@ -183,6 +184,6 @@ class Handler(BaseHTTPRequestHandler):
 def start(oci: Oci) -> str:
     """Serve on a free port of the loopback address while this process runs; return `host:port`."""
     handler = type("BoundHandler", (Handler,), {"oci": oci})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = QuietServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"127.0.0.1:{server.server_address[1]}"

@@ -4,9 +4,11 @@ and uploads in parts. It checks no signatures. `make registries` runs the same t
 
 import hashlib
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.support.quiet_server import QuietServer
 
 BUCKET = "models"
 
@@ -147,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
 def start(store: Store) -> str:
     """Serve a store on a free port of the loopback address while this process runs; return its URL."""
     handler = type("BoundHandler", (Handler,), {"store": store})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = QuietServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}"
 

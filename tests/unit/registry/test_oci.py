@@ -4,13 +4,15 @@ and what another program reads of a push.
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from compress.artifact.manifest import Artifact
+from compress.artifact.leftovers import owned_name
+from compress.artifact.manifest import Artifact, open_artifact, verify_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.cli.app import main
 from compress.digest import digest_bytes
@@ -280,3 +282,23 @@ def test_plain_http_needs_the_loopback_or_its_own_scheme(monkeypatch: pytest.Mon
             open_registry(f"{scheme}://registry.example/org").check_place()
     assert urls == ["https://registry.example/v2/", "http://registry.example/v2/"]
     assert docker_registry  # the loopback itself is what every other test uses
+
+
+def test_a_pull_goes_on_where_a_killed_one_ended(oci: oci_server.Oci, url: str, tmp_path: Path) -> None:
+    artifact = _artifact(tmp_path)
+    push(open_registry(url), artifact, name="model")
+    process = subprocess.Popen(["true"])
+    process.wait()
+    dead = owned_name().replace(f"-{os.getpid()}-", f"-{process.pid}-")
+    for begun, starts in ((BIG[:70_000], {"bytes=70000-"}), (b"?" * 70_000, {"bytes=70000-"}), (BIG, set())):
+        left = tmp_path / f".out.{dead}.pulling"
+        left.mkdir()
+        (left / "weights.bin").write_bytes(begun)
+        (left / "stray").touch()
+        oci.requests.clear()
+        assert pull(f"{url}/model", tmp_path / "out").digest == artifact.digest
+        verify_artifact(open_artifact(tmp_path / "out"))
+        assert not (tmp_path / "out" / "stray").exists()
+        assert not left.exists()
+        assert {headers["Range"] for _, _, headers in oci.requests if "Range" in headers} == starts
+        shutil.rmtree(tmp_path / "out")
