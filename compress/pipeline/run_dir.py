@@ -125,8 +125,8 @@ class RunDir:
         seal_evidence(self.evidence)
 
     def write_published(self, document: Mapping[str, Any]) -> None:
-        """Write where a push put the artifact. It is kept beside the evidence, which is sealed and pushed
-        before anybody knows the commit.
+        """Write where a push put the artifact. The evidence is sealed and pushed before the commit exists, so
+        it cannot hold this.
         """
         text = json.dumps({"schema": 1, **document}, indent=1, ensure_ascii=False) + "\n"
         write_atomic(self.path / "published.json", text.encode())

@@ -191,7 +191,7 @@ def _copy_rest(
 
 @contextlib.contextmanager
 def _writing(path: Path, position: int) -> Iterator[BinaryIO]:
-    """Open a plain file for writing from a position on; what lies behind is cut off."""
+    """Open a plain file for writing from a position on; later bytes are cut off."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "wb") as sink:
         sink.truncate(position)

@@ -1,7 +1,7 @@
 """A client of one host that serves the OCI distribution API 1.1 (https://github.com/opencontainers/distribution-spec):
 requests with credentials, tokens, redirects and errors. `oci.py` decides what is requested.
 
-- TLS, except where the reference says `oci+http://` or the host is this machine and answers without it.
+- TLS, except where the reference is `oci+http://` or the host is this machine and answers without it.
 - Credentials (docker_login.py) go to the host of the reference, and to the token server that it names over
   TLS; never to where a request is redirected.
 - What is written is never redirected to another host.
@@ -41,7 +41,7 @@ _USUAL_HOSTS = {"docker.io": "registry-1.docker.io"}
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `path` is below the host, or a URL that the host gave; `repository` and `actions` say what
+    """One request. `path` is below the host, or a URL that the host gave; `repository` and `actions` are what
     a token must allow; `accepted` are the statuses that are no error.
     """
 

@@ -60,7 +60,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Index:
-    """What `.compress/index.json` says at one commit of main (None: there is no repository or no commit)."""
+    """The content of `.compress/index.json` at one commit of main (None: no repository or no commit)."""
 
     head: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ A registered model names its store, so later references may leave it out: `mlflo
     tags       `compress.manifest`, `compress.artifact`, `compress.evidence`, and `gate.<name>` of evidence
     run        the metrics of the evidence, and its report as an artifact of the run
 
-Everything that a version says of its weights is compared with digests when they are pulled. The server's
+Everything that a version states of its weights is compared with digests when they are pulled. The server's
 credentials are those of its client (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ...).
 """
 
@@ -278,7 +278,7 @@ class Mlflow:
 
 
 def _source_of(version: "ModelVersion") -> Ref:
-    """Return where the weights of a version are, as the server tells it."""
+    """Return where the weights of a version are, as the server states it."""
     return parse_ref(str(version.source))
 
 

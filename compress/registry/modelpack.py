@@ -1,6 +1,6 @@
 """The ModelPack form of an artifact: an image manifest with the media types of the CNCF model specification
-(https://github.com/modelpack/model-spec, docs/spec.md and docs/config.md), so that programs which do not know
-this project pull the same files.
+(https://github.com/modelpack/model-spec, docs/spec.md and docs/config.md), so that programs which read
+no other kind pull the same files.
 
 Its layers are those of the artifact's own manifest, the same blobs under other media types, and
 `compress.json`. Its bytes depend on the artifact alone.

@@ -92,7 +92,7 @@ class Oci:
             yield BytesIO(data)
             return
         stream = ResumingStream(lambda position: self._open_at(blob, position), blob.size_bytes)
-        with stream.open():
+        with stream.begin():
             yield cast(BinaryIO, stream)
 
     def find(self, digest: str) -> Descriptor | None:
@@ -208,7 +208,7 @@ class Oci:
         self._put_manifest(Descriptor(IMAGE_INDEX, digest_bytes(data), len(data)), data, tag)
 
     def _put_modelpack(self, data: bytes, tags: Sequence[str]) -> None:
-        """Give an artifact its second manifest, with the same layers, under a tag beside each of its own."""
+        """Give an artifact its second manifest, with the same layers, under one more tag for each."""
         image = ImageManifest.from_bytes(data, f"a manifest in {self}")
         if image.artifact_type != ARTIFACT:
             return

@@ -84,7 +84,7 @@ class ResumingStream(io.RawIOBase):
             self._position += len(part)
         return b"".join(parts)
 
-    def open(self) -> "ResumingStream":
+    def begin(self) -> "ResumingStream":
         """Request the first bytes, so that a blob that is not there is known before it is read."""
         self._source = persist(lambda: self._open_at(0))
         return self

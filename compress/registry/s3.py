@@ -88,7 +88,7 @@ class S3:
     @contextlib.contextmanager
     def get(self, blob: Descriptor) -> Iterator[BinaryIO]:
         stream = ResumingStream(lambda position: self._open_at(blob, position), blob.size_bytes)
-        with stream.open():
+        with stream.begin():
             yield cast(BinaryIO, stream)
 
     def find(self, digest: str) -> Descriptor | None:
