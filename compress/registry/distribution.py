@@ -7,7 +7,7 @@ requests with credentials, tokens, redirects and errors. `oci.py` decides what i
 - What is written is never redirected to another host.
 - A dropped connection, 429 and 5xx raise `Dropped`, which callers try again.
 
-The client `oras` stands in the way here: it neither resumes a transfer nor compares a digest while it reads,
+The client `oras` does not fit here: it neither resumes a transfer nor compares a digest while it reads,
 writes files by titles before anything is verified, and ends the process on an error.
 """
 
