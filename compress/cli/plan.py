@@ -138,7 +138,7 @@ def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], Mod
 
     ref = parse_model_ref(model)
     if ref.scheme != "hf":
-        source = resolve_source(model)
+        source = resolve_source(model, offline=offline)
         return lambda: arch_of(read_config(source.path), codecs()), source
     shipped = known_config(ref.name)
     if (

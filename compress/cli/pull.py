@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.output import JsonFlag, emit, size_text
+from compress.cli.output import JsonFlag, emit, progress, size_text
 
 
 def pull(
     ref: Annotated[
         str,
         typer.Argument(
-            help="What, such as layout://registry/my-model:candidate or ...my-model@sha256:<hex>."
+            help="What, such as oci://host/path/my-model:candidate, ...my-model@sha256:<hex> or "
+            "models:/my-model@alias."
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
@@ -27,7 +28,8 @@ def pull(
     from compress.registry.transfer import resolve
 
     pinned = resolve(ref)  # one object, even when the tag moves meanwhile
-    artifact = pull_artifact(pinned, destination, evidence=evidence)
+    with progress("pull") as report:
+        artifact = pull_artifact(pinned, destination, evidence=evidence, progress=report)
     document = {
         "ref": str(pinned),
         "path": str(destination),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.output import JsonFlag, count_text, emit, size_text, table
+from compress.cli.output import JsonFlag, count_text, emit, progress, size_text, table
 from compress.errors import GateFailed, UsageError, did_you_mean
 from compress.untrusted.fields import Fields
 from compress.untrusted.parse import Malformed, read_json
@@ -25,7 +25,8 @@ def push(
     ref: Annotated[
         str,
         typer.Argument(
-            help="Where to, such as layout://registry/my-model:candidate; the tag becomes an alias."
+            help="Where to: layout://, oci://, s3://, mlflow+https:// or hf://, such as "
+            "oci://host/path/my-model:candidate; the tag becomes an alias."
         ),
     ],
     alias: Annotated[list[str] | None, typer.Option("--alias", help="One more tag; may be repeated.")] = None,
@@ -73,13 +74,15 @@ def push(
         return
     if gate:
         raise UsageError("--gate limits a change against an alias; name that with --against-alias.")
-    result = push_artifact(
-        open_registry(target.registry),
-        opened,
-        name=target.name,
-        aliases=(target.tag, *(alias or ())),
-        evidence=evidence,
-    )
+    with progress("push") as report:
+        result = push_artifact(
+            open_registry(target.registry),
+            opened,
+            name=target.name,
+            aliases=(target.tag, *(alias or ())),
+            evidence=evidence,
+            progress=report,
+        )
     emit(*_pushed(target, result), as_json=as_json)
 
 

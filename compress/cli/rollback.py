@@ -37,7 +37,7 @@ def rollback(
     place = parse_ref(ref)
     if place.digest:
         raise UsageError(f"'{ref}' names a digest; an alias goes back, such as {place.name}:production.")
-    registry = open_registry(place.registry)
+    registry = open_registry(place.registry).repository(place.name)
     last = last_move(registry, place.name, place.tag)
     move = (
         planned_rollback(registry, place, reason=reason, to=to)

@@ -14,7 +14,7 @@ def verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Read an artifact again and compare every byte with its digests; exit code 5 when one differs."""
-    if "://" in target:
+    if "://" in target or target.startswith("models:/"):
         from compress.registry.transfer import verify as verify_ref
 
         report = verify_ref(target)

@@ -8,7 +8,7 @@ push
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from compress.artifact.workspace import Workspace
@@ -31,6 +31,7 @@ from compress.pipeline.steps import (
 )
 from compress.recipe import load_recipe
 from compress.registry.protocol import open_registry
+from compress.registry.ref import compose_ref
 from compress.registry.transfer import PushResult
 from compress.stages import Port
 
@@ -105,17 +106,20 @@ def execute(job: Job, watch: Watch) -> Result:
             evidence = _write_evidence(directory, result, job.recipe_file)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed, champion = publish(recipe.push, result, evidence)
-                _log_push(directory, recipe.push.to, pushed, champion)
+                _record_push(directory, recipe.push.to, pushed, champion)
     failed = result.gates_failed or (champion is not None and champion.failed)
     status = "gate_failed" if failed else "done" if result.complete else "stopped"
     seconds = time.perf_counter() - started_s
     return Result(status, result, directory, pushed, seconds, champion=champion)
 
 
-def _log_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:
+def _record_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:
+    """Write to the log, and to `published.json`, what was published and what it was compared with."""
     if champion is not None:
         directory.log(f"against {champion.alias} ({champion.champion or 'nothing'}): {champion.reason}")
     if pushed is not None:
+        ref = compose_ref(to, pushed.name).pinned(pushed.manifest_digest)
+        directory.write_published({"ref": str(ref), **asdict(pushed)})
         directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {to}")
 
 

@@ -1,10 +1,12 @@
-"""The directory of a model that a person names: a path, `builtin://`, `hf://` or a registry reference."""
+"""The directory of a model that a person names: a path, `builtin://`, `hf://`, a registry reference, or
+`models:/name@alias` of MLflow."""
 
 from pathlib import Path
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
 from compress.errors import UsageError, did_you_mean
 from compress.recipe import parse_model_ref
+from compress.recipe.model_ref import MODELS_URI
 from compress.registry.local_copy import local_copy
 from compress.registry.model_source import locate_model, model_digest
 from compress.registry.protocol import REGISTRIES
@@ -19,7 +21,7 @@ def find_model_dir(ref: str, *, offline: bool = False, cache_dir: Path | None = 
         StorageError: the hub or the registry cannot be reached or does not have it.
     """
     scheme, separator, _ = ref.partition("://")
-    if separator and scheme in REGISTRIES.names():
+    if ref.startswith(MODELS_URI) or (separator and scheme != "hf" and scheme in REGISTRIES.names()):
         return local_copy(ref, cache_dir)
     if separator and scheme not in ("builtin", "hf"):
         known = ("builtin", "hf", *REGISTRIES.names())

@@ -59,7 +59,7 @@ def challenge(artifact: Artifact, gates: ChampionGates, place: Place, *, evidenc
         LockHeld: another job moved the alias meanwhile; nothing was moved here.
         StorageError: the registry cannot be written.
     """
-    registry = open_registry(place.registry)
+    registry = open_registry(place.registry).repository(place.name)
     alias = gates.against_alias
     check_guarded(registry, place.registry)
     ref = compose_ref(place.registry, place.name, alias)

@@ -5,6 +5,7 @@ recipe.lock.yaml   the recipe with everything resolved
 evidence/          report.html, report.json, README.md, provenance.json
 run.log            one line for each stage and run
 artifacts/         a link for each stage
+published.json     where the last push put the artifact, by digest, and by commit on a hub
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 """
 
@@ -122,6 +123,13 @@ class RunDir:
         document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
         write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
         seal_evidence(self.evidence)
+
+    def write_published(self, document: Mapping[str, Any]) -> None:
+        """Write where a push put the artifact. The evidence is sealed and pushed before the commit exists, so
+        it cannot hold this.
+        """
+        text = json.dumps({"schema": 1, **document}, indent=1, ensure_ascii=False) + "\n"
+        write_atomic(self.path / "published.json", text.encode())
 
     def _leftover_evidence(self) -> set[str]:
         """Return the files of the directory of evidence, all of them of an earlier run."""

@@ -15,7 +15,7 @@ from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unk
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.registry.promotion import check_guarded
 from compress.registry.protocol import open_registry
-from compress.registry.ref import DEFAULT_TAG, compose_ref
+from compress.registry.ref import DEFAULT_TAG, compose_ref, parse_ref
 from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 _OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
@@ -191,6 +191,8 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
     ref = parse_model_ref(recipe.model)
     if ref.scheme == "hf":
         model = f"hf://{ref.name}@{source.revision}"
+    elif ref.scheme == "registry":
+        model = str(parse_ref(ref.name).pinned(str(source.revision)))
     else:
         model = str(source.path.resolve()) if ref.scheme == "path" else recipe.model
     stages = [

@@ -1,4 +1,6 @@
-"""References to a recipe's source model: bundled, a directory, or the Hugging Face hub."""
+"""References to a recipe's source model: bundled, a directory, the Hugging Face hub, or an artifact of a
+registry.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,25 +8,32 @@ from typing import Literal
 
 from compress.errors import RecipeError, did_you_mean
 
+REGISTRY_SCHEMES = ("layout", "oci", "oci+http", "s3", "s3+http", "mlflow+http", "mlflow+https")
+"""Schemes of the registries that a recipe takes its model from; a test compares them with the registries."""
+MODELS_URI = "models:/"
+
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A parsed model reference. A `hf` reference without revision names a branch that moves; the caller
-    resolves it.
+    """A parsed model reference. A `hf` reference without revision names a branch that moves, and the name of
+    a `registry` reference, which is the whole of it, may have a tag that moves; the caller resolves them.
     """
 
-    scheme: Literal["builtin", "path", "hf"]
+    scheme: Literal["builtin", "path", "hf", "registry"]
     name: str
     revision: str | None = None
 
 
 def parse_model_ref(text: str) -> ModelRef:
-    """Parse `builtin://name`, `hf://org/name[@revision]`, or a path.
+    """Parse `builtin://name`, `hf://org/name[@revision]`, a path, or a reference of a registry, such as
+    `oci://host/path/name:tag`, `s3://bucket/prefix/name@sha256:...` or `models:/name@alias`.
 
     Raises:
         RecipeError: another scheme, or a name that cannot be one.
     """
     scheme, separator, rest = text.partition("://")
+    if scheme in REGISTRY_SCHEMES or text.startswith(MODELS_URI):
+        return ModelRef("registry", text)
     if not separator:
         if not text.strip():
             raise RecipeError(
@@ -41,7 +50,8 @@ def parse_model_ref(text: str) -> ModelRef:
         raise RecipeError(
             f"'{text}' is not a model reference. Write builtin://reference or hf://org/name@revision."
         )
+    known = ("builtin", "hf", *REGISTRY_SCHEMES)
     raise RecipeError(
-        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A "
-        f"path needs no scheme."
+        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, known)} A path needs no "
+        f"scheme."
     )

@@ -90,7 +90,10 @@ class _StageHead(BaseModel):
 
 class _RecipeHead(Spec):
     version: Literal[1]
-    model: str = Field(description="builtin://reference, ./path, or hf://org/name@revision")
+    model: str = Field(
+        description="builtin://reference, ./path, hf://org/name@revision, or an artifact such as "
+        "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias"
+    )
     seed: int = Field(0, ge=0, le=_MAX_SEED)
     stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
     push: Push | None = None

@@ -42,12 +42,12 @@ class Descriptor:
     title: str | None = None
     artifact_type: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, *, title_key: str = TITLE) -> dict[str, Any]:
         value: dict[str, Any] = {"mediaType": self.media_type, "digest": self.digest, "size": self.size_bytes}
         if self.artifact_type is not None:
             value["artifactType"] = self.artifact_type
         if self.title is not None:
-            value["annotations"] = {TITLE: self.title}
+            value["annotations"] = {title_key: self.title}
         return value
 
     @classmethod
@@ -84,6 +84,8 @@ class ImageManifest:
     config: Descriptor
     layers: tuple[Descriptor, ...]
     subject: Descriptor | None = None
+    title_key: str = TITLE
+    """The annotation that has the path of a layer's file."""
 
     def to_bytes(self) -> bytes:
         value: dict[str, Any] = {
@@ -91,7 +93,7 @@ class ImageManifest:
             "mediaType": IMAGE_MANIFEST,
             "artifactType": self.artifact_type,
             "config": self.config.to_json(),
-            "layers": [layer.to_json() for layer in self.layers],
+            "layers": [layer.to_json(title_key=self.title_key) for layer in self.layers],
         }
         if self.subject is not None:
             value["subject"] = self.subject.to_json()

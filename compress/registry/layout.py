@@ -2,23 +2,20 @@
 which needs no server.
 
     oci-layout     {"imageLayoutVersion": "1.0.0"}          blobs/sha256/<hex>   every blob and manifest
-    index.json     the manifests; a tag is an entry whose annotation `org.opencontainers.image.ref.name` is
-    `name:tag`
+    index.json     the manifests, with their tags (index.py)
 
 Blobs are copied, never hard-linked: a program that later truncates and rewrites the source in place would
-damage the registry through the link. `index.json` is replaced in one step under a file lock. When a tag
-moves, the manifest it left stays listed without a name: a way back.
+damage the registry through the link. `index.json` is replaced in one step under a file lock.
 """
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -27,9 +24,9 @@ from compress.artifact.disk import write_error
 from compress.artifact.manifest import MAX_MANIFEST_BYTES
 from compress.digest import digest_file
 from compress.errors import LockHeld, StorageError, UnsupportedFormat, UsageError
-from compress.registry.image import IMAGE_INDEX, REF_NAME, SUBJECT, Descriptor
+from compress.registry.image import Descriptor
+from compress.registry.index import ImageIndex
 from compress.registry.protocol import REGISTRIES, Tag
-from compress.registry.ref import check_name, check_tag
 from compress.untrusted.files import open_plain
 from compress.untrusted.parse import Malformed, read_json
 
@@ -41,8 +38,14 @@ _STALE_S = 24 * 3600.0  # a temporary file that nobody wrote to for a day belong
 class Layout:
     """The registry in one directory; created by the first push."""
 
+    num_transfers = 1
+
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    def repository(self, name: str) -> "Layout":
+        del name  # a blob is stored once for all names
+        return self
 
     def has(self, blob: Descriptor) -> bool:
         """Return whether the blob is there and whole. It is read (about 1.5 GB/s), so that pushing again
@@ -89,64 +92,38 @@ class Layout:
             yield stream
 
     def find(self, digest: str) -> Descriptor | None:
-        return next((self._descriptor(entry) for entry in self._entries() if _digest(entry) == digest), None)
+        return self._index().find(digest)
 
     def read_tag(self, name: str, tag: str) -> Descriptor | None:
-        wanted = f"{name}:{tag}"
-        return next(
-            (self._descriptor(entry) for entry in self._entries() if _ref_name(entry) == wanted), None
-        )
+        return self._index().read_tag(name, tag)
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         with self._locked():
-            self._point(name, tags, manifest)
+            self._write(self._index().with_tags(name, tags, manifest))
+            self._collect()
 
     def write_tag_if(
         self, name: str, tags: Sequence[str], manifest: Descriptor, *, guard: str, expected: str | None
     ) -> bool:
         with self._locked():
-            held = self.read_tag(name, guard)
-            if (None if held is None else held.digest) != expected:
-                return False
-            self._point(name, tags, manifest)
-        return True
-
-    def _point(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        """Point tags to a manifest. The caller has the lock."""
-        names = [f"{name}:{tag}" for tag in tags]
-        entries = [_without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()]
-        entries += [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
-        self._write(entries)
-        self._collect()
+            moved = self._index().with_tags_if(name, tags, manifest, guard=guard, expected=expected)
+            if moved is not None:
+                self._write(moved)
+                self._collect()
+        return moved is not None
 
     def tags(self) -> tuple[Tag, ...]:
-        found = []
-        for entry in self._entries():
-            name, colon, tag = _ref_name(entry).rpartition(":")
-            with contextlib.suppress(
-                UsageError, StorageError
-            ):  # other tools may write entries of other shapes
-                if colon:
-                    found.append(Tag(check_name(name), check_tag(tag), self._descriptor(entry)))
-        return tuple(sorted(found, key=lambda item: (item.name, item.tag)))
+        return self._index().tags()
 
     def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
         with self._locked():
-            entries = [entry for entry in self._entries() if _digest(entry) != manifest.digest]
-            self._write([*entries, {**manifest.to_json(), "annotations": {SUBJECT: subject.digest}}])
+            self._write(self._index().with_attached(manifest, subject))
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
-        return tuple(
-            self._descriptor(entry)
-            for entry in self._entries()
-            if _annotations(entry).get(SUBJECT) == subject.digest
-        )
+        return self._index().attached(subject)
 
     def _blob(self, digest: str) -> Path:
         return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
-
-    def _descriptor(self, entry: Any) -> Descriptor:
-        return Descriptor.from_json(entry, str(self.root / "index.json"))
 
     def check_place(self) -> None:
         if (self.root / "oci-layout").exists():
@@ -181,54 +158,36 @@ class Layout:
         directory.mkdir(exist_ok=True)
         return directory
 
-    def _entries(self) -> list[Any]:
-        """Return the entries of `index.json`, none when nothing was pushed yet. They may have any shape: what
-        is not ours is kept as it is, and is an error only where it is asked for."""
-        entries: list[Any] = self._index()["manifests"]
-        return entries
-
-    def _index(self) -> dict[str, Any]:
+    def _index(self) -> ImageIndex:
+        """Return the index, an empty one when nothing was pushed yet."""
+        path = self.root / "index.json"
         try:
-            version = _object(read_json(self.root / "oci-layout", max_bytes=1 << 20))["imageLayoutVersion"]
-            path = self.root / "index.json"
-            index = (
-                _object(read_json(path, max_bytes=MAX_MANIFEST_BYTES))
-                if path.exists()
-                else {"schemaVersion": 2, "mediaType": IMAGE_INDEX, "manifests": []}
-            )
-            entries = index["manifests"]
+            layout = read_json(self.root / "oci-layout", max_bytes=1 << 20)
+            if not isinstance(layout, dict) or "imageLayoutVersion" not in layout:
+                raise Malformed("oci-layout states no version")
+            version = str(layout["imageLayoutVersion"])
+            if path.exists():
+                index = ImageIndex.from_json(read_json(path, max_bytes=MAX_MANIFEST_BYTES), str(path))
+            else:
+                index = ImageIndex.empty(str(path))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UsageError(
                 f"there is no registry at {self.root} (no oci-layout file); the first push creates one."
             ) from error
-        except (OSError, Malformed, KeyError) as error:
+        except (OSError, Malformed) as error:
             raise StorageError(
                 f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read "
                 f"({error})."
             ) from error
-        if not str(version).startswith("1."):
+        if not version.startswith("1."):
             raise UnsupportedFormat(
                 f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is "
                 f"read here."
             )
-        if not isinstance(entries, list):
-            raise StorageError(
-                f"the registry at {self.root} is damaged: the manifests in its index.json are no list."
-            )
-        return dict(index)
+        return index
 
-    def _write(self, entries: list[Any]) -> None:
-        """Replace `index.json`. A manifest without a name is listed once, and only while no other entry lists
-        it.
-        """
-        listed = {_digest(entry) for entry in entries if _annotations(entry)}
-        unique = []
-        for entry in entries:
-            if _annotations(entry) or not _digest(entry) or _digest(entry) not in listed:
-                unique.append(entry)
-                listed.add(_digest(entry))
-        index = {**self._index(), "manifests": unique}
-        self._replace("index.json", (json.dumps(index, indent=2) + "\n").encode())
+    def _write(self, index: ImageIndex) -> None:
+        self._replace("index.json", index.to_bytes())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -263,30 +222,3 @@ def open_layout(place: str) -> Layout:
         raise UsageError(
             f"layout://{place} names a home directory that does not exist; write the path in full."
         ) from None
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Malformed("it is not an object")
-    return value
-
-
-def _annotations(entry: Any) -> dict[str, Any]:
-    annotations = entry.get("annotations") if isinstance(entry, dict) else None
-    return annotations if isinstance(annotations, dict) else {}
-
-
-def _ref_name(entry: Any) -> str:
-    name = _annotations(entry).get(REF_NAME)
-    return name if isinstance(name, str) else ""
-
-
-def _digest(entry: Any) -> str:
-    digest = entry.get("digest") if isinstance(entry, dict) else None
-    return digest if isinstance(digest, str) else ""
-
-
-def _without_name(entry: dict[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in _annotations(entry).items() if key != REF_NAME}
-    bare = {key: value for key, value in entry.items() if key != "annotations"}
-    return {**bare, "annotations": rest} if rest else bare

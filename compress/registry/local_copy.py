@@ -36,6 +36,18 @@ def local_copy(ref: Ref | str, cache_dir: Path | None = None) -> Path:
     return directory
 
 
+def kept_copy(digest: str, cache_dir: Path | None = None) -> Path | None:
+    """Return the directory of an artifact that was pulled before, by its manifest's digest, with every byte
+    checked; None where there is none.
+    """
+    directory = (cache_dir or DEFAULT_CACHE.expanduser()) / digest.removeprefix("sha256:")
+    try:
+        verify_artifact(open_artifact(directory))
+    except CompressError:
+        return None
+    return directory
+
+
 def _is_whole(directory: Path, pinned: Ref) -> bool:
     """Return whether a directory has the artifact of a reference, byte for byte."""
     try:

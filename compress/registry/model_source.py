@@ -1,5 +1,5 @@
-"""The source model of a recipe as a directory on this machine: bundled with the package, a path, or from the
-Hugging Face hub.
+"""The source model of a recipe as a directory on this machine: bundled with the package, a path, from the
+Hugging Face hub, or pulled from a registry.
 
 A hub name is resolved to a commit before anything is fetched, and only model and tokenizer
 files come: no pickles, no code. The digest covers every file that decides the model's function or its text,
@@ -15,6 +15,9 @@ from typing import Any
 import compress
 from compress.digest import digest_file, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
+from compress.registry.local_copy import kept_copy, local_copy
+from compress.registry.ref import parse_ref
+from compress.registry.transfer import resolve
 from compress.untrusted.files import check_within, open_plain
 from compress.untrusted.parse import Malformed, read_json
 
@@ -60,7 +63,9 @@ BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`name` is how the model card names the base model; `revision` is the commit of a hub model."""
+    """`name` is how the model card names the base model; `revision` is the commit of a hub model, or the
+    manifest's digest of an artifact from a registry.
+    """
 
     path: Path
     name: str
@@ -103,12 +108,15 @@ def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool
 def locate_model(
     scheme: str, name: str, revision: str | None, *, offline: bool = False
 ) -> tuple[Path, str | None]:
-    """Return a model's directory, fetched if it is not here, and the commit of a hub model.
+    """Return a model's directory, fetched if it is not here, and the commit of a hub model or the digest of
+    an artifact from a registry.
 
     Raises:
-        UsageError: no such builtin model or directory.
-        StorageError: the hub cannot be reached or does not have it.
+        UsageError: no such builtin model, directory or reference; or a registry is needed offline.
+        StorageError: the hub or the registry cannot be reached or does not have it.
     """
+    if scheme == "registry":
+        return _pulled(name, offline=offline)
     if scheme == "builtin":
         if name not in BUILTIN:
             raise UsageError(f"there is no bundled model '{name}'.{did_you_mean(name, BUILTIN)}")
@@ -167,6 +175,21 @@ def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from error
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+
+
+def _pulled(name: str, *, offline: bool) -> tuple[Path, str]:
+    """Return the copy on this machine of an artifact, and the digest of its manifest. Offline, only a
+    directory is a registry, and a reference by digest that was pulled before is found.
+    """
+    ref = parse_ref(name)
+    if offline and ref.scheme != "layout":
+        if ref.digest is not None and (kept := kept_copy(ref.digest)) is not None:
+            return kept, ref.digest
+        raise UsageError(
+            f"'{name}' is in a registry, which cannot be asked offline; write it by digest or pull it."
+        )
+    pinned = resolve(ref)
+    return local_copy(pinned), str(pinned.digest)
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError, UsageError
+from compress.registry.blobs import read_blob
 from compress.registry.image import EMPTY_CONFIG, FILE_LAYER, PROMOTION, Descriptor, ImageManifest
 from compress.registry.protocol import GuardedRegistry, Registry, open_registry
 from compress.registry.ref import Ref
@@ -30,7 +31,6 @@ Kind = Literal["promotion", "rollback", "withdrawn"]
 MAX_EARLIER = 64
 """Holders of an alias that a record remembers."""
 _TITLE = "promotion.json"
-_MAX_RECORD_BYTES = 1 << 20
 _EMPTY = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
 
 
@@ -115,7 +115,7 @@ def rollback(ref: Ref, *, reason: str = "", to: str | None = None) -> Move:
         UsageError: nothing holds the alias, nothing held it before, or the registry cannot guard it.
         LockHeld: another job moved the alias meanwhile.
     """
-    registry = open_registry(ref.registry)
+    registry = open_registry(ref.registry).repository(ref.name)
     check_guarded(registry, ref.registry)
     move = planned_rollback(registry, ref, reason=reason, to=to)
     target = registry.find(move.after)
@@ -187,12 +187,12 @@ def _store(registry: Registry, move: Move, subject: Descriptor) -> None:
 
 
 def _read(registry: Registry, record: Descriptor) -> Move:
-    image = ImageManifest.from_bytes(_bytes(registry, record), f"manifest {record.digest}")
+    image = ImageManifest.from_bytes(read_blob(registry, record), f"manifest {record.digest}")
     where = f"the record of a promotion {record.digest}"
     if len(image.layers) != 1:
         raise StorageError(f"{where} is damaged: it has {len(image.layers)} files.")
     try:
-        fields = Fields(parse_json(_bytes(registry, image.layers[0])), where, StorageError)
+        fields = Fields(parse_json(read_blob(registry, image.layers[0])), where, StorageError)
     except Malformed as error:
         raise StorageError(f"{where} is damaged: {error}.") from None
     if fields.integer("schema", 0, 1 << 30) != 1:
@@ -208,17 +208,6 @@ def _read(registry: Registry, record: Descriptor) -> Move:
         when=fields.text("when"),
         earlier=tuple(fields.texts("earlier")),
     )
-
-
-def _bytes(registry: Registry, blob: Descriptor) -> bytes:
-    """Return a small blob, checked against its digest."""
-    if blob.size_bytes > _MAX_RECORD_BYTES:
-        raise StorageError(f"the {blob} claims {blob.size_bytes} bytes, too many for a record.")
-    with registry.get(blob) as stream:
-        data = stream.read(blob.size_bytes + 1)
-    if len(data) != blob.size_bytes or digest_bytes(data) != blob.digest:
-        raise StorageError(f"the {blob} is damaged: its content has another digest.")
-    return data
 
 
 def _now() -> str:

@@ -23,7 +23,21 @@ class Tag:
 class Registry(Protocol):
     """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag`
     makes anything visible.
+
+    `num_transfers` is the number of blobs that may be stored or read at once, from as many threads.
     """
+
+    num_transfers: int
+
+    def repository(self, name: str) -> "Registry":
+        """Return the registry as pushes and pulls of one name use it. Where blobs are stored for each name
+        (OCI), the methods of blobs and manifests work on what this returns; other registries return
+        themselves.
+
+        Raises:
+            UsageError: the registry cannot have that name.
+        """
+        ...
 
     def has(self, blob: Descriptor) -> bool:
         """Return whether the blob is there and whole, so that it need not be put."""
@@ -42,6 +56,7 @@ class Registry(Protocol):
 
         Raises:
             UsageError: the place holds other things.
+            StorageError: nobody answers there.
         """
         ...
 
@@ -54,13 +69,15 @@ class Registry(Protocol):
         ...
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays
-        reachable by digest.
+        """Point all these tags to a manifest whose blobs are stored; what they pointed to stays reachable by
+        digest. Each tag moves in one step, and all of them in the same one where the store can do that.
         """
         ...
 
     def tags(self) -> tuple[Tag, ...]:
-        """Return every tag, sorted by name and tag."""
+        """Return every tag, sorted by name and tag; of a repository those of its name, where the store
+        holds each name apart.
+        """
         ...
 
     def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
@@ -87,6 +104,16 @@ class GuardedRegistry(Protocol):
         Looking and moving are one step for every writer, also on other machines: by a lock, a conditional
         write (`If-Match` of an object store), or a commit on a stated parent.
         """
+        ...
+
+
+@runtime_checkable
+class Committing(Protocol):
+    """A registry that stores an artifact by a commit."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit that has the files of the newest push."""
         ...
 
 

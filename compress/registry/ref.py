@@ -5,6 +5,7 @@ The last path component is the name, everything before it is the registry; witho
 `latest`.
 """
 
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ _MAX_PLACE = 2048
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")  # the grammar of OCI distribution 1.1
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MODELS_URI = "models:/"
 _SHAPE = (
     "scheme://registry/name:tag or scheme://registry/name@sha256:<64 hex digits>, for example "
     "layout://registry/my-model:latest"
@@ -82,11 +84,14 @@ def compose_ref(registry: str, name: str, tag: str = DEFAULT_TAG) -> Ref:
 
 
 def parse_ref(text: str) -> Ref:
-    """Parse a reference.
+    """Parse a reference, or a URI of MLflow: `models:/name@alias` or `models:/name/version`, at the server
+    that MLFLOW_TRACKING_URI names.
 
     Raises:
         UsageError: it is malformed; the message shows the right shape.
     """
+    if text.startswith(_MODELS_URI):
+        return _parse_models_uri(text.removeprefix(_MODELS_URI), os.environ.get("MLFLOW_TRACKING_URI", ""))
     registry, _, last = text.rpartition("/")
     if not registry.partition("://")[2]:
         raise UsageError(f"'{text}' is not a reference; write {_SHAPE}.")
@@ -97,6 +102,22 @@ def parse_ref(text: str) -> Ref:
         return compose_ref(registry, name).pinned(digest)
     name, colon, tag = last.partition(":")
     return compose_ref(registry, name, tag if colon else DEFAULT_TAG)
+
+
+def _parse_models_uri(rest: str, server: str) -> Ref:
+    name, at, alias = rest.partition("@")
+    if not at:
+        name, _, alias = rest.partition("/")
+    if not alias or "/" in alias:
+        raise UsageError(
+            f"'{_MODELS_URI}{rest}' names no version; write models:/name@alias or models:/name/3."
+        )
+    if server.partition("://")[0] not in ("http", "https"):
+        raise UsageError(
+            f"'{_MODELS_URI}{rest}' names no server: set MLFLOW_TRACKING_URI to its http:// or https:// "
+            f"address, or write mlflow+https://host/{name}:{alias}."
+        )
+    return compose_ref(f"mlflow+{server.rstrip('/')}", name, alias)
 
 
 def check_name(name: str) -> str:

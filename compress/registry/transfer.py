@@ -7,27 +7,26 @@ end: killed or failed anywhere, there is no destination.
 """
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
 from compress.artifact.disk import explained
 from compress.artifact.leftovers import neighbour
 from compress.artifact.manifest import (
     MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
     Artifact,
     FileRecord,
     Manifest,
     file_names,
     open_artifact,
 )
+from compress.context import Progress, SilentProgress
 from compress.digest import digest_bytes, digest_file
 from compress.errors import StorageError, UsageError, did_you_mean
+from compress.registry.blobs import copy_blob, fetch_files, read_blob, store_image
 from compress.registry.evidence import check_evidence
 from compress.registry.image import (
     ARTIFACT,
@@ -39,17 +38,19 @@ from compress.registry.image import (
     ImageManifest,
     file_layers,
 )
-from compress.registry.protocol import Registry, Tag, open_registry
+from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
 from compress.untrusted.text import one_line
 
-_CHUNK_BYTES = 1 << 20
+SILENT = SilentProgress()
 _ELSEWHERE = "Free space there, or give another destination."
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already."""
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already, and
+    `revision` is the commit that has it, where the registry makes commits.
+    """
 
     name: str
     tags: tuple[str, ...]
@@ -58,6 +59,7 @@ class PushResult:
     evidence_digest: str | None
     size_bytes: int
     num_new_blobs: int
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def push(
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
+    progress: Progress = SILENT,
 ) -> PushResult:
     """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
     it in one step, with `move` where it is given.
@@ -99,12 +102,13 @@ def push(
         Descriptor(ARTIFACT_CONFIG, digest_bytes(config), len(config), MANIFEST_NAME),
         file_layers(artifact.manifest.files),
     )
-    num_new = _store(registry, image, config, artifact.path)
+    registry = registry.repository(name)
+    num_new = store_image(registry, image, config, artifact.path, progress=progress)
     attached = None
     if evidence is not None:
         empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
         attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
-        num_new += _store(registry, attached, b"{}", evidence)
+        num_new += store_image(registry, attached, b"{}", evidence, progress=progress)
         registry.attach(attached.descriptor, image.descriptor)
     if move is None:
         registry.write_tag(name, tags, image.descriptor)
@@ -118,6 +122,7 @@ def push(
         evidence_digest=attached.descriptor.digest if attached else None,
         size_bytes=artifact.size_bytes,
         num_new_blobs=num_new,
+        revision=registry.revision if isinstance(registry, Committing) else None,
     )
 
 
@@ -137,21 +142,6 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
     return records
 
 
-def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path) -> int:
-    """Put what the registry lacks, the manifest last, and return how many blobs that were."""
-    sources: list[tuple[Descriptor, Path | bytes]] = [
-        (layer, files / str(layer.title)) for layer in image.layers
-    ]
-    sources += [(image.config, config), (image.descriptor, image.to_bytes())]
-    distinct = {
-        blob.digest: (blob, source) for blob, source in sources
-    }.values()  # two files of one content are one blob
-    missing = [(blob, source) for blob, source in distinct if not registry.has(blob)]
-    for blob, source in missing:
-        registry.put(blob, source)
-    return len(missing)
-
-
 def resolve(ref: Ref | str) -> Ref:
     """Return a reference pinned to the digest that it means now.
 
@@ -159,7 +149,7 @@ def resolve(ref: Ref | str) -> Ref:
         UsageError: nothing has that name, tag or digest; the nearest one is named.
     """
     ref = _as_ref(ref)
-    return ref.pinned(_find(open_registry(ref.registry), ref).digest)
+    return ref.pinned(_find(open_repository(ref), ref).digest)
 
 
 def attach_evidence(ref: Ref | str, evidence: Path) -> str:
@@ -170,17 +160,18 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
         StorageError: a file does not match the seal of the evidence, or the registry cannot be written.
     """
     ref = _as_ref(ref)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     subject = _find(registry, ref)
     empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
     attached = ImageManifest(EVIDENCE, empty, file_layers(_evidence_files(evidence)), subject=subject)
-    _store(registry, attached, b"{}", evidence)
+    store_image(registry, attached, b"{}", evidence, progress=SILENT)
     registry.attach(attached.descriptor, subject)
     return attached.descriptor.digest
 
 
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
     """Return the digest of the artifact that `name:tag` points to; None when nothing has that tag."""
+    registry = registry.repository(name)
     found = registry.read_tag(name, tag)
     return None if found is None else _read_artifact(registry, found)[1].digest
 
@@ -191,8 +182,17 @@ def artifact_of(ref: Ref) -> str:
     Raises:
         UsageError, StorageError: as `pull`.
     """
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     return _read_artifact(registry, _find(registry, ref))[1].digest
+
+
+def open_repository(ref: Ref) -> Registry:
+    """Return the registry of a reference, as it is used for its name.
+
+    Raises:
+        UsageError: nothing serves its scheme, or the registry cannot have that name.
+    """
+    return open_registry(ref.registry).repository(ref.name)
 
 
 def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
@@ -200,7 +200,9 @@ def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()
 
 
-def pull(ref: Ref | str, destination: Path, *, evidence: Path | None = None) -> Artifact:
+def pull(
+    ref: Ref | str, destination: Path, *, evidence: Path | None = None, progress: Progress = SILENT
+) -> Artifact:
     """Copy an artifact into a new directory, and the newest evidence attached to it into another, checking
     every byte. Neither appears before both are whole.
 
@@ -211,7 +213,7 @@ def pull(ref: Ref | str, destination: Path, *, evidence: Path | None = None) -> 
             destination is not made.
     """
     ref = _as_ref(ref)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     image, manifest = _read_artifact(registry, _find(registry, ref))
     if evidence is not None:
         _check_apart(destination, evidence)
@@ -220,9 +222,9 @@ def pull(ref: Ref | str, destination: Path, *, evidence: Path | None = None) -> 
         building = stack.enter_context(_appearing(destination))
         if evidence is not None:
             proving = stack.enter_context(_appearing(evidence))
-            _fetch(registry, proof, proving)
+            fetch_files(registry, proof, proving, progress=progress)
             check_evidence(proving)
-        _fetch(registry, image, building)
+        fetch_files(registry, image, building, progress=progress)
         write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
     return open_artifact(destination)
 
@@ -235,10 +237,10 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
         StorageError: as `pull`, or the evidence is about another artifact.
     """
     ref = _as_ref(ref)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     image = _newest_evidence(registry, ref)
     with _appearing(destination) as building:
-        _fetch(registry, image, building)
+        fetch_files(registry, image, building, progress=SILENT)
         check_evidence(building)
     return destination
 
@@ -251,14 +253,14 @@ def verify(ref: Ref | str) -> VerifyReport:
         StorageError: a blob is missing or differs from its digest; the blob and the file are named.
     """
     ref = _as_ref(ref)
-    registry = open_registry(ref.registry)
+    registry = open_repository(ref)
     found = _find(registry, ref)
     image, manifest = _read_artifact(registry, found)
     attached = _evidence_of(registry, found)
     evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
     blobs = [blob for each in (image, *evidence) for blob in (each.config, *each.layers)]
     for blob in blobs:
-        _copy(registry, blob, None)
+        copy_blob(registry, blob, None)
     whole = [found, *attached, *blobs]
     return VerifyReport(
         ref=ref,
@@ -297,29 +299,33 @@ def _as_ref(ref: Ref | str) -> Ref:
 def _find(registry: Registry, ref: Ref) -> Descriptor:
     found = registry.find(ref.digest) if ref.digest else registry.read_tag(ref.name, ref.tag)
     if found is None:
-        known = registry.tags()
-        tags = [item.tag for item in known if item.name == ref.name]
         if ref.digest:
             raise UsageError(f"{ref.registry} holds no manifest {ref.digest}.")
-        if tags:
+        if tags := [item.tag for item in registry.tags() if item.name == ref.name]:
             raise UsageError(
                 f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}"
             )
-        raise UsageError(
-            f"{ref.registry} holds nothing named "
-            f"'{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
-        )
+        raise UsageError(f"{ref.registry} holds nothing named '{ref.name}'.{_nearest_name(ref)}")
     return found
+
+
+def _nearest_name(ref: Ref) -> str:
+    """Return ` Did you mean 'x'?`, or nothing where the registry does not list its names."""
+    try:
+        names = {item.name for item in open_registry(ref.registry).tags()}
+    except StorageError:
+        return ""
+    return did_you_mean(ref.name, names)
 
 
 def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageManifest, Manifest]:
     """Return the manifest of the image and that of the artifact, checked against one another."""
-    image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
+    image = ImageManifest.from_bytes(read_blob(registry, descriptor), f"manifest {descriptor.digest}")
     if image.artifact_type != ARTIFACT:
         raise UsageError(
             f"{descriptor.digest} is not an artifact of compress but of type {image.artifact_type}."
         )
-    manifest = Manifest.from_bytes(_read(registry, image.config), where=str(image.config))
+    manifest = Manifest.from_bytes(read_blob(registry, image.config), where=str(image.config))
     if file_layers(manifest.files) != image.layers:
         raise StorageError(
             f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact "
@@ -329,61 +335,13 @@ def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageMan
 
 
 def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descriptor) -> ImageManifest:
-    image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
+    image = ImageManifest.from_bytes(read_blob(registry, descriptor), f"manifest {descriptor.digest}")
     if image.subject is None or image.subject.digest != subject.digest:
         raise StorageError(
             f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another "
             f"artifact; push it again."
         )
     return image
-
-
-def _read(registry: Registry, blob: Descriptor) -> bytes:
-    """Return a small blob, checked against its digest."""
-    if blob.size_bytes > MAX_MANIFEST_BYTES:
-        raise StorageError(
-            f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again."
-        )
-    with registry.get(blob) as stream:
-        data = stream.read(blob.size_bytes + 1)
-    _check(blob, len(data), digest_bytes(data))
-    return data
-
-
-def _fetch(registry: Registry, image: ImageManifest, directory: Path) -> None:
-    for layer in image.layers:
-        path = directory / str(layer.title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as sink:
-            _copy(registry, layer, sink)
-
-
-def _copy(registry: Registry, blob: Descriptor, sink: BinaryIO | None) -> None:
-    """Stream a blob into the sink, or nowhere, and check it; never more than its size is written."""
-    hasher = hashlib.sha256()
-    size_bytes = 0
-    with registry.get(blob) as stream:
-        while size_bytes <= blob.size_bytes and (
-            chunk := stream.read(min(_CHUNK_BYTES, blob.size_bytes + 1 - size_bytes))
-        ):
-            hasher.update(chunk)
-            size_bytes += len(chunk)
-            if sink is not None:
-                sink.write(chunk)
-    _check(blob, size_bytes, "sha256:" + hasher.hexdigest())
-
-
-def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
-    if size_bytes != blob.size_bytes:
-        kind = "longer than" if size_bytes > blob.size_bytes else f"{size_bytes} bytes instead of"
-        raise StorageError(
-            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to "
-            f"repair it."
-        )
-    if digest != blob.digest:
-        raise StorageError(
-            f"the {blob} is damaged: its content has digest {digest}; push the artifact again to repair it."
-        )
 
 
 @contextlib.contextmanager
@@ -403,7 +361,10 @@ def _appearing(destination: Path) -> Iterator[Path]:
     ):
         raise UsageError(f"{destination} exists and is not an empty directory; name a new one to pull to.")
     try:
-        with explained(destination, hint=_ELSEWHERE), neighbour(destination, "pulling") as building:
+        with (
+            explained(destination, hint=_ELSEWHERE),
+            neighbour(destination, "pulling", go_on=True) as building,
+        ):
             yield building
             sync_tree(building)
             os.rename(building, destination)

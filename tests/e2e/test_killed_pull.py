@@ -15,16 +15,16 @@ from tests.support.processes import run_alone
 
 DISTURBED = """
 import os, signal, sys
-import compress.registry.transfer as transfer
+import compress.registry.blobs as blobs
 import compress.registry.layout as layout
 from compress.cli.app import main
 number = int(sys.argv[1])
-copy = transfer._copy
-def copied(registry, blob, sink):
-    copy(registry, blob, sink)
+copy = blobs.copy_blob
+def copied(registry, blob, sink, **options):
+    copy(registry, blob, sink, **options)
     if sink is not None:
         os.kill(os.getpid(), number)
-transfer._copy = copied
+blobs.copy_blob = copied
 digest = layout.hashlib.sha256
 class Disturbed:
     def __init__(self):

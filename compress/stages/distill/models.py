@@ -37,6 +37,10 @@ def identity_of(ref: str) -> str:
         UsageError: there is no such model, or the name may mean another one tomorrow.
     """
     model = parse_model_ref(ref)
+    if model.scheme == "registry":
+        if "@sha256:" in ref:
+            return ref
+        raise UsageError(f"'{ref}' has a tag, which moves. Name the digest, as in ...name@sha256:<hex>.")
     if model.scheme != "hf":
         return resolve_model(model.scheme, model.name, model.revision).digest
     if model.revision is None:
