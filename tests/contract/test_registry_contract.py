@@ -117,7 +117,7 @@ def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
 
 
 def test_guarded_tags_move_only_while_the_guard_points_where_it_did(url: str, tmp_path: Path) -> None:
-    registry = open_registry(url)
+    registry = open_registry(url).repository("model")
     if not isinstance(registry, GuardedRegistry):
         pytest.skip("makes no promise about two writers")
     old = push(registry, make_artifact(tmp_path, 1), name="model", aliases=["stable"])
@@ -145,7 +145,7 @@ def test_guarded_tags_move_only_while_the_guard_points_where_it_did(url: str, tm
 
 
 def test_an_alias_goes_back_the_way_it_came(url: str, tmp_path: Path) -> None:
-    registry = open_registry(url)
+    registry = open_registry(url).repository("model")
     if not isinstance(registry, GuardedRegistry):
         pytest.skip("makes no promise about two writers")
     ref = parse_ref(f"{url}/model:stable")

@@ -27,6 +27,9 @@ REF = f"{URL}/model:production"
 class Unguarded:
     """A registry that has no `write_tag_if`."""
 
+    def repository(self, name: str) -> "Unguarded":
+        return self
+
 
 @pytest.fixture
 def made(work: Path) -> Callable[..., tuple[Artifact, Path]]:
