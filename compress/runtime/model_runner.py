@@ -13,7 +13,7 @@ longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +158,38 @@ class ModelRunner:
             x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short)
         )
         return self._logits(stream, "prefill").view(num_sequences, length, -1)
+
+    def score_rows(self, sequences: Sequence[Sequence[int]], wanted_rows: Sequence[int]) -> Tensor:
+        """Return float32 logits [W, V] of the wanted rows of whole sequences, prefilled in one ragged batch
+        over pages of their own; rows count over the sequences one after the other.
+
+        Raises:
+            UsageError: a sequence is longer than the model length.
+        """
+        device = self._weights.deployment.device
+        lens = tuple(len(each) for each in sequences)
+        if max(lens) > self._max_model_len:
+            raise UsageError(
+                f"a sequence of {max(lens)} tokens cannot be scored: the model length is "
+                f"{self._max_model_len}."
+            )
+        num_columns = -(-max(lens) // self._scratch_block)
+        first_block = 1 + torch.arange(len(lens)).unsqueeze(1) * num_columns
+        table_BN = (first_block + torch.arange(num_columns)).to(device)
+        positions = [torch.arange(each) for each in lens]
+        slots = [
+            int(first) * self._scratch_block + each
+            for first, each in zip(first_block, positions, strict=True)
+        ]
+        pages = _ScratchPages(self._cache, 1 + len(lens) * num_columns, self._scratch_block)
+        attend = self._layers.attend_prefill(table_BN, lens, lens, block_size=self._scratch_block)
+        tokens_T = torch.tensor([token for each in sequences for token in each], device=device)
+        where = torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer
+        stream = self._hidden(
+            F.embedding(tokens_T, self.embedding), *where, attend, "prefill", all_rows=False
+        )
+        wanted_W = torch.tensor(wanted_rows, device=device)
+        return self._logits(Stream(stream.x_TD[wanted_W]), "prefill")
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other

@@ -17,28 +17,31 @@ from compress.errors import UsageError
 from compress.export import open_weights
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.stages.validate.estimate import check_lengths
+from compress.stages.validate.estimate import check_answers, check_lengths
+from compress.stages.validate.generation import generate_texts, long_context
 from compress.stages.validate.load import load_models
 from compress.stages.validate.proposers import proposers_of, speculate
 from compress.stages.validate.spec import Validate
 from compress.stages.validate.speed import time_models
+from compress.stages.validate.tasks import answer_tasks, text_models
 from compress.validate.accuracy import Accuracy, measure_pairs
+from compress.validate.generation.texts import GenerationRow
 from compress.validate.latency import LatencyRow
 from compress.validate.load.compare import LoadRow
 from compress.validate.roofline import RooflineRow
 from compress.validate.speculation import SpeculationEvidence
+from compress.validate.tasks.compare import TaskRow
 
 
 @dataclass(frozen=True)
 class Measured:
     """All measurements.
 
-    Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were
-    quantized.
-
+       Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were
+       quantized.
     `latency` and `roofs` are empty where the recipe has `latency: null`, and `load` where it has no load;
-    `conditions` are those of
-    `speculation`, for the report.
+       `conditions` are those of `speculation`, for the report. `tasks`, `texts` and `long_context` are empty
+       where the recipe asks for none.
     """
 
     paths: Mapping[str, Path]
@@ -51,6 +54,9 @@ class Measured:
     load: list[LoadRow]
     speculation: SpeculationEvidence | None
     conditions: dict[str, Any]
+    tasks: list[TaskRow]
+    texts: list[GenerationRow]
+    long_context: dict[str, Any]
 
 
 def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) -> Measured:
@@ -62,10 +68,12 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
         not finite.
     """
     device = torch.device(ctx.device)
+    check_answers(spec, offline=ctx.offline)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
     proposers = proposers_of(spec.speculative, inputs)
     num_timed = len(spec.latency.batch_sizes) if spec.latency is not None else 0
-    num_steps = 2 + num_timed + (spec.load is not None) + bool(proposers)
+    num_answered = bool(spec.tasks) + (spec.generation is not None) + (spec.long_context is not None)
+    num_steps = 2 + num_answered + num_timed + (spec.load is not None) + bool(proposers)
     steps = count()
     for path in paths.values():
         check_lengths(spec, open_weights(path).arch, speculates=bool(proposers))
@@ -82,6 +90,22 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     )
     ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
     accuracy = _accuracy(engines, tokens, spec.windows_at_once(engines["source"].arch), device)
+    tasks: list[TaskRow] = []
+    texts: list[GenerationRow] = []
+    at_length: dict[str, Any] = {}
+    models = text_models(engines, inputs.source.path) if num_answered else {}
+    if spec.tasks:
+        number = next(steps)
+        tasks = answer_tasks(
+            spec, models, seed=ctx.seed, progress=lambda note: ctx.boundary(number, num_steps, note)
+        )
+    if spec.generation is not None:
+        ctx.boundary(next(steps), num_steps, f"texts of {spec.generation.num_prompts} prompts")
+        texts = generate_texts(spec.generation, models, seed=ctx.seed)
+    if spec.long_context is not None:
+        ctx.boundary(next(steps), num_steps, f"contexts of {spec.long_context.seq_len} tokens")
+        at_length = long_context(spec, spec.long_context, inputs, models, candidate_path, ctx)
+    del models
     latency: dict[str, list[LatencyRow]] = {}
     roofs: list[RooflineRow] = []
     if spec.latency is not None:
@@ -105,7 +129,19 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
         )
     ctx.progress.update(num_steps, num_steps, "done")
     return Measured(
-        paths, candidate, tokens, data_facts, accuracy, latency, roofs, load, speculation, conditions
+        paths,
+        candidate,
+        tokens,
+        data_facts,
+        accuracy,
+        latency,
+        roofs,
+        load,
+        speculation,
+        conditions,
+        tasks,
+        texts,
+        at_length,
     )
 
 
@@ -120,7 +156,8 @@ def _dense_path(inputs: Inputs) -> dict[str, Path]:
 def _engines(
     spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: torch.device, *, speculates: bool
 ) -> dict[str, Engine]:
-    config = spec.engine_config(speculates=speculates)
+    longest = min(open_weights(path).arch.max_position for path in paths.values())
+    config = spec.engine_config(speculates=speculates, max_position=longest)
     engines = {
         side: Engine(
             open_weights(path),
