@@ -68,7 +68,7 @@ class JsonlTask(Task):
     def check(self, *, offline: bool = False) -> None:
         """Check that the file is there and holds items."""
         del offline
-        self._items()
+        self.items()
 
     def identity(self) -> str:
         """Return the digest of the file."""
@@ -76,7 +76,7 @@ class JsonlTask(Task):
 
     def run(self, models: Mapping[str, TextModel], conditions: Conditions) -> TaskScores:
         """Return the scores of all items, or of those that made the verdict certain."""
-        items = self._items()
+        items = self.items()
         order = np.random.default_rng(conditions.seed).permutation(len(items))[: self.num_items]
         chosen_items = [items[idx] for idx in (order if self.stop_early else np.sort(order))]
         answers: dict[str, list[Answered]] = {side: [] for side in SIDES}
@@ -143,7 +143,12 @@ class JsonlTask(Task):
     def _asked(self, model: TextModel, question: str) -> str:
         return model.render([{"role": "user", "content": question}]) if self.chat else question
 
-    def _items(self) -> list[Item]:
+    def items(self) -> list[Item]:
+        """Return all items of the file.
+
+        Raises:
+            UsageError: there is no such file, or a row is no item.
+        """
         path = Path(self.data)
         if not path.is_file():
             raise UsageError(

@@ -2,12 +2,13 @@
 whole run of a model beside itself, with its gates."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.context import Context
 from compress.errors import RecipeError, UsageError
 from compress.recipe import parse_spec, read_yaml
@@ -93,11 +94,17 @@ def test_a_model_beside_itself_gives_the_same_answers_and_texts_and_a_report(
         "gates: {tasks.mine.accuracy_drop: 0.01}"
     )
     source = ModelSource(model_dir, "tiny", None, "sha256:" + "0" * 64)
+
+    def copy(writer: ArtifactWriter) -> None:
+        shutil.copytree(model_dir, writer.path, dirs_exist_ok=True)
+        writer.describe(role="checkpoint")
+
+    whole = Workspace(tmp_path / "work").commit("key", "export", {}, copy)
     inputs = Inputs(
         source,
         {
             Port.SOURCE: Input(model_dir, source.digest),
-            Port.CHECKPOINT: Input(model_dir, source.digest),
+            Port.CHECKPOINT: Input(whole.path, whole.digest),
         },
     )
     out = tmp_path / "evidence"
