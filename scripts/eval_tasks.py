@@ -13,6 +13,13 @@ QUESTION = {"question": "query", "answer": "gold"}
 LAST_WORD = {"question": "context", "reference": "target"}
 
 
+def folder_at_hand(root: Path) -> Path | None:
+    """Return the directory of the four benchmarks, in the checkout's `runs/eval` or beside the checkout;
+    None where they are not at hand."""
+    folders = (root / "runs" / "eval", root.parent / "shared" / "data" / "eval")
+    return next((each for each in folders if (each / "arc_easy.jsonl.xz").is_file()), None)
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """A file of a directory of benchmarks, and how its items are asked. `lm_eval_metric` is the one of

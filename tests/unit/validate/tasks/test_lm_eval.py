@@ -15,11 +15,11 @@ from compress.runtime.engine_config import EngineConfig
 from compress.validate.tasks.kinds import lm_eval as kind
 from compress.validate.tasks.kinds.lm_eval import LmEvalTask
 from compress.validate.tasks.text_model import TextModel
-from scripts.eval_tasks import BENCHMARKS
+from scripts.eval_tasks import BENCHMARKS, folder_at_hand
 
 pytest.importorskip("lm_eval")
-REFERENCE = Path(__file__).parents[4] / "compress" / "reference"
-SHARED = Path("/work/shared/data/eval")
+ROOT = Path(__file__).parents[4]
+REFERENCE = ROOT / "compress" / "reference"
 OWN = {
     "arc_easy": [
         {
@@ -85,7 +85,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
         data = {"test": str(out / "own_lambada.jsonl")}
         text = json.dumps({**each, "dataset_kwargs": {"data_files": data}})
         (out / f"{each['task']}.yaml").write_text(text, encoding="utf-8")
-    if SHARED.is_dir():
+    if SHARED is not None:
         for benchmark in BENCHMARKS.values():
             benchmark.write_lm_eval_task(benchmark.rows(SHARED, 5), out, prefix="shared")
     return TaskManager(include_path=str(out), include_defaults=False)
@@ -101,13 +101,14 @@ def run_theirs(theirs: Any, manager: Any, name: str) -> Mapping[str, Any]:
 
 
 NAMES = ["own_arc_easy", "own_lambada", "own_generated", "own_rolling"]
+SHARED = folder_at_hand(ROOT)
 SHARED_NAMES = [f"shared_{name}" for name in BENCHMARKS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHARED_NAMES]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SLOW])
 def test_every_item_is_that_of_the_hf_backend(name: str, model: TextModel, theirs: Any, manager: Any) -> None:
-    if name in SHARED_NAMES and not SHARED.is_dir():
+    if name in SHARED_NAMES and SHARED is None:
         pytest.skip("the public benchmarks are not at hand")
     ours = LmEvalTask(name=name).evaluate(model, seed=0, manager=manager)["samples"][name]
     other = run_theirs(theirs, manager, name)["samples"][name]
