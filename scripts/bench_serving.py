@@ -8,7 +8,8 @@ Weights are random and made on the device (`models/random_source.py`); `A+B` is 
 B. Without `--workload` the requests are drawn by the law of `workload_512`: 512 prompts lognormal around 256
 tokens and outputs around 160, seed 20261122, which gives the tokens of that file where the vocabulary has
 128,256. Exactly as many tokens are generated as asked, end-of-sequence tokens passed over. A row has the
-median over `--repeats`, with the least and the largest of its main numbers.
+median over `--repeats`, with the least and the largest of its main numbers; a workload is served once before
+them, so that every size of a prefill pass has its graph.
 
     workload_512  all requests at once: throughput, ITL and use of the cache, by policy and requests at once
     ttft          time to the first token of prompts of `prompt_tokens`, of which `prefix_tokens` are in the

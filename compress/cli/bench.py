@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.load_profile import new_directory, profile_targets, profile_text
+from compress.cli.load_profile import check_directory, profile_targets, profile_text
 from compress.cli.load_targets import check_lengths, engine_target, shapes_of, target_names, url_target
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
@@ -194,7 +194,7 @@ def bench(
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; name a new page with --out.")
     if profile is not None:
-        new_directory(profile, has_urls=any(each.is_url for each in places))
+        check_directory(profile, has_urls=any(each.is_url for each in places))
     traffics = _traffics(_numbers(request_rate, "--request-rate"), max_concurrency, burstiness)
     shapes = shapes_of(places, offline=offline)
     known_vocab = vocab_size or min((each.vocab_size for each in shapes.values()), default=_SMALL_VOCAB)

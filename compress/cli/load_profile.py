@@ -14,30 +14,27 @@ if TYPE_CHECKING:
     from compress.validate.load.workload import Workload
 
 
-def new_directory(path: Path, *, has_urls: bool) -> None:
-    """Make the directory of traces.
-
-    Raises:
-        UsageError: it exists, or a target is a server.
-    """
+def check_directory(path: Path, *, has_urls: bool) -> None:
+    """Raise UsageError where the directory of traces exists, or a target is a server."""
     if has_urls:
         raise UsageError("--profile looks into engines of this process; leave URLs out.")
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"{path} exists; name a new directory with --profile.") from None
+    if path.exists():
+        raise UsageError(f"{path} exists; name a new directory with --profile.")
 
 
 def profile_targets(
     targets: "Mapping[str, LoadTarget]", workload: "Workload", directory: Path
 ) -> list[dict[str, Any]]:
-    """Return the profiles of prefill and decode of each engine, at the median prompt of a workload."""
+    """Return the profiles of prefill and decode of each engine, at the median prompt of a workload. Their
+    traces are in the directory, which is new.
+    """
     import statistics
 
     from compress.machine import measure_bandwidth, measure_matmul_rate
     from compress.validate.load.engine_target import EngineTarget
     from compress.validate.profile.phases import Rates, profile_engine
 
+    directory.mkdir(parents=True, exist_ok=True)
     found = []
     prompt_tokens = round(statistics.median(len(each.prompt) for each in workload.requests))
     for name, target in targets.items():

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import blocks, hopper_blocks
+from compress.kernels.linear import blocks, hopper_blocks, prefill_fp8_block
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper_plan import plans
+from compress.kernels.linear.prefill_fp8_block import refusal as cublas_refusal
 from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.problem import KernelDevice
 from compress.models.ffn import activation as activate
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -71,6 +73,29 @@ def test_products_and_bits(sizes: tuple[int, ...], k: int, dtype: torch.dtype) -
         part = QuantizedRows(x.values_TK[start:stop].contiguous(), x.scale_T[start:stop].contiguous())
         alone = hopper_blocks.hopper_linear(part, packed, None, activation=None, out_dtype=torch.float32)
         assert torch.equal(alone, y[start:stop]), (start, stop)
+
+
+@pytest.mark.skipif(
+    cublas_refusal(
+        KernelDevice("cuda", 90, torch.bfloat16).problem(
+            "linear", n=128, k=128, scheme="FP8_BLOCK", phase="prefill"
+        )
+    )
+    is not None,
+    reason="torch is built for a CUDA before 12.9",
+)
+@pytest.mark.parametrize(("sizes", "k"), [*SIZES, ((1152,), 640), ((64, 192), 1024)])
+def test_products_of_prompts(sizes: tuple[int, ...], k: int) -> None:
+    x, packed, exact = case(sizes, k, torch.bfloat16)
+    bias_O = randn(sum(sizes), seed=3).to(torch.bfloat16)
+    residual = randn(512, sum(sizes), seed=4).to(torch.bfloat16)
+    for rows in (512, 333, 129, 1):
+        part = QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
+        y = prefill_fp8_block.linear(part, packed, None, out_dtype=torch.float32)
+        assert float((y.double() - exact[:rows]).norm() / exact[:rows].norm()) < 4 * 2.0**-14
+        both = prefill_fp8_block.linear(part, packed, bias_O, residual_TO=residual[:rows])
+        wanted = exact[:rows] + bias_O.double() + residual[:rows].double()
+        assert float((both.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(("sizes", "k"), SIZES)

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import prefill_dense16, prefill_fp8, prefill_w4a16
+from compress.kernels.linear.hopper import multiply
+from compress.kernels.linear.hopper_plan import PROMPT_TILES, prompt_plan
+from compress.kernels.linear.shape import Shape
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import Problem
 from compress.kernels.select import select
@@ -123,10 +127,36 @@ def test_w4a16(
         monkeypatch.setattr(prefill_w4a16, "MIN_PIECE_ROWS", piece_rows)
         monkeypatch.setattr(prefill_w4a16, "MIN_ROWS_FOR_PIECES", 1)
         monkeypatch.setattr(prefill_w4a16, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(prefill_w4a16, "MAX_PRODUCT_ROWS", 0)
         for start, w_HPK in prefill_w4a16.pieces(packed):
             whole[:, start : start + w_HPK.shape[1]] = w_HPK
         assert torch.equal(whole.view(n, k), dense_OI)  # rounded as every consumer of the checkpoint does
         check(prefill_w4a16.linear, x_TI, packed, x_TI.double() @ dense_OI.double().t(), k, dtype)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "n", "k"),
+    [(1, 64, 128), (129, 224, 384), (333, 2816, 2944), (257, 8448, 256), (1024, 4096, 1024)],
+)
+def test_w4a16_products(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: torch.dtype) -> None:
+    """Blocks of 128 rows that dequantize on the way to the tensor cores; units of eight and of twelve tiles."""
+    weights = [random_weight(scheme, n // 2, k, dtype=dtype, seed=seed) for seed in (0, 1)]
+    dense_OI = torch.cat([weight.dequantize() for weight in weights])
+    packed = prefill_w4a16.repack(weights, dtype=dtype, device=CUDA, gated=gated)
+    x_TI = randn(num_rows, k, seed=2, dtype=dtype)
+    product_f64 = x_TI.double() @ dense_OI.double().t()
+    check(prefill_w4a16.linear, x_TI, packed, product_f64, k, dtype)
+    for tiles in PROMPT_TILES:
+        shape = Shape(packed.kernel_weight.format, n, k, gated)
+        chosen = prompt_plan(shape, num_rows, gpu_of(CUDA), tiles=tiles)
+        y_TO = multiply(x_TI, packed.kernel_weight, None, dtype=dtype, activation=None, chosen=chosen)
+        assert_close(y_TO, product_f64, k)
 
 
 def problem(scheme: str, **facts: Any) -> Problem:

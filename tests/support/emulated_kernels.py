@@ -154,7 +154,7 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
-def _emulated(module: ModuleType, folder: Path, made: Any, device: torch.device) -> EmulatedFunction:
-    del device
+def _emulated(module: ModuleType, folder: Path, *made_of: Any) -> EmulatedFunction:
+    *facts, _ = made_of  # the last is the device
     source_of, replaced = KERNELS[module]
-    return EmulatedFunction(source_of(made), replaced, folder)
+    return EmulatedFunction(source_of(*facts), replaced, folder)

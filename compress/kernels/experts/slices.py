@@ -36,9 +36,9 @@ def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
     if num_rows <= MAX_PAIRED_ROWS:
         return Tile(1, 1, 1, 3, True), PAIRED_DOWN[num_rows - 1]
     if num_rows <= 32:
-        return Tile(1, 1, 1, 5, False), Tile(2, 1, 1, 5, False)
+        return Tile(2, 1, 1, 4, False), Tile(2, 1, 1, 5, False)
     if num_rows <= 64:
-        return Tile(2, 1, 2, 3, False, staged=True), Tile(2, 1, 1, 5, False)
+        return Tile(1, 1, 1, 6, False), Tile(2, 1, 1, 6, False)
     row_tiles = 2 if num_rows <= 256 else 4
     return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
 

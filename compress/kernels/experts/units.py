@@ -15,8 +15,26 @@ from torch import Tensor
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
 
-WARPS = 8
 SOURCES = ("operands/numbers.cuh", "experts/units.cu")
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The warps of a block, the parts of the pairs, of which each expert has a warp for each, and the most
+    pairs where their ids stay in shared memory."""
+
+    warps: int
+    parts: int
+    staged: int
+
+    @property
+    def owners(self) -> int:
+        """Experts of a block."""
+        return self.warps // self.parts
+
+
+FEW = Deal(warps=8, parts=1, staged=2048)
+MANY = Deal(warps=32, parts=8, staged=0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("ids", "experts", "pairs")),
-        *((name, ctypes.c_int) for name in ("num_pairs", "num_units", "num_experts", "size")),
+        *((name, ctypes.c_int) for name in ("num_pairs", "num_units", "num_experts", "size", "part_size")),
     ]
 
 
@@ -43,24 +61,34 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
     device = ids_TK.device
     experts = torch.empty(num_units, dtype=torch.int32, device=device)
     pairs = torch.empty(num_units, size, dtype=torch.int32, device=device)
+    deal = FEW if num_pairs <= FEW.staged else MANY
+    part_size = -(-num_pairs // (32 * deal.parts)) * 32
     arguments = _Arguments(
-        *(each.data_ptr() for each in (ids_TK, experts, pairs)), num_pairs, num_units, num_experts, size
+        *(each.data_ptr() for each in (ids_TK, experts, pairs)),
+        *(num_pairs, num_units, num_experts, size, part_size),
     )
     launch = Launch(
-        grid=(-(-num_experts // WARPS), 1),
-        threads=32 * WARPS,
+        grid=(-(-num_experts // deal.owners), 1),
+        threads=32 * deal.warps,
         shared_bytes=0,
         overlap=gpu_of(device).sm >= 90,
     )
-    _function(num_experts, device)(launch, arguments, device=device)
+    _function(num_experts, deal, device)(launch, arguments, device=device)
     return Units(experts, pairs)
 
 
-def source_of(num_experts: int) -> Source:
+def source_of(num_experts: int, deal: Deal) -> Source:
     """Return the kernel for a number of experts."""
-    return Source(source_text(*SOURCES), "sort_pairs", (("F16", 0), ("EXPERTS", num_experts)))
+    macros = {
+        "F16": 0,
+        "EXPERTS": num_experts,
+        "WARPS": deal.warps,
+        "PARTS": deal.parts,
+        "STAGED": deal.staged,
+    }
+    return Source(source_text(*SOURCES), "sort_pairs", tuple(macros.items()))
 
 
 @functools.cache
-def _function(num_experts: int, device: torch.device) -> Function:
-    return Function(source_of(num_experts), device=device, shared_bytes=0, sm=gpu_of(device).sm)
+def _function(num_experts: int, deal: Deal, device: torch.device) -> Function:
+    return Function(source_of(num_experts, deal), device=device, shared_bytes=0, sm=gpu_of(device).sm)

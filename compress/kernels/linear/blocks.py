@@ -20,17 +20,21 @@ from compress.kernels.select import Repack
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 MIN_COLUMNS = 16
+BLOCK_ROWS = 128
+"""Output rows of a block of fp8_block."""
 
 
 @dataclass(frozen=True)
 class Blocks:
     """One matrix, and the output rows that share a scale of fp8_block; `scale_KO` [I / 128, O] has these
-    scales for each output."""
+    scales for each output, `scale_blocks` [O / 128, I / 128] each once, None where a block has rows of two
+    weights."""
 
     matrices: Matrices
     scale_rows: int
     dtype: torch.dtype
     scale_KO: Tensor | None = None
+    scale_blocks: Tensor | None = None
 
     @property
     def kernel_weight(self) -> KernelWeight:
@@ -53,10 +57,12 @@ def repack(
         return Blocks(matrices, 1, dtype)
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     scale_rows = TILE if all(weight.shape[0] % TILE == 0 for weight in quantized) else 1
+    whole = all(weight.shape[0] % BLOCK_ROWS == 0 for weight in quantized)
     by_row = torch.cat([each.scheme.by_row(each.scale_OG, each.shape[0]) for each in quantized])
     scale_OG = by_row.to(device=device, dtype=torch.float32)
     scale = scale_OG[::scale_rows].contiguous().unsqueeze(0)
-    return Blocks(replace(matrices, scale=scale), scale_rows, dtype, scale_OG.t().contiguous())
+    blocks = scale_OG[::BLOCK_ROWS].contiguous() if whole else None
+    return Blocks(replace(matrices, scale=scale), scale_rows, dtype, scale_OG.t().contiguous(), blocks)
 
 
 def as_blocks(packed: Any) -> Blocks:

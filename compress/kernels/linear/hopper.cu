@@ -1,6 +1,6 @@
 // y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows (W8A8), and four-bit weights by 16-bit rows (W4A16).
 //
-// Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32 or 64), sums are float32. A block owns `tiles` row
+// Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32, 64 or 128), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
 // with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. At most
 // `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come among the last. The
@@ -18,8 +18,13 @@
 // first weights are on their way, and it stays in shared memory without a swizzle, its 16-byte pieces side by side. The instruction takes the
 // pieces that follow for tokens 1 to 7, whose sums nobody reads.
 //
+// Rows of a prompt (PROMPTS: four-bit weights, K_SLOTS = SEGMENTS = 1) need no bits of their own: weights are scaled before they are multiplied,
+// rounded to 16 bits as `prefill_w4a16.py` rounds them, and the instruction adds all chunks, so that a thread has registers for 128 tokens and
+// the next weights become numbers while those before them are multiplied.
+//
 // Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
-// raw row that a thread keeps.
+// raw row that a thread keeps; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
+// thread that multiplies, where four-bit weights are.
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 
@@ -314,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
         return;
     }
-    if (TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    if (TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #if SEGMENTS > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
@@ -342,6 +347,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
         const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
         float total[NT][4] = {};
+#if PROMPTS
+        u32 factors[2][4][4];
+#endif
 #if BLOCKED
         if (first_token != scaled_token) {
             meet();  // all have read those of the item before
@@ -354,10 +362,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #if DIRECT_SUMS
         const int tile = first_tile + tile_slot, row = lane >> 2;
         const bool there = tile_slot < args.tiles && tile < args.n / 16;
+        auto channel_at = [&](int half) { return PROMPTS == 2 ? half * (args.n / 2) + tile * 8 + row : tile * (ACT ? 8 : 16) + half * 8 + row; };
 #if ACT
-        const Channel channels[1] = {channel_of(args, tile * 8 + row, there)};
+        const Channel channels[1] = {channel_of(args, channel_at(0), there)};
 #else
-        const Channel channels[2] = {channel_of(args, tile * 16 + row, there), channel_of(args, tile * 16 + row + 8, there)};
+        const Channel channels[2] = {channel_of(args, channel_at(0), there), channel_of(args, channel_at(1), there)};
 #endif
 #else
         // Each block of a cluster finishes half of the outputs, and sends its sums of the other half as [token][row of that half].
@@ -410,6 +419,31 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #pragma unroll
                 for (int c = 0; c < 4; ++c) total[j][c] += sums[j][c];
 #endif
+#elif PROMPTS
+            const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
+            const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
+            const uint4 words[2] = {load_shared(at + lane * 16), load_shared(at + 512 + lane * 16)};
+#if FORMAT == 2
+            const u32 zeros = load_word(at + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
+            const u32 low_zero = __byte_perm(zeros, 0, 0x1010), high_zero = __byte_perm(zeros, 0, 0x3232);
+#else
+            const u32 low_zero = F16 ? 0xE408E408 : 0xC308C308, high_zero = low_zero;  // -1032, -136
+#endif
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                wait_products<1>();  // those that read this half of `factors`, and at the second half all of the step before
+                if (half == 1 && step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+                const u32 each[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    dequantize(factors[half][s], each[s], low_zero, high_zero);
+                    scale_numbers(factors[half][s], low_scale, high_scale);
+                }
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int s = 0; s < 4; ++s) wgmma(total, factors[half][s], x_of(0) + half * (TOKENS * 8) + s * 2, 1);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            }
 #else
             // Halves of a chunk: one becomes integers while the one before it is multiplied.
             uint4 words[DEEP][2];
@@ -463,22 +497,26 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             if (++slot == args.stages) slot = 0, phase ^= 1;
         }
+#if PROMPTS
+        wait_products<0>();
+        if (lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+#endif
 
 #if DIRECT_SUMS
-        meet();
+        if (!PROMPTS) meet();
         auto token_of = [&](int j, int c) { return first_token + j * 8 + (lane & 3) * 2 + (c & 1); };
 #pragma unroll
         for (int j = 0; j < NT; ++j)  // all before the first is stored, so that they overlap
 #pragma unroll
             for (int c = 0; c < (ACT ? 2 : 4); ++c)
-                total[j][c] = finished(args, channels[c >> 1], token_scales[token_of(j, c)], total[j][c], total[j][2 + (c & 1)]);
+                total[j][c] = finished(args, channels[c >> 1], FP8 ? token_scales[token_of(j, c)] : 1.0f, total[j][c], total[j][2 + (c & 1)]);
         if (there)
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
                 for (int c = 0; c < (ACT ? 2 : 4); ++c) {
                     if (token_of(j, c) >= args.num_tokens) continue;
-                    const long long at = place(args, token_of(j, c), tile * (ACT ? 8 : 16) + (c >> 1) * 8 + row);
+                    const long long at = place(args, token_of(j, c), channel_at(c >> 1));
                     put(args, at, total[j][c], residual_at(args, at));
                 }
 #else
@@ -515,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                         const float mine = part_sum(each, segment * own_rows + at);
                         return SEGMENTS == 1 ? mine : mine + load_float(shared + 4 * (each * own_rows + at));
                     };
-                    const float v = finished(args, scales, token_scales[first_token + each], sum(r), ACT ? sum(r + 8) : 0.0f);
+                    const float v = finished(args, scales, FP8 ? token_scales[first_token + each] : 1.0f, sum(r), ACT ? sum(r + 8) : 0.0f);
                     put(args, place(args, first_token + each, channel), v, residuals[i]);
                 }
             }

@@ -1,5 +1,5 @@
 """How `hopper.cu` splits a linear of few rows over a GPU: units of the weight, parts of K and the ring of
-stages.
+stages; and how it takes the rows of a prompt (`prompt_plan`), whose bits may depend on their number.
 
 Units of the weight and parts of K follow from N and the number of multiprocessors alone, so a row's bits are
 the same in every M. M chooses how many tokens an instruction takes, how deep the ring is, and whether blocks
@@ -29,6 +29,14 @@ would read memory more slowly, and all of x."""
 _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
 fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
+PROMPT_TOKEN_TILES = 16
+PROMPT_TILES = (12, 8)
+"""Row tiles of a unit for prompts: three warpgroups read x less often, two leave fewer multiprocessors
+without work where the weight is narrow."""
+REGISTERS = 112
+PROMPT_REGISTERS = {3: 160, 2: 240}
+"""Registers of a thread that multiplies four-bit weights; for prompts, by the warpgroups of its block. With
+those of the copying group they are nearly all that a multiprocessor has."""
 _KEEP = 8
 """Most chunks of 8 numbers of a raw row that a thread keeps. Blocks prepare only a single row: from two rows
 on, a kernel of its own is as quick."""
@@ -39,7 +47,8 @@ class Plan:
     """One way to launch `hopper.cu`, compared by identity (`plan` returns the same object for the same
     arguments): `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a stage, and a unit
     with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
-    prepare the raw row themselves, and a thread keeps that many chunks of it."""
+    prepare the raw row themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS,
+    0 for decode rows."""
 
     token_tiles: int
     tiles: int
@@ -55,6 +64,7 @@ class Plan:
     scale_bytes: int
     keep: int | None
     launch: Launch
+    prompts: int = 0
 
     @property
     def row_groups(self) -> int:
@@ -73,6 +83,8 @@ class Plan:
             ("K_SLOTS", self.k_slots),
             ("SEGMENTS", self.segments),
             ("RAW", int(self.keep is not None)),
+            ("PROMPTS", self.prompts),
+            ("REGISTERS", PROMPT_REGISTERS[self.row_groups] if self.prompts else REGISTERS),
             ("KEEP", self.keep or 1),
             *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),
         )
@@ -115,6 +127,50 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     for token_tiles in reversed(TOKEN_TILES):
         if token_tiles <= enough:
             yield _filled(shape, num_rows, gpu, token_tiles)
+
+
+@functools.cache
+def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = None) -> Plan:
+    """Return the plan for rows of a prompt and four-bit weights: units of those row tiles that leave the
+    least work to the last round of the multiprocessors, or of as many as are given, for measuring."""
+    tokens = 8 * PROMPT_TOKEN_TILES
+    token_blocks = -(-num_rows // tokens)
+
+    def rounds(tiles: int) -> float:
+        items = -(-shape.num_tiles // tiles) * token_blocks
+        return -(-items // gpu.num_sms) * tiles
+
+    tiles = tiles or min(PROMPT_TILES, key=rounds)
+    num_items = -(-shape.num_tiles // tiles) * token_blocks
+    x_bytes = tokens * CHUNK * 2
+    around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * TILE_BYTES[shape.format]
+    stage_bytes = _aligned(tiles * TILE_BYTES[shape.format] + x_bytes)
+    stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes)
+    blocks = min(num_items, gpu.num_sms)
+    launch = Launch(
+        grid=(blocks, 1),
+        threads=row_groups_of(tiles) * 128 + 128,
+        shared_bytes=around + stages * stage_bytes,
+        cluster=1,
+        overlap=True,
+    )
+    return Plan(
+        token_tiles=PROMPT_TOKEN_TILES,
+        tiles=tiles,
+        k_slots=1,
+        segments=1,
+        places=1,
+        stages=stages,
+        window=stages,
+        num_items=num_items,
+        token_blocks=token_blocks,
+        inbox_bytes=0,
+        x_bytes=0,
+        scale_bytes=0,
+        keep=None,
+        launch=launch,
+        prompts=2 if shape.gated else 1,
+    )
 
 
 def _kept_of(shape: Shape, gpu: Gpu) -> int | None:

@@ -95,6 +95,12 @@ __device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 
                  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
                  : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 16
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
+                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #endif
 }
 __device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte swizzle, 8 tokens every 1024 bytes
@@ -127,6 +133,19 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, 
         IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x3F803F80), "r"(zero));
 #endif
     }
+}
+#endif
+
+#if WGMMA && W4
+// The numbers of `dequantize` times their scale, which is there twice, rounded to 16 bits.
+__device__ __forceinline__ void scale_numbers(u32 (&a)[4], u32 low_scale, u32 high_scale) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#if F16
+        IN_ORDER("mul.rn.f16x2 %0, %0, %1;" : "+r"(a[j]) : "r"(j & 1 ? high_scale : low_scale));
+#else
+        IN_ORDER("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a[j]) : "r"(j & 1 ? high_scale : low_scale));
+#endif
 }
 #endif
 

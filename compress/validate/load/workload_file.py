@@ -9,7 +9,6 @@ have.
 """
 
 from pathlib import Path
-from typing import Any
 
 from compress.errors import StorageError, UsageError
 from compress.untrusted.fields import Fields
@@ -60,18 +59,3 @@ def read_workload(path: Path, *, traffic: Traffic, seed: int = 0) -> Workload:
             raise UsageError(f"the requests of the workload {path} are not in the order of their arrival_s.")
         return Workload(name, requests, arrivals_s, Traffic(max_concurrency=traffic.max_concurrency), "trace")
     return Workload(name, requests, traffic.arrivals_s(len(requests), seed=seed), traffic, traffic.mode)
-
-
-def workload_document(name: str, lengths: Lengths, *, vocab_size: int, seed: int) -> dict[str, Any]:
-    """Return the document of a workload file."""
-    requests = draw_requests(lengths, vocab_size=vocab_size, seed=seed)
-    return {
-        "name": name,
-        "seed": seed,
-        "vocab": vocab_size,
-        DIGEST_KEY: token_digest(requests).removeprefix("sha256:"),
-        "requests": [
-            {"prompt_tokens": num_prompt, "output_tokens": num_output}
-            for num_prompt, num_output in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True)
-        ],
-    }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
-from compress.kernels.experts.units import sort_pairs, source_of
+from compress.kernels.experts.units import FEW, MANY, Deal, sort_pairs, source_of
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 
@@ -14,7 +14,15 @@ from tests.support.emulated_kernels import use_emulated
 @needs_compiler
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_experts", "size"),
-    [(5, 2, 8, 8), (64, 8, 128, 8), (1, 4, 60, 8), (700, 6, 40, 16), (9, 3, 3, 32)],
+    [
+        (5, 2, 8, 8),
+        (64, 8, 128, 8),
+        (1, 4, 60, 8),
+        (700, 6, 40, 16),
+        (512, 4, 40, 8),
+        (342, 6, 40, 8),
+        (9, 3, 3, 32),
+    ],
 )
 def test_units(
     num_rows: int,
@@ -45,6 +53,7 @@ def test_units(
 
 @pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 @pytest.mark.parametrize("sm", [80, 90])
-def test_the_kernel_compiles(sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deal", [FEW, MANY])
+def test_the_kernel_compiles(deal: Deal, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert nvrtc.compile_cubin(source_of(128), sm)[:4] == b"\x7fELF"
+    assert nvrtc.compile_cubin(source_of(128, deal), sm)[:4] == b"\x7fELF"

@@ -13,7 +13,7 @@ from compress.validate.load.arrivals import Traffic
 from compress.validate.load.lengths import LengthLaw, Lengths, draw_lengths
 from compress.validate.load.sweep import file_sweep, random_sweep
 from compress.validate.load.workload import RandomWorkload, draw_requests, token_digest
-from compress.validate.load.workload_file import DIGEST_KEY, read_workload, workload_document
+from compress.validate.load.workload_file import DIGEST_KEY, read_workload
 
 SEED = 20261122
 VOCAB = 128256
@@ -81,6 +81,20 @@ def test_a_common_prefix_is_shared_by_all_and_never_a_whole_prompt() -> None:
 def test_a_vocabulary_that_is_too_small_is_refused() -> None:
     with pytest.raises(UsageError, match="vocabulary of more than 20"):
         draw_requests(Lengths((1,), (1,)), vocab_size=20, seed=0)
+
+
+def workload_document(name: str, lengths: Lengths, *, vocab_size: int, seed: int) -> dict[str, Any]:
+    requests = draw_requests(lengths, vocab_size=vocab_size, seed=seed)
+    return {
+        "name": name,
+        "seed": seed,
+        "vocab": vocab_size,
+        DIGEST_KEY: token_digest(requests).removeprefix("sha256:"),
+        "requests": [
+            {"prompt_tokens": num_prompt, "output_tokens": num_output}
+            for num_prompt, num_output in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True)
+        ],
+    }
 
 
 @pytest.fixture
