@@ -42,7 +42,7 @@ WAYS = {
     "FP8": ("FP8_DYNAMIC", "rtn"),
 }
 """Name of a row -> scheme and method (`quality_bench/methods.py`; `preset: fast` is rtn+search)."""
-NUM_ITEMS = {"arc_easy": 300, "hellaswag": 100, "piqa": 400, "lambada": 300}
+NUM_ITEMS = {"arc_easy": 100, "hellaswag": 50, "piqa": 200, "lambada": 150}
 
 
 def text_model(path: Path, tokenizer_dir: Path, device: str) -> TextModel:
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--items", type=int, default=None, help="of each task; by default fewer of longer ones"
     )
-    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument(
         "--beside-hf", type=int, default=0, help="items of each task on both backends of lm-eval"
