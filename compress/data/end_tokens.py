@@ -1,4 +1,4 @@
-"""End-of-sequence tokens that a model directory names beside those of its `config.json`."""
+"""End-of-sequence tokens that a model directory names in addition to those of its `config.json`."""
 
 from pathlib import Path
 

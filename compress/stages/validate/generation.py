@@ -1,4 +1,4 @@
-"""What the recipe asks for besides scores: texts of both models, and how both do at long context."""
+"""Texts of both models and their behaviour at long context, where the recipe asks for them."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a score does not show: the texts that source and candidate generate, and how both do at long context.
+"""Generated texts of source and candidate, and the behaviour of both at long context.
 
 texts.py        both models continue the same prompts: where they part, how much they repeat, how long
                 they get

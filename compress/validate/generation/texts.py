@@ -1,4 +1,4 @@
-"""Texts of source and candidate beside one another: both continue the same prompts, greedily and sampled.
+"""Texts of source and candidate, side by side: both continue the same prompts, greedily and sampled.
 
 Sampled texts use one seed a prompt, and noise that is a function of seed, position and token
 (`sampler.py`), so both models draw with the same luck, and texts part where the models differ.

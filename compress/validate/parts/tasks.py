@@ -100,9 +100,8 @@ def tells(row: Json) -> str:
     stopped = "It stopped as soon as its verdict was certain. " if _stopped(row) else ""
     return (
         f"{row['name']}: {stopped}{number(row['num_items'])} items show a drop of "
-        f"{row['detectable_drop'] * 100:.1f} points four times in five; one of {row['margin'] * 100:g} "
-        "would need "
-        f"{number(row['items_needed'])}."
+        f"{row['detectable_drop'] * 100:.1f} points four times in five; one of "
+        f"{row['margin'] * 100:g} would need {number(row['items_needed'])} items."
     )
 
 

@@ -1,4 +1,4 @@
-"""What every task of a recipe states, whatever its kind, and what it gives: the scores of source and
+"""The keys that every task of a recipe has, whatever its kind, and its result: the scores of source and
 candidate on the same items.
 """
 

@@ -1,7 +1,7 @@
 """A model that takes text: an engine with the tokenizer of its directory. Texts are scored and continued in
 batches of the engine's own.
 
-A context and its continuation are encoded together and cut where the context alone ends, after trailing
+A context and its continuation are encoded as one text and cut where the context alone ends, after trailing
 spaces of the context have been moved to the continuation, as EleutherAI's harness does.
 """
 
