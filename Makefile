@@ -23,6 +23,10 @@ help:  ## what can be made
 quickstart: $(VENV)/.installed  ## install, then compress the bundled reference model (CPU, minutes)
 	$(BIN)/compress run recipes/quickstart.yaml
 
+# What is imported is compiled once, not again by every worker and every process that a test starts (torch and transformers
+# are thousands of files), also where the environment forbids Python to write bytecode, as images of containers do.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several
 # times the work.
 test test-slow row-law fuzz: export OMP_NUM_THREADS = 1

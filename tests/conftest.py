@@ -2,6 +2,7 @@
 test was collected.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,14 @@ settings.register_profile("repeatable", derandomize=True)  # a red run is red ag
 settings.load_profile("repeatable")
 machine.READ_BYTES["cpu"] = 1 << 24  # a rate, which no test depends on: reading 1 GiB takes seconds
 ROOT = Path(__file__).parent.parent
+gc.disable()  # until tests are collected: hardly anything that is imported goes away again
+
+
+def pytest_collection_finish() -> None:
+    """Tell the garbage collector that what was imported and collected lives to the end: looking through it
+    again and again costs seconds of every worker."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -145,7 +145,7 @@ def test_w4a16(
     [(1, 64, 128), (129, 224, 384), (333, 2816, 2944), (257, 8448, 256), (1024, 4096, 1024)],
 )
 def test_w4a16_products(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: torch.dtype) -> None:
-    """Blocks of 128 rows that dequantize on the way to the tensor cores; units of eight and of twelve tiles."""
+    """Blocks of 128 rows dequantize on the way to the tensor cores, in units of eight and of twelve tiles."""
     weights = [random_weight(scheme, n // 2, k, dtype=dtype, seed=seed) for seed in (0, 1)]
     dense_OI = torch.cat([weight.dequantize() for weight in weights])
     packed = prefill_w4a16.repack(weights, dtype=dtype, device=CUDA, gated=gated)

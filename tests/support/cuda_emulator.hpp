@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -45,14 +46,24 @@ struct Thread {
     ucontext_t context;
     std::vector<char> stack;
     Waits waits;
+    bool started;
+    jmp_buf at;
 };
 static std::vector<Thread> threads;
 static ucontext_t scheduler;
+static jmp_buf scheduler_at;
 static unsigned current;
 
+// A coroutine starts by swapcontext, which asks the system for the signal mask twice, and goes on by longjmp, which does not.
 static void wait_for(Waits what) {
     threads[current].waits = what;
-    swapcontext(&threads[current].context, &scheduler);
+    if (!_setjmp(threads[current].at)) _longjmp(scheduler_at, 1);
+}
+static void run_until_it_waits(Thread& thread) {
+    if (_setjmp(scheduler_at)) return;
+    if (thread.started) _longjmp(thread.at, 1);
+    thread.started = true;
+    swapcontext(&scheduler, &thread.context);
 }
 static void __syncthreads() { wait_for(BLOCK_WAITS); }
 static void __syncwarp() { wait_for(WARP_WAITS); }
@@ -90,15 +101,19 @@ static int max(int a, int b) { return a > b ? a : b; }
 static int atomicAdd(int* at, int added) { return (*at += added) - added; }
 static int __popc(unsigned v) { return __builtin_popcount(v); }
 
-// A number of another lane of the warp.
-template <typename T> static T __shfl_sync(unsigned, T v, int lane) {
+// What a function makes of the numbers of all lanes of the warp.
+template <typename T, typename Read> static auto of_lanes(T v, Read read) {
     static T shown[32][32];
     T(&warp)[32] = shown[threadIdx.x / 32];
     warp[threadIdx.x % 32] = v;
     __syncwarp();
-    const T other = warp[lane];
+    const auto found = read(warp);
     __syncwarp();
-    return other;
+    return found;
+}
+// A number of another lane of the warp.
+template <typename T> static T __shfl_sync(unsigned, T v, int lane) {
+    return of_lanes(v, [=](const T* warp) { return warp[lane]; });
 }
 template <typename T> static T __shfl_xor_sync(unsigned mask, T v, int lanes) { return __shfl_sync(mask, v, threadIdx.x % 32 ^ lanes); }
 
@@ -127,15 +142,15 @@ static void prefetch(const void*) {}
 static float larger(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
 static unsigned __ballot_sync(unsigned, bool v) {
-    unsigned all = 0;
-    for (int lane = 0; lane < 32; ++lane) all |= (unsigned)__shfl_sync(0, v, lane) << lane;
-    return all;
+    return of_lanes(v, [](const bool* warp) {
+        unsigned all = 0;
+        for (int lane = 0; lane < 32; ++lane) all |= (unsigned)warp[lane] << lane;
+        return all;
+    });
 }
 
 static unsigned __reduce_max_sync(unsigned, unsigned v) {
-    unsigned most = 0;
-    for (int lane = 0; lane < 32; ++lane) most = std::max(most, __shfl_sync(0, v, lane));
-    return most;
+    return of_lanes(v, [](const unsigned* warp) { return *std::max_element(warp, warp + 32); });
 }
 static unsigned __reduce_min_sync(unsigned mask, unsigned v) { return ~__reduce_max_sync(mask, ~v); }
 
@@ -173,7 +188,7 @@ static void run_block(void (*kernel)()) {
     for (Thread& each : threads) {
         getcontext(&each.context);
         each.context.uc_stack.ss_sp = each.stack.data(), each.context.uc_stack.ss_size = each.stack.size();
-        each.context.uc_link = &scheduler, each.waits = NO;
+        each.context.uc_link = &scheduler, each.waits = NO, each.started = false;
         makecontext(&each.context, kernel, 0);
     }
     for (bool live = true; live;) {
@@ -182,7 +197,7 @@ static void run_block(void (*kernel)()) {
             if (threads[current].waits != NO) continue;
             threadIdx = {current, 0};
             threads[current].waits = DONE;  // unless it waits before its end
-            swapcontext(&scheduler, &threads[current].context);
+            run_until_it_waits(threads[current]);
             live = true;
         }
         auto release = [&](unsigned first, unsigned stop, Waits what) {

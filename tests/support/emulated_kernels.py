@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source

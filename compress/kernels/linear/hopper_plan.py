@@ -30,9 +30,9 @@ _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
 fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
 PROMPT_TOKEN_TILES = 16
-PROMPT_TILES = (12, 8)
-"""Row tiles of a unit for prompts: three warpgroups read x less often, two leave fewer multiprocessors
-without work where the weight is narrow."""
+PROMPT_TILES = {8: 1.0, 12: 1.32}
+"""Row tiles of a unit for prompts, and the time of an item (of 4,096 columns 26 and 34 us on an H200): three
+warpgroups read x less often, two leave fewer multiprocessors without work where the weight is narrow."""
 REGISTERS = 112
 PROMPT_REGISTERS = {3: 160, 2: 240}
 """Registers of a thread that multiplies four-bit weights; for prompts, by the warpgroups of its block. With
@@ -136,11 +136,11 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
     tokens = 8 * PROMPT_TOKEN_TILES
     token_blocks = -(-num_rows // tokens)
 
-    def rounds(tiles: int) -> float:
+    def time_of(tiles: int) -> float:
         items = -(-shape.num_tiles // tiles) * token_blocks
-        return -(-items // gpu.num_sms) * tiles
+        return -(-items // gpu.num_sms) * PROMPT_TILES[tiles]
 
-    tiles = tiles or min(PROMPT_TILES, key=rounds)
+    tiles = tiles or min(PROMPT_TILES, key=time_of)
     num_items = -(-shape.num_tiles // tiles) * token_blocks
     x_bytes = tokens * CHUNK * 2
     around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * TILE_BYTES[shape.format]

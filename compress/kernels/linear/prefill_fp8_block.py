@@ -38,7 +38,8 @@ def linear(
 ) -> Tensor:
     """Return x W^T, [T, O]."""
     num_rows, num_groups = x.scale_T.shape
-    values_TK, scale_TG = x.values_TK, x.scale_T
+    values_TK = x.values_TK
+    scale_TG = x.scale_T
     if missing := -num_rows % ROWS:
         values_TK = F.pad(values_TK.view(torch.uint8), (0, 0, 0, missing)).view(FP8)
         scale_TG = F.pad(scale_TG, (0, 0, 0, missing))

@@ -3,7 +3,8 @@ cuBLAS multiplies from there.
 
     y[:, p] = x W[p]^T,   W[p] = round((codes - zero_point) scale) of the output rows p of one piece
 
-Up to some hundred rows, on Hopper, `hopper.cu` dequantizes on the way to the tensor cores instead.
+Up to some hundred rows, on Hopper, `hopper.cu` dequantizes on the way to the tensor cores instead: the four
+linears of a layer of llama-3.1-8b take 342 us over 512 rows (439 us by cuBLAS), 675 us over 1,024 (769 us).
 
 Past about a hundred rows arithmetic is the limit, and cuBLAS is near it (780 TFLOP/s on an H200, 690
 sustained), so a weight is written once for all rows. A llama-3.1-8b gate_up (28672 x 4096) over 2,048

@@ -13,7 +13,15 @@ import torch
 from compress.kernels.compilers import nvrtc
 from compress.kernels.linear import hopper
 from compress.kernels.linear.hopper import PROGRAM
-from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
+from compress.kernels.linear.hopper_plan import (
+    MAX_STAGES,
+    MAX_TILES,
+    PROMPT_TILES,
+    Plan,
+    plan,
+    plans,
+    prompt_plan,
+)
 from compress.kernels.linear.launch import KernelWeight, rounding_of, variant_of
 from compress.kernels.linear.shape import Format, Shape
 from compress.kernels.operands.gpu import Gpu
@@ -155,6 +163,43 @@ def test_the_kernel_compiles(
             rounding=rounding_of(given),
         )
         assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
+def test_plans_of_prompts_fit_the_device_and_cover_the_product(
+    n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
+) -> None:
+    for rows, tiles in itertools.product((1, 129, 512, 1024), (None, *PROMPT_TILES)):
+        each = prompt_plan(Shape(weight_format, n, k, gated), rows, gpu, tiles=tiles)
+        assert 2 <= each.window <= each.stages <= MAX_STAGES
+        assert each.launch.shared_bytes < gpu.shared_bytes
+        assert each.launch.grid[0] <= min(gpu.num_sms, each.num_items)
+        assert each.token_blocks * 8 * each.token_tiles >= rows
+        assert each.num_items // each.token_blocks * each.tiles * 16 >= n
+        assert each.parts == 1, "a thread has whole sums"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("tiles", PROMPT_TILES)
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+def test_the_kernel_of_prompts_compiles(
+    weight_format: Format, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = Shape(weight_format, *SHAPES["gate_up 8b"])
+    variant = variant_of(
+        PROGRAM,
+        prompt_plan(shape, 512, H200, tiles=tiles),
+        shape,
+        torch.bfloat16,
+        None,
+        float32_output=False,
+        normed=False,
+        rounding="no",
+    )
+    assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
 def problem(**facts: object) -> Problem:
