@@ -160,6 +160,12 @@ def check_answers(spec: Validate, *, offline: bool) -> None:
         task.check(offline=offline)
     if spec.generation is not None:
         read_prompts(Path(spec.generation.prompts), spec.generation.num_prompts)
+    own = spec.long_context
+    if own is not None and max(own.needle_lengths, default=0) > own.seq_len:
+        raise UsageError(
+            f"validate: long_context.needle_lengths has {max(own.needle_lengths)}, and there are windows of "
+            f"{own.seq_len} tokens. Set a larger seq_len, or shorter lengths."
+        )
 
 
 def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:

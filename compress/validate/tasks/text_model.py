@@ -107,7 +107,10 @@ class TextModel:
             kept = context.rstrip()
             continuation = context[len(kept) :] + continuation
             start = self.encode(kept) or [self.first_id]
-            pair = start, self.encode(kept + continuation)[len(start) :]
+            whole = self.encode(kept + continuation)
+            pair = start, whole[len(start) :]
+            if continuation and len(whole) > 1 and not pair[1]:
+                pair = whole[:-1], whole[-1:]  # one token holds the end of the context and the continuation
         if not pair[1]:
             raise UsageError(f"the answer {continuation!r:.60} adds no token to its question.")
         return pair

@@ -76,6 +76,8 @@ def test_plan_refuses_gates_on_other_tasks_and_files_that_are_not_there(items: P
         check_answers(spec("tasks:\n- {kind: jsonl, name: a, data: nowhere.jsonl}"), offline=True)
     with pytest.raises(UsageError, match="not a file of prompts"):
         check_answers(spec("generation: {prompts: nowhere.txt}"), offline=True)
+    with pytest.raises(UsageError, match="needle_lengths has 200, and there are windows of 100"):
+        check_answers(spec("long_context: {seq_len: 100, needle_lengths: [64, 200]}"), offline=True)
     with pytest.raises(UsageError, match="`generation` runs on the bundled runtime"):
         check_gates_by_name(spec("generation: {prompts: some.txt}"))
 

@@ -23,6 +23,20 @@ def test_a_continuation_begins_where_its_context_ends_and_takes_its_spaces(
     assert [*context, *continuation] == model.encode("def f(x): return x")
 
 
+def test_a_continuation_in_one_token_with_the_end_of_its_context_is_that_token(
+    models: dict[str, TextModel],
+) -> None:
+    model = models["source"]
+    merged = next(
+        word
+        for word in ("self", "return", "import", "def", "in", "or")
+        if len(model.encode("x " + word)) == len(model.encode("x " + word[:-1]))
+    )
+    context, continuation = model.encode_pair("x " + merged[:-1], merged[-1])
+    assert [*context, *continuation] == model.encode("x " + merged)
+    assert len(continuation) == 1
+
+
 def test_a_text_without_a_context_comes_after_the_first_token(models: dict[str, TextModel]) -> None:
     model = models["source"]
     assert model.encode_pair("", "import os") == ([0], model.encode("import os"))
