@@ -10,19 +10,15 @@ from typing import Any, Literal
 
 from compress.data.chat import ChatTemplate, Message, is_conversation, load_chat_template
 from compress.data.continuation import Continuation
+from compress.data.end_tokens import generation_end_ids
 from compress.data.model_tokens import prepended_bos
 from compress.data.tokenizer import encode, load_tokenizer
-from compress.errors import UnsupportedFormat, UsageError
-from compress.models.checkpoint import MAX_CONFIG_BYTES
-from compress.models.config_values import eos_token_ids
+from compress.errors import UsageError
 from compress.runtime.engine import Engine
 from compress.runtime.prompt_logprobs import score_prompt
 from compress.runtime.request import Finished, Request
 from compress.runtime.request import SamplingParams as EngineParams
 from compress.runtime.speculative.speculation import Acceptance
-from compress.untrusted.fields import Fields
-from compress.untrusted.files import check_within
-from compress.untrusted.parse import Malformed, read_json
 
 Prompt = str | Sequence[Message]
 """Text to continue, or a conversation to answer: a list of messages `{"role": ..., "content": ...}`."""
@@ -167,7 +163,7 @@ class LLM:
         self.chat_template: ChatTemplate | None = load_chat_template(model_dir)
         self._bos = prepended_bos(self.tokenizer, model_dir)
         engine_ends = frozenset(engine.arch.eos_token_ids)
-        self.end_ids = engine_ends | _generation_eos(model_dir)
+        self.end_ids = engine_ends | generation_end_ids(model_dir)
         self._has_more_ends = self.end_ids != engine_ends
         self._num_requests = 0
         self._finished: dict[str, Finished] = {}
@@ -347,24 +343,6 @@ def _output(
         num_prompt_tokens=len(generation.request.prompt),
         logprobs=None if finished.logprobs is None else finished.logprobs[:num_tokens],
     )
-
-
-def _generation_eos(model_dir: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids that `generation_config.json` names; chat models list more there than in
-    `config.json`.
-
-    Raises:
-        UnsupportedFormat: the file is not JSON.
-    """
-    file = model_dir / "generation_config.json"
-    if not file.exists():
-        return frozenset()
-    check_within(model_dir, file)
-    try:
-        content = read_json(file, max_bytes=MAX_CONFIG_BYTES)
-    except Malformed as error:
-        raise UnsupportedFormat(f"'{file}' is not a JSON object: {error}.") from None
-    return frozenset(eos_token_ids(Fields(content, f"'{file}'", UnsupportedFormat)))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,7 +12,7 @@ Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = sev
 longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,8 +145,7 @@ class ModelRunner:
         scoring = scoring_pass(
             self._layers,
             self._cache,
-            num_sequences,
-            length,
+            (length,) * num_sequences,
             block_size=self._scratch_block,
             short=short,
             device=device,
@@ -155,6 +154,31 @@ class ModelRunner:
         where = scoring.positions_T, scoring.slots_T, scoring.pages
         stream = self._hidden(x_TD, *where, scoring.attend, scoring.phase)
         return self._logits(stream, "prefill").view(num_sequences, length, -1)
+
+    def score_rows(self, sequences: Sequence[Sequence[int]], wanted_rows: Sequence[int]) -> Tensor:
+        """Return float32 logits [W, V] of the wanted rows of whole sequences, prefilled in one ragged batch
+        over pages of their own; rows count over the sequences one after the other.
+
+        Raises:
+            UsageError: a sequence is longer than the model length.
+        """
+        device = self._weights.deployment.device
+        lens = tuple(len(each) for each in sequences)
+        if max(lens) > self._max_model_len:
+            raise UsageError(
+                f"a sequence of {max(lens)} tokens cannot be scored: the model length is "
+                f"{self._max_model_len}."
+            )
+        scoring = scoring_pass(
+            self._layers, self._cache, lens, block_size=self._scratch_block, short=False, device=device
+        )
+        tokens_T = torch.tensor([token for each in sequences for token in each], device=device)
+        where = scoring.positions_T, scoring.slots_T, scoring.pages
+        stream = self._hidden(
+            F.embedding(tokens_T, self.embedding), *where, scoring.attend, scoring.phase, all_rows=False
+        )
+        wanted_W = torch.tensor(wanted_rows, device=device)
+        return self._logits(Stream(stream.x_TD[wanted_W]), "prefill")
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other

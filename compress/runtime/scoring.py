@@ -1,6 +1,6 @@
 """One pass that scores whole sequences: prefill over pages of its own, which no other pass sees.
 
-Shapes: B sequences, S their length, T = B S rows.
+Shapes: B sequences, N blocks of the longest, T rows.
 """
 
 import math
@@ -39,24 +39,25 @@ def scratch_block_size(arch: Arch, max_model_len: int) -> int:
 def scoring_pass(
     layers: LayerRunner,
     cache: KVCache,
-    num_sequences: int,
-    length: int,
+    lens: tuple[int, ...],
     *,
     block_size: int,
     short: bool,
     device: torch.device,
 ) -> ScoringPass:
-    """Return the pass over sequences of one length; `short` ones use the decode kernels of the linears."""
-    num_columns = -(-length // block_size)
-    first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
-    table_BN = first_block + torch.arange(num_columns, device=device)
-    positions_BS = torch.arange(length, device=device).expand(num_sequences, -1)
-    slots_BS = first_block * block_size + positions_BS
-    pages = _ScratchPages(cache, 1 + num_sequences * num_columns, block_size)
-    lens = (length,) * num_sequences
+    """Return the pass over sequences of these lengths, one after the other; `short` ones use the decode
+    kernels of the linears."""
+    num_columns = -(-max(lens) // block_size)
+    first_block = 1 + torch.arange(len(lens)).unsqueeze(1) * num_columns
+    table_BN = (first_block + torch.arange(num_columns)).to(device)
+    positions = [torch.arange(length) for length in lens]
+    slots = [int(first) * block_size + each for first, each in zip(first_block, positions, strict=True)]
+    pages = _ScratchPages(cache, 1 + len(lens) * num_columns, block_size)
     attend = layers.attend_prefill(table_BN, lens, lens, block_size=block_size)
     phase: Phase = "decode" if short else "prefill"
-    return ScoringPass(positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, phase)
+    return ScoringPass(
+        torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer, attend, phase
+    )
 
 
 class _ScratchPages:

@@ -130,8 +130,7 @@ class StreamedModel:
         return scoring_pass(
             self._layers,
             self._cache,
-            num_sequences,
-            length,
+            (length,) * num_sequences,
             block_size=self._block_size,
             short=self._is_short(length),
             device=self._device,

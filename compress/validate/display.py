@@ -35,6 +35,7 @@ _LABELS = {
     "floor_frac": "Share of the floor",
     "acceptance_length": "Acceptance length",
     "speedup": "Speed-up by speculation",
+    "accuracy_drop": "Drop of accuracy",
     "num_samples": "Samples",
     "seq_len": "Tokens per sample",
     "num_sms": "Streaming multiprocessors",
@@ -91,12 +92,14 @@ def signed_percent(value: float) -> str:
 
 def label(name: str) -> str:
     """Return words for the name of a metric or fact; `<stage>.<metric>` is the effect of that stage alone,
-    and `load.<metric>` a number measured under load.
+    `load.<metric>` a number measured under load, and `tasks.<name>.<metric>` one of a task.
     """
     stage, _, metric = name.rpartition(".")
     words = _LABELS.get(metric, metric.replace("_", " ").capitalize())
     if stage == "load":
         return f"{words}, under load"
+    if stage.startswith("tasks."):
+        return f"{words}, {stage.removeprefix('tasks.')}"
     return f"{words}, {stage} alone" if stage else words
 
 

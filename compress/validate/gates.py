@@ -50,6 +50,7 @@ METRICS: Mapping[str, Metric] = {
     "floor_frac": Metric(">=", per_device=True),
     "acceptance_length": Metric(">="),
     "speedup": Metric(">=", per_device=True),
+    "accuracy_drop": Metric("<="),
 }
 _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 
@@ -57,7 +58,8 @@ _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 @dataclass(frozen=True)
 class Gate:
     """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage or by
-    one measurement of several (`load.itl_ms_p99`).
+    one measurement of several (`load.itl_ms_p99`), or `<group>.<member>.<metric>` where the recipe names the
+    members (`tasks.mine.accuracy_drop`).
 
     `device` None: on every device.
     """
@@ -88,9 +90,11 @@ class GateResult:
     note: str
 
 
-def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tuple[Gate, ...]:
+def parse_gates(
+    raw: Mapping[str, Any], *, stages: Collection[str] = (), groups: Collection[str] = ()
+) -> tuple[Gate, ...]:
     """Return the gates of a recipe, checked before anything runs: `{ppl_ratio: 1.25, tpot_ms_p50: {cuda-sm90:
-    2.0, cpu: 30}}`.
+    2.0, cpu: 30}}`. Members of `groups` are not checked here.
 
     Raises:
         UsageError: an unknown metric, stage or device, a limit that is not a number, or a limit in time
@@ -103,7 +107,8 @@ def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tupl
             raise UsageError(
                 f"gate '{name}': unknown metric '{metric_name}'.{did_you_mean(metric_name, METRICS)}"
             )
-        if stage and stage not in stages:
+        group, _, member = stage.partition(".")
+        if stage and stage not in stages and not (member and group in groups):
             raise UsageError(
                 f"gate '{name}': no stage '{stage}' measures anything before this "
                 f"gate.{did_you_mean(stage, stages)}"

@@ -25,6 +25,7 @@ from scripts.docs.tables import (
     schemes,
     serving,
     speculation,
+    tasks,
 )
 from scripts.slow_host import LAUNCH_S
 
@@ -41,6 +42,7 @@ PAGES = (
     "results/performance.md",
     "results/mixtures.md",
     "results/serving.md",
+    "results/tasks.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
@@ -76,6 +78,7 @@ def environment() -> Environment:
         "performance": performance,
         "mixtures": mixtures,
         "serving": serving,
+        "tasks": tasks,
         "slow_launch_us": 1e6 * LAUNCH_S,
         "families": families,
         "schemes": schemes,

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from compress.validate.acceptance import AcceptanceRow
 from compress.validate.accuracy import measure_accuracy
 from compress.validate.gates import evaluate, parse_gates
+from compress.validate.generation.needle import NeedleRow
+from compress.validate.generation.positions import PositionRow
+from compress.validate.generation.texts import Example, GenerationRow
 from compress.validate.latency import LatencyRow
 from compress.validate.load.objectives import Objectives
 from compress.validate.parts import Part
@@ -15,12 +19,14 @@ from compress.validate.parts.artifact import ArtifactPart
 from compress.validate.parts.by_name import ByNamePart
 from compress.validate.parts.experts import ExpertsPart
 from compress.validate.parts.gates import GatesPart
+from compress.validate.parts.generation import GenerationPart
 from compress.validate.parts.journey import JourneyPart
 from compress.validate.parts.kernels import KernelsPart
 from compress.validate.parts.kv_cache import KVCachePart
 from compress.validate.parts.latency import LatencyPart
 from compress.validate.parts.layers import LayersPart
 from compress.validate.parts.load import LoadPart
+from compress.validate.parts.long_context import LongContextPart
 from compress.validate.parts.mixed import MixedPart
 from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
@@ -28,10 +34,13 @@ from compress.validate.parts.recovery import RecoveryPart
 from compress.validate.parts.roofline import RooflinePart
 from compress.validate.parts.scoring import ScoringPart
 from compress.validate.parts.speculation import SpeculationPart
+from compress.validate.parts.tasks import TasksPart
 from compress.validate.payoff import SpeedRow, predicted
 from compress.validate.roofline import Work, roofline
 from compress.validate.speculation import SpeculationEvidence
 from compress.validate.stats import Estimate
+from compress.validate.tasks.compare import task_rows
+from compress.validate.tasks.task import TaskScores
 from tests.support.scripted_load import ScriptedTarget, load_rows
 
 KERNEL = {
@@ -128,6 +137,9 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
     return {
         "gates": GatesPart(evaluate(gates, accuracy.metrics(), device="cpu")),
         "accuracy": AccuracyPart(accuracy),
+        "tasks": tasks(),
+        "generation": generation(),
+        "long_context": LongContextPart(long_context()),
         "load": LoadPart(
             load_rows(
                 ScriptedTarget("source", 0.03),
@@ -273,6 +285,48 @@ def pruning() -> dict[str, Any]:
             "cost": "params",
         },
     }
+
+
+def tasks() -> TasksPart:
+    """Return a task that is worse, one without a difference, and one that stopped early with too few
+    items."""
+    source = np.arange(2000) % 2
+    worse = np.where(np.arange(2000) % 20 == 1, 0, source)
+    lost = ({"question": "<what> is it?", "right": "this", "candidate": "that"},)
+    facts = {"kind": "jsonl", "data": "mine.jsonl", "digest": "sha256:0123456789abcdef"}
+    found = {
+        "mine": TaskScores("exact_match", source, worse, 2000, facts=facts, lost=lost),
+        "theirs": TaskScores("acc", source, source, 2000),
+        "short": TaskScores("accuracy", source[:64], source[:64], 900, sequential=True),
+    }
+    return TasksPart(task_rows(found, dict.fromkeys(found, 0.01), seed=0))
+
+
+def generation() -> GenerationPart:
+    """Return greedy texts with an example that parts and one that does not."""
+    shift = Estimate(-1.5, -3.0, 0.25)
+    examples = (Example("<prompt>", "the same ", "end", "<end>", 2), Example("other", "all", "", "", None))
+    row = GenerationRow(
+        mode="greedy", num_prompts=2, num_same=1, common_p10=2.0, common_p50=4.0, common_p90=7.0,
+        same_tokens=(1, 4, 8), same_frac=(1.0, 0.5, 0.5), length_source=9.0, length_candidate=7.5,
+        length_shift=shift, repeated_source=0.125, repeated_candidate=0.25, repeated_shift=shift,
+        ended_source=0.5, ended_candidate=1.0, examples=examples,
+    )  # fmt: skip
+    return GenerationPart([row], {"max_tokens": 8, "temperature": 0.8})
+
+
+def long_context() -> dict[str, Any]:
+    """Return two buckets of positions, and a fact that the candidate does not find at the beginning."""
+    ratio = Estimate(1.02, 1.01, 1.03)
+    rows = [PositionRow(start, start + 8, 9.0, 9.2, ratio, ratio).as_json() for start in (1, 9)]
+    needle = [
+        NeedleRow(model, 16, depth, 4, found, -0.5, None if model == "source" else ratio).as_json()
+        for depth in (0.0, 1.0)
+        for model, found in (("source", 1.0), ("candidate", depth))
+    ]
+    conditions = {"data": "some text", "seq_len": 16, "num_windows": 4, "source_kv_format": "BF16"}
+    positions = [{"model": "candidate", "kv_format": "INT4_TOKEN_HEAD", "rows": rows}]
+    return {**conditions, "positions": positions, "needle": needle}
 
 
 def experts() -> dict[str, Any]:

@@ -10,12 +10,14 @@ be served. A model that was quantized by tensor name runs through transformers i
     measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
     candidate.py   what the candidate states of itself, with a manifest or without
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data
+    tasks.py       benchmarks; generation.py texts of both models, and long contexts
     journey.py     one row for each model between source and candidate
     estimate.py    memory and work, for `plan`
 """
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.data.card import identity, load_card
 from compress.data.model_tokens import data_identity
-from compress.digest import digest_json
+from compress.digest import digest_file, digest_json
 from compress.export import serve_command
 from compress.machine import device_key, environment_facts
 from compress.stages import STAGES, Inputs, Port
@@ -57,12 +59,14 @@ from compress.validate.parts.accuracy import AccuracyPart
 from compress.validate.parts.artifact import ArtifactPart
 from compress.validate.parts.experts import ExpertsPart
 from compress.validate.parts.gates import GatesPart
+from compress.validate.parts.generation import GenerationPart
 from compress.validate.parts.journey import JourneyPart
 from compress.validate.parts.kernels import KernelsPart
 from compress.validate.parts.kv_cache import KVCachePart
 from compress.validate.parts.latency import LatencyPart
 from compress.validate.parts.layers import LayersPart
 from compress.validate.parts.load import LoadPart
+from compress.validate.parts.long_context import LongContextPart
 from compress.validate.parts.mixed import MixedPart
 from compress.validate.parts.provenance import ProvenancePart
 from compress.validate.parts.pruning import PruningPart
@@ -70,6 +74,7 @@ from compress.validate.parts.recovery import RecoveryPart
 from compress.validate.parts.roofline import RooflinePart
 from compress.validate.parts.scoring import ScoringPart
 from compress.validate.parts.speculation import SpeculationPart
+from compress.validate.parts.tasks import TasksPart
 from compress.validate.report import build_report, render_html
 
 REPORT_JSON = "report.json"
@@ -82,6 +87,11 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
     machine = {name: facts.get(name) for name in ("device_key", "device", "threads", "driver")}
     stated = {} if spec.speculative is None else spec.speculative.data
     prompts = {f"prompts {category}": identity(load_card(card)) for category, card in stated.items()}
+    prompts |= {f"task {task.name}": task.identity() for task in spec.tasks}
+    if spec.generation is not None:
+        prompts["generation"] = digest_file(Path(spec.generation.prompts))
+    if spec.long_context is not None and spec.long_context.data is not None:
+        prompts["long context"] = identity(load_card(spec.long_context.data))
     return {**data_identity(spec, device), **prompts, "machine": digest_json(machine)}
 
 
@@ -156,6 +166,12 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             environment=environment_facts(device),
         ),
     ]
+    if measured.tasks:
+        parts.append(TasksPart(measured.tasks))
+    if measured.texts and spec.generation is not None:
+        parts.append(GenerationPart(measured.texts, spec.generation.model_dump(exclude={"prompts"})))
+    if measured.long_context:
+        parts.append(LongContextPart(measured.long_context))
     if measured.load:
         parts.append(LoadPart(measured.load))
     if measured.scoring is not None:
@@ -218,6 +234,8 @@ def _gates(
             own = (f"{LOAD}.{name}", *((name,) if name not in metrics else ()))
             metrics |= dict.fromkeys(own, value)
             unproven |= dict.fromkeys(own, reason) if reason else {}
+    for task in measured.tasks:
+        metrics |= task.metrics()
     if measured.speculation is not None:
         metrics |= measured.speculation.metrics
         unproven |= measured.speculation.unproven

@@ -1,19 +1,21 @@
 """Memory and work of validation, from shapes alone, for `compress plan`."""
 
 import math
+from pathlib import Path
 
 from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
-from compress.errors import UsageError
+from compress.errors import UsageError, did_you_mean
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
-from compress.stages.validate.spec import Load, Validate, read_gates
+from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
+from compress.validate.generation.texts import read_prompts
 from compress.validate.latency import LATENCY_METRICS
 from compress.validate.load.compare import LOAD_GATES
 from compress.validate.transformers_model import check_causal
@@ -30,6 +32,8 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
         UsageError: a sequence is longer; names the keys of the recipe, and numbers that fit.
     """
     check_seq_len(spec.seq_len, "validate: seq_len", arch)
+    if spec.long_context is not None:
+        check_seq_len(spec.long_context.seq_len, "validate: long_context.seq_len", arch)
     if spec.load is not None and spec.load.longest > arch.max_position:
         raise UsageError(
             f"validate: load.prompt_tokens {spec.load.prompt_tokens} and load.output_tokens "
@@ -75,6 +79,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             "{kind: ngram}."
         )
     check_load_gates(spec)
+    check_answers(spec, offline=False)
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
     num_models = 2 + num_between
     num_params = arch.num_params * (1 + num_between) + source_arch.num_params
@@ -84,7 +89,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     reading = (
         READ_BYTES[facts.device] if spec.latency is not None else 0
     )  # the buffer that measures the bandwidth
-    config = spec.engine_config(speculates=speculates)
+    config = spec.engine_config(
+        speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
+    )
     assert config.max_model_len is not None
     kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
     caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
@@ -93,11 +100,12 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     disk_bytes = 1_000_000
     moved_bytes = 0
     if spec.apart is not None:
-        if spec.load is not None:
-            raise UsageError(
-                "validate: under load source and candidate are served in turn, and with apart only one of "
-                "them is in memory: leave out load or apart."
-            )
+        for key in ("load", "tasks", "generation", "long_context"):
+            if getattr(spec, key):
+                raise UsageError(
+                    f"validate: {key} asks source and candidate in turn, and with apart only one of them is "
+                    f"in memory: leave out {key} or apart."
+                )
         need = apart_needs(spec, source_arch, arch, facts, num_kept=1 + num_between)
         peak = max(need.source_bytes, need.candidate_bytes + reading)
         disk_bytes += need.kept_bytes
@@ -120,6 +128,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             * (load.prompt_tokens + load.output_tokens)
         )
         notes.append(f"load: {num_runs} runs of {load.num_requests} requests{_schedule(load, num_runs)}")
+    notes += [f"task {each.name}, not in the time above" for each in spec.tasks]
     return Estimate(peak, disk_bytes, flops, notes=tuple(notes), moved_bytes=moved_bytes)
 
 
@@ -160,6 +169,33 @@ def check_load_gates(spec: Validate) -> None:
             )
 
 
+def check_answers(spec: Validate, *, offline: bool) -> None:
+    """Check that all tasks can run, and that gates name tasks that there are.
+
+    Raises:
+        UsageError: a file of items or prompts is missing or wrong, or a gate names no task.
+        EnvironmentUnfit: lm-eval is needed and not installed.
+    """
+    names = [each.name for each in spec.tasks]
+    for gate in read_gates(spec.gates):
+        group, _, rest = gate.name.partition(".")
+        name = rest.rpartition(".")[0]
+        if group == TASKS and name not in names:
+            raise UsageError(
+                f"validate: the gate '{gate.name}' names no task of this recipe.{did_you_mean(name, names)}"
+            )
+    for task in spec.tasks:
+        task.check(offline=offline)
+    if spec.generation is not None:
+        read_prompts(Path(spec.generation.prompts), spec.generation.num_prompts)
+    own = spec.long_context
+    if own is not None and max(own.needle_lengths, default=0) > own.seq_len:
+        raise UsageError(
+            f"validate: long_context.needle_lengths has {max(own.needle_lengths)}, and there are windows of "
+            f"{own.seq_len} tokens. Set a larger seq_len, or shorter lengths."
+        )
+
+
 def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
     """Return the peak and the work of measuring both models through transformers.
 
@@ -192,13 +228,19 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
 
 
 def check_gates_by_name(spec: Validate) -> None:
-    """Raise UsageError for a gate on something else than accuracy or size, and for models scored apart, which
-    the bundled runtime does."""
+    """Raise UsageError for a gate on something else than accuracy or size, for tasks and texts, and for models
+    scored apart, which the bundled runtime does."""
     if spec.apart is not None:
         raise UsageError(
             "validate: a model that is quantized by name is measured through transformers, which holds both "
             "models: leave out apart."
         )
+    for key in ("tasks", "generation", "long_context"):
+        if getattr(spec, key):
+            raise UsageError(
+                f"validate: `{key}` runs on the bundled runtime, which does not run a model that is "
+                "quantized by name. Leave it out."
+            )
     for gate in read_gates(spec.gates):
         name = gate.name.rpartition(".")[2]
         if name not in (*ACCURACY_METRICS, "size_ratio"):

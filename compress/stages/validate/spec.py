@@ -17,22 +17,25 @@ from compress.validate.gates import Gate, parse_gates
 from compress.validate.load.compare import LOAD_GATES
 from compress.validate.load.lengths import LengthLaw
 from compress.validate.load.objectives import objectives_of
+from compress.validate.tasks.task import AnyTask, check_names
 
 KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
 
 
 QUANTIZE = "quantize"
 LOAD = "load"
+TASKS = "tasks"
+TASK_GATE = "accuracy_drop"
 
 
 def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Return gates on the artifact, as `quantize.<metric>` on the change that quantization alone made, and as
-    `load.<metric>` on what was measured under load.
+    """Return gates on the artifact, as `quantize.<metric>` on the change that quantization alone made, as
+    `load.<metric>` on what was measured under load, and as `tasks.<name>.accuracy_drop` on a task.
 
     Raises:
         UsageError: as `parse_gates`, or of quantization alone something else than accuracy.
     """
-    gates = parse_gates(raw, stages=(QUANTIZE, LOAD))
+    gates = parse_gates(raw, stages=(QUANTIZE, LOAD), groups=(TASKS,))
     for gate in gates:
         stage, _, metric = gate.name.rpartition(".")
         if stage == QUANTIZE and metric not in ACCURACY_METRICS:
@@ -41,6 +44,11 @@ def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
             )
         if stage == LOAD and metric not in LOAD_GATES:
             raise UsageError(f"gate '{gate.name}': under load these are measured: {', '.join(LOAD_GATES)}.")
+        if stage.startswith(f"{TASKS}.") != (metric == TASK_GATE):
+            raise UsageError(
+                f"gate '{gate.name}': of a task the drop of accuracy is limited, as "
+                f"{TASKS}.<name>.{TASK_GATE}."
+            )
     return gates
 
 
@@ -150,6 +158,50 @@ class Apart(Spec):
     )
 
 
+class Generation(Spec):
+    """Prompts that source and candidate continue, greedily and sampled."""
+
+    prompts: str = Field(
+        min_length=1,
+        description="a .jsonl file with `prompt` (or `turns`) in each row, or a text with one a line",
+    )
+    num_prompts: int = Field(16, ge=2, le=MAX_SAMPLES, description="the first so many")
+    max_tokens: int = Field(64, ge=1, le=MAX_SEQ_LEN, description="tokens generated for each at most")
+    temperature: float = Field(
+        0.8, ge=0, le=MAX_FACTOR, description="of the sampled texts; 0: greedy ones alone"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="share of the likeliest tokens that are drawn from")
+    chat: bool = Field(False, description="ask by the model's chat template")
+    num_shown: int = Field(4, ge=0, le=64, description="prompts whose texts are in the report")
+    batch_size: BatchSize = Field(8, description="prompts that are continued at once")
+    max_length: int = Field(
+        2048,
+        ge=8,
+        le=MAX_SEQ_LEN,
+        description="tokens of the longest prompt with its text; longer ones are cut",
+    )
+
+
+class LongContext(Spec):
+    """Perplexity by position, and a fact in a long text that is to be found again."""
+
+    seq_len: int = Field(4096, ge=64, le=MAX_SEQ_LEN, description="tokens of a window")
+    data: str | None = Field(None, description="a data card; by default the evaluation text")
+    num_samples: int = Field(8, ge=2, le=MAX_SAMPLES, description="windows")
+    num_buckets: int = Field(8, ge=1, le=256, description="buckets of positions")
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (0.0, 0.25, 0.5, 0.75, 1.0),
+        max_length=64,
+        description="of the fact in the text; empty: no such probe",
+    )
+    needle_lengths: tuple[Annotated[int, Field(ge=64, le=MAX_SEQ_LEN)], ...] = Field(
+        (), max_length=16, description="tokens of the text with the fact; by default seq_len and half of it"
+    )
+    kv_formats: tuple[KVFormat, ...] = Field(
+        (), max_length=8, description="further KV cache formats of the candidate's weights"
+    )
+
+
 class Validate(Spec):
     """Evaluation text, latency conditions, and the gates that decide."""
 
@@ -170,6 +222,15 @@ class Validate(Spec):
     speculative: Speculation | None = Field(
         Speculation(), description="measured where the artifact has a draft; null: not at all"
     )
+    tasks: Annotated[tuple[AnyTask, ...], checked_by(check_names)] = Field(
+        (), max_length=64, description="benchmarks that source and candidate answer; by default none"
+    )
+    generation: Generation | None = Field(
+        None, description="prompts that both models continue, side by side; by default none"
+    )
+    long_context: LongContext | None = Field(
+        None, description="perplexity by position, and a fact to be found again; by default neither"
+    )
     gates: Annotated[dict[str, float | dict[str, float]], checked_by(read_gates)] = Field(
         default_factory=dict, description="metric -> limit, latency per device"
     )
@@ -189,9 +250,9 @@ class Validate(Spec):
         """Data cards that judge; none may have been trained on."""
         return (self.data, *self.prompt_data.values())
 
-    def engine_config(self, *, speculates: bool) -> EngineConfig:
+    def engine_config(self, *, speculates: bool, max_position: int = MAX_SEQ_LEN) -> EngineConfig:
         """Room for what is measured and no more: engines share the device, and a cache for the model's full
-        length would fill it.
+        length would fill it. Questions of tasks are cut to `max_position`.
         """
         latency = self.latency
         own = self.speculative if speculates else None
@@ -201,11 +262,16 @@ class Validate(Spec):
             *(latency.batch_sizes if latency else ()),
             *(own.batch_sizes if own else ()),
             *((load.max_batch_size,) if load else ()),
+            *(each.batch_size for each in self.tasks),
+            *((self.generation.batch_size,) if self.generation else ()),
         )
         lengths = [
             self.seq_len,
             *((load.longest,) if load else ()),
             *(each.prompt_tokens + each.output_tokens for each in (latency, own) if each is not None),
+            *(min(each.max_length, max_position) for each in self.tasks),
+            *((min(self.generation.max_length, max_position),) if self.generation else ()),
+            *((self.long_context.seq_len,) if self.long_context else ()),
         ]
         return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))
 

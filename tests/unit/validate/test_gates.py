@@ -93,8 +93,8 @@ def test_a_gate_that_cannot_be_understood_is_refused_before_anything_runs(
         parse_gates(raw, stages=["quantize"])
 
 
-def test_every_metric_but_the_size_is_measured_by_a_part_of_validation() -> None:
+def test_every_metric_but_the_size_and_those_of_tasks_is_measured_by_a_part_of_validation() -> None:
     measured = {field.name for part in (Accuracy, LatencyRow, SpeedRow) for field in dataclasses.fields(part)}
-    assert set(METRICS) - measured - LOAD_GATES.keys() == {"size_ratio"}
+    assert set(METRICS) - measured - LOAD_GATES.keys() == {"size_ratio", "accuracy_drop"}
     timed = {field.name for field in dataclasses.fields(LatencyRow)} | {"speedup"} | LOAD_GATES.keys()
     assert {name for name, metric in METRICS.items() if metric.per_device} == set(METRICS) & timed

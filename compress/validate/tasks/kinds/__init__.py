@@ -1,0 +1,1 @@
+"""Kinds of tasks, one a file."""
