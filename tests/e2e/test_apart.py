@@ -83,11 +83,17 @@ def test_the_plan_states_memory_disk_and_reading(recipe: Recipe, command: Comman
     assert "are read from disk" in text
 
 
-@pytest.mark.parametrize("keys", [{"load": {"prompt_tokens": 8, "output_tokens": 4, "num_requests": 2}}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"load": {"prompt_tokens": 8, "output_tokens": 4, "num_requests": 2}},
+        {"long_context": {"seq_len": 64, "num_samples": 2, "depths": []}},
+    ],
+)
 def test_what_needs_both_models_is_refused(
     recipe: Recipe, command: Command, work: Path, keys: dict[str, Any]
 ) -> None:
     *stages, validate = RECIPE["stages"]
     code, _, err = command("run", recipe(stages=[*stages, {**validate, "apart": {}, **keys}]))
     assert code == 2
-    assert "leave out load or apart" in " ".join(err.split())
+    assert f"leave out {next(iter(keys))} or apart" in " ".join(err.split())

@@ -228,7 +228,7 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
 
 
 def check_gates_by_name(spec: Validate) -> None:
-    """Raise UsageError for a gate on something else than accuracy or size, for tasks and texts, and for models
+    """Raise UsageError for a gate on something else than accuracy or size, and for tasks, texts and models
     scored apart, which the bundled runtime does."""
     if spec.apart is not None:
         raise UsageError(

@@ -52,9 +52,9 @@ class Measured:
     Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were
     quantized.
     `latency` and `roofs` are empty where the recipe has `latency: null`, and `load` where it has no load;
-    `conditions` are those of `speculation`, for the report. `tasks`, `texts` and `long_context` are empty where
-    the recipe asks for none. `scoring` has how models were scored one after the other, None where they were
-    not; then the candidate alone is timed.
+    `conditions` are those of `speculation`, for the report. `tasks`, `texts` and `long_context` are empty
+    where the recipe asks for none. `scoring` has how models were scored one after the other, None where they
+    were not; then the candidate alone is timed.
     """
 
     paths: Mapping[str, Path]
