@@ -24,7 +24,7 @@ def find_model_dir(ref: str, *, offline: bool = False, cache_dir: Path | None = 
     if ref.startswith(MODELS_URI) or (separator and scheme != "hf" and scheme in REGISTRIES.names()):
         return local_copy(ref, cache_dir)
     if separator and scheme not in ("builtin", "hf"):
-        known = ("builtin", "hf", *REGISTRIES.names())
+        known = sorted({"builtin", "hf", *REGISTRIES.names()})
         raise UsageError(
             f"unknown scheme '{scheme}://' of a model.{did_you_mean(scheme, known)} A directory needs none."
         )

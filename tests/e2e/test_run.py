@@ -233,7 +233,7 @@ def test_what_the_model_cannot_hold_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("push", "words"),
     [
-        ({"to": "s3://bucket", "name": "a"}, "unknown registry 's3'"),
+        ({"to": "s4://bucket", "name": "a"}, "unknown registry 's4'"),
         ({"to": "layout://registry", "name": "a b"}, "'a b'"),
         ({"to": "layout://registry", "name": "a", "aliases": ["x y"]}, "'x y'"),
     ],

@@ -288,7 +288,7 @@ def test_model_references(text: str, ref: ModelRef) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "s3://b/m", "builtin://", "builtin://../x", "hf://a/b/c", "hf://a/b@", "hf://../x", "hf://"],
+    ["", "  ", "s4://b/m", "builtin://", "builtin://../x", "hf://a/b/c", "hf://a/b@", "hf://../x", "hf://"],
 )
 def test_other_model_references_are_refused(text: str) -> None:
     with pytest.raises(RecipeError):

@@ -160,7 +160,9 @@ def test_a_short_prompt_does_not_share_with_a_long_one_of_the_same_step() -> Non
     assert cache.find(generation, long=False) == generation.blocks[:2]
 
 
-def test_blocks_that_nobody_knows_are_not_shared() -> None:
+def test_blocks_that_nobody_holds_are_not_shared() -> None:
     pool = BlockPool(4)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
     with pytest.raises(AssertionError):
-        pool.share(pool.allocate(1))
+        pool.share(blocks)
