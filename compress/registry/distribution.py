@@ -7,8 +7,8 @@ requests with credentials, tokens, redirects and errors. `oci.py` decides what i
 - What is written is never redirected to another host.
 - A dropped connection, 429 and 5xx raise `Dropped`, which callers try again.
 
-The client `oras` does not fit here: it neither resumes a transfer nor compares a digest while it reads,
-writes files by titles before anything is verified, and ends the process on an error.
+The client `oras` does not fit here, because it neither resumes a transfer nor compares a digest while it
+reads (`docs/adr/0010-distribution-client.md`).
 """
 
 import base64
