@@ -156,18 +156,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_rounds = args.hub_rounds if backend.name == "hf" else args.rounds
             rounds.append(compete(backend, place, num_rounds, rng))
             print(rounds[-1], *tallies[-4:], sep="\n", file=sys.stderr, flush=True)
+            if args.out is not None:  # what is done stays where a later kind takes too long
+                write(args, tallies, rounds)
     print_tables(tallies, rounds)
-    if args.out is not None:
-        rows = [{"kind": "injection", **vars(each)} for each in tallies]
-        facts = {
-            "seed": args.seed,
-            "injections": sum(each.injected for each in tallies),
-            "corrupt": sum(len(each.corrupt) for each in tallies) + sum(each["wrong"] for each in rounds),
-            "blob_bytes": BLOB_BYTES,
-            "chunk_bytes": CHUNK_BYTES,
-        }
-        write_results(args.out, [*rows, *rounds], device=torch.device("cpu"), commit=args.commit, facts=facts)
     return 1 if any(each.corrupt for each in tallies) or any(each["wrong"] for each in rounds) else 0
+
+
+def write(args: argparse.Namespace, tallies: Sequence["Tally"], rounds: Sequence[dict[str, Any]]) -> None:
+    """Write the result file of the kinds that are done."""
+    rows = [{"kind": "injection", **vars(each)} for each in tallies]
+    facts = {
+        "seed": args.seed,
+        "injections": sum(each.injected for each in tallies),
+        "corrupt": sum(len(each.corrupt) for each in tallies) + sum(each["wrong"] for each in rounds),
+        "blob_bytes": BLOB_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+    }
+    write_results(args.out, [*rows, *rounds], device=torch.device("cpu"), commit=args.commit, facts=facts)
 
 
 def backends(
