@@ -14,7 +14,7 @@ ROWS = (
         "`W4A16_G64`, `W4A16_G32`, `W4A16_CHANNEL`, each also `_ASYM`",
         "the same in smaller scale groups, or a scale an output channel",
         "16 bits",
-        "from sm_80, in Triton, less tuned than the others",
+        "from sm_80, prefill in Triton, less tuned than the others",
     ),
     ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "none: dequantized to 16 bits"),
     (
@@ -34,7 +34,7 @@ ROWS = (
         "`FP8_BLOCK`",
         "e4m3, a scale a block of 128 x 128, as DeepSeek-V3",
         "e4m3, a scale a token and 128 inputs, found while serving",
-        "from sm_80, in Triton, less tuned than the others",
+        "from sm_80, tuned from sm_90 (prefill with CUDA 12.9)",
     ),
 )
 
