@@ -58,7 +58,8 @@ def column_blocks(w_OI: Tensor) -> ColumnBlocks:
         return ColumnBlocks(w_OI.t().contiguous().unsqueeze(0), num_columns)
     num_blocks = max(FEWEST_BLOCKS, -(-num_columns // BLOCK_COLUMNS))
     line = ALIGNMENT // w_OI.element_size()
-    w_OI = F.pad(w_OI, (0, -w_OI.shape[1] % line, 0, num_blocks * BLOCK_COLUMNS - num_columns))
+    missing = (0, -w_OI.shape[1] % line, 0, num_blocks * BLOCK_COLUMNS - num_columns)
+    w_OI = F.pad(w_OI, missing) if any(missing) else w_OI
     if w_OI.dtype != torch.float32:
         return ColumnBlocks(w_OI.t().contiguous().unsqueeze(0), num_columns)
     return ColumnBlocks(w_OI.view(num_blocks, BLOCK_COLUMNS, -1).transpose(1, 2).contiguous(), num_columns)

@@ -59,7 +59,8 @@ def dequantized(
     factors = torch.float32 if scales and dtype == torch.float16 else factor_dtype(dtype, device)
     dense = [_dense(weight).to(device=device, dtype=factors) for weight in weights]
     scale_O = torch.cat(scales).flatten().to(device=device, dtype=torch.float32) if scales else None
-    return DenseWeight(column_blocks(torch.cat(dense)), dtype, scale_O)
+    whole = dense[0] if len(dense) == 1 else torch.cat(dense)  # a head is large: no copy of it in between
+    return DenseWeight(column_blocks(whole), dtype, scale_O)
 
 
 def _dense(weight: Tensor | QuantizedWeight) -> Tensor:

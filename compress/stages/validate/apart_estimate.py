@@ -2,7 +2,8 @@
 
 loaded      the weights in the dtype of the computation, or the codes of a candidate on a GPU
 streamed    embedding and head; one layer as it is read and as kernels hold it, two where layers end in a
-            norm; the streams of all windows, before and after a layer
+            norm; the streams of all windows, before and after a layer; before the first one, the embedding
+            as it is read and the head in two layouts, while it is repacked
 both        a copy of the largest linear group while it is repacked; pages of a batch; float32 logits of a
             batch, their log probabilities and as much again while windows are compared
 """
@@ -68,11 +69,13 @@ def apart_needs(
 
 def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     """Return the bytes of what a streamed model holds, without those of a batch."""
-    outer = 2 * width * arch.vocab_size * arch.hidden_size  # a tied head is a second copy
+    head = arch.vocab_size * arch.hidden_size
+    outer = 2 * width * head  # a tied head is a second copy
+    repacking = (STORED_BYTES + 3 * width) * head
     num_held = 2 if arch.block in ("post", "sandwich") else 1
     layer = max(_layer_params(arch, each) for each in arch.layers)
     streams = 2 * width * spec.num_samples * spec.seq_len * arch.hidden_size
-    return outer + layer * (num_held * width + STORED_BYTES) + streams
+    return max(outer + layer * (num_held * width + STORED_BYTES) + streams, repacking)
 
 
 def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:
