@@ -34,6 +34,7 @@ class Oci:
     """Where a GET of a blob is redirected to."""
     upload_host: str = ""
     tamper: Callable[[str, bytes], bytes] = lambda path, data: data
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -157,10 +158,11 @@ class Handler(BaseHTTPRequestHandler):
         return found
 
     def _drops(self) -> bool:
-        if self.oci.drop_after is None or self.oci.num_drops == 0:
-            return False
-        self.oci.num_drops -= 1
-        return True
+        with self.oci.lock:  # several requests at a time count down
+            if self.oci.drop_after is None or self.oci.num_drops == 0:
+                return False
+            self.oci.num_drops -= 1
+            return True
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -38,7 +38,7 @@ from compress.validate.tasks.compare import TaskRow
 
 @dataclass(frozen=True)
 class Answers:
-    """What both models answered: tasks, texts of prompts, and long contexts."""
+    """The answers of both models: to tasks, to prompts, and about long contexts."""
 
     tasks: list[TaskRow] = field(default_factory=list)
     texts: list[GenerationRow] = field(default_factory=list)
