@@ -9,11 +9,14 @@ disk and 16 GB of memory as it stands; `--model`, `--layers` and `--seq-len` mak
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +31,7 @@ from tests.support.streamed_peak import peak_bytes_of_scoring
 CPU = torch.device("cpu")
 
 
-def measure(args: argparse.Namespace, place: Path) -> dict[str, float | int | str]:
+def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Write a checkpoint, score it, and return the row."""
     name, whole = read_arch(args.model)
     arch = replace(whole, layers=whole.layers[: args.layers])
@@ -66,6 +69,14 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, float | int | st
     }
 
 
+def tables(row: Mapping[str, Any]) -> str:
+    """Return the row in gigabytes."""
+    header = ["shape", "layers", "on disk", "planned", "peak", "loaded it would be", "seconds"]
+    sizes = (row[key] for key in ("checkpoint_bytes", "planned_bytes", "peak_bytes", "loaded_bytes"))
+    cells = [f"{each / 1e9:.2f} GB" for each in sizes]
+    return markdown(header, [[row["shape"], str(row["num_layers"]), *cells, f"{row['seconds']:.0f}"]])
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.set_defaults(model="llama-3.1-70b")
@@ -75,14 +86,14 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--place", type=Path, default=None, help="a directory on a disk with room")
     args = parser.parse_args()
+    if args.show is not None:
+        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"][0]))
+        return
     with tempfile.TemporaryDirectory(dir=args.place) as place:
         row = measure(args, Path(place))
     if args.out is not None:
         write_results(args.out, [row], device=CPU, commit=args.commit, facts={})
-    header = ["shape", "layers", "on disk", "planned", "peak", "loaded it would be", "seconds"]
-    sizes = (row[key] for key in ("checkpoint_bytes", "planned_bytes", "peak_bytes", "loaded_bytes"))
-    cells = [f"{float(each) / 1e9:.2f} GB" for each in sizes]
-    print(markdown(header, [[str(row["shape"]), str(row["num_layers"]), *cells, f"{row['seconds']:.0f}"]]))
+    print(tables(row))
 
 
 if __name__ == "__main__":

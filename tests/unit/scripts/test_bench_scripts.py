@@ -345,6 +345,22 @@ def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_streamed_scoring_is_measured_beside_its_plan(script: Callable[..., str], tmp_path: Path) -> None:
+    config = tmp_path / "tiny" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
+    out = tmp_path / "streamed.json"
+    sizes = ["--layers", "2", "--seq-len", "16", "--top-k", "8", "--place", tmp_path]
+    printed = script("bench_streamed", "--model", config, *sizes, "--out", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["num_layers"] == 2
+    assert 2 * row["num_params"] <= row["checkpoint_bytes"] < 2.1 * row["num_params"]
+    assert row["read_bytes"] == 2 * row["num_params"]
+    assert 0 < row["peak_bytes"] < 1 << 30
+    assert script("bench_streamed", "--show", out).strip() in printed
+
+
+@pytest.mark.slow
 def test_other_tools_quantize_the_same_checkpoint_and_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
