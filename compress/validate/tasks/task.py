@@ -2,6 +2,7 @@
 candidate on the same items.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -70,6 +71,7 @@ class Task(Spec):
         description="tokens of the longest question with its answer; longer questions lose their beginning",
     )
 
+    @abstractmethod
     def check(self, *, offline: bool = False) -> None:
         """Check, before anything runs, that the task can run here.
 
@@ -77,15 +79,14 @@ class Task(Spec):
             UsageError: it cannot; the sentence has the remedy.
             EnvironmentUnfit: a package is missing.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def identity(self) -> str:
         """Return a digest of the items, for the key of a cached result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, models: Mapping[str, TextModel], conditions: Conditions) -> TaskScores:
         """Return the scores of `source` and `candidate`."""
-        raise NotImplementedError
 
 
 TASKS: PluginSet[type[Task]] = PluginSet("task", "compress.validate.tasks.kinds")
