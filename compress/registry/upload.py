@@ -56,11 +56,12 @@ class Upload:
                 self._finish()
                 return
             except Dropped:
-                tries = 0 if self._sent_bytes > before else tries + 1
-                if tries > len(PAUSES_S):
+                tries = 0 if self._sent_bytes > before else tries
+                if tries == len(PAUSES_S):
                     raise
-                time.sleep(PAUSES_S[max(0, tries - 1)])
-                self._look_where()
+                time.sleep(PAUSES_S[tries])
+                self._look_where()  # part of a chunk may have arrived
+                tries = 0 if self._sent_bytes > before else tries + 1
 
     def _begin(self, mount_from: str | None) -> bool:
         """Open a session; return whether none is needed, because the blob was mounted."""
