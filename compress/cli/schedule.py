@@ -34,7 +34,9 @@ def render(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="Name of the schedule; that of the recipe by default.", show_default=False),
+        typer.Option(
+            "--name", help="Name of the schedule; that of the recipe by default.", show_default=False
+        ),
     ] = None,
     workdir: Annotated[
         str | None,
@@ -73,9 +75,7 @@ def render(
         str | None,
         typer.Option("--device", help="Option of `compress run`, passed on.", show_default=False),
     ] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Option of `compress run`, passed on.")
-    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Option of `compress run`, passed on.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="Write the files into this directory.", show_default=False),
@@ -91,9 +91,7 @@ def render(
         recipe=recipe,
         name=name_of(recipe) if name is None else name,
         executable=executable,
-        options=run_options(
-            metrics_file=metrics_file, workspace=workspace, device=device, offline=offline
-        ),
+        options=run_options(metrics_file=metrics_file, workspace=workspace, device=device, offline=offline),
         schedule=None if schedule is None else parse_cron(schedule),
         timezone=timezone,
         workdir=workdir,
@@ -103,6 +101,7 @@ def render(
         runners=tuple(runners or ()),
     )
     files = render_target(target, run)
+    _check_recipe(Path(workdir or ".") / recipe)
     if output is None:
         write_data("\n".join(each.text for each in files).rstrip("\n"))
         return
@@ -112,3 +111,13 @@ def render(
     for each in files:
         write_atomic(output / each.name, each.text.encode())
         note(f"wrote {output / each.name}")
+
+
+def _check_recipe(path: Path) -> None:
+    """Check the recipe where it is on this machine; a note tells where it is not."""
+    if not path.exists():
+        note(f"{path} is not on this machine, so the recipe was not checked")
+        return
+    from compress.recipe import load_recipe
+
+    load_recipe(path)

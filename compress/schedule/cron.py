@@ -36,8 +36,8 @@ class Cron:
         escaped = command.replace("%", "\\%")
         if len(escaped.encode()) > _MAX_COMMAND:
             raise UsageError(
-                f"the command has {len(escaped.encode())} bytes, and cron takes {_MAX_COMMAND}; choose shorter "
-                "paths."
+                f"the command has {len(escaped.encode())} bytes, and cron takes {_MAX_COMMAND}; choose "
+                "shorter paths."
             )
         text = (
             f"# {run.name}.cron: add this line with `crontab -e`. Times are those of the machine.\n"

@@ -32,7 +32,9 @@ class Kubernetes:
     def render(self, run: ScheduledRun) -> tuple[ScheduleFile, ...]:
         """Return the CronJob or the Job. Raises UsageError as the protocol states."""
         if run.timezone is not None and run.schedule is None:
-            raise UsageError("--timezone is for a schedule; give --schedule, or leave it out.", where="--timezone")
+            raise UsageError(
+                "--timezone is for a schedule; give --schedule, or leave it out.", where="--timezone"
+            )
         labels = {"app.kubernetes.io/name": "compress", "app.kubernetes.io/instance": run.name}
         metadata = {"name": run.name, "labels": labels}
         job = _job(run, labels)

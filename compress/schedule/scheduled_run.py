@@ -113,8 +113,8 @@ class ScheduledRun:
         """
         if not PurePosixPath(self.executable).is_absolute():
             raise UsageError(
-                f"--executable {self.executable}: this scheduler does not search your PATH; give the absolute "
-                "path, such as /srv/models/.venv/bin/compress.",
+                f"--executable {self.executable}: this scheduler does not search your PATH; give the "
+                "absolute path, such as /srv/models/.venv/bin/compress.",
                 where="--executable",
             )
         return self.executable
@@ -142,7 +142,8 @@ def run_options(
 def _check_text(text: str, field: str) -> None:
     if not text or not text.isprintable() or text != text.strip():
         raise UsageError(
-            f"{field}: {text!r} is empty, begins or ends with a space, or has a character that is not printed.",
+            f"{field}: {text!r} is empty, begins or ends with a space, or has a character that is not "
+            "printed.",
             where=f"--{field}",
         )
 
@@ -154,6 +155,7 @@ def _check_timezone(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_+/-]+", name) or (known and name not in known):
         near = did_you_mean(name, known)
         raise UsageError(
-            f"there is no time zone '{name}'.{near if 'mean' in near else ' Write one such as Europe/Berlin.'}",
+            f"there is no time zone '{name}'."
+            f"{near if 'mean' in near else ' Write one such as Europe/Berlin.'}",
             where="--timezone",
         )

@@ -26,7 +26,8 @@ class SkyPilot:
         if run.gpus is not None:
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*(:[1-9][0-9]*)?", run.gpus):
                 raise UsageError(
-                    f"--gpus {run.gpus}: give skypilot the kind and the number, such as H100:1.", where="--gpus"
+                    f"--gpus {run.gpus}: give skypilot the kind and the number, such as H100:1.",
+                    where="--gpus",
                 )
             resources["accelerators"] = run.gpus
         resources["job_recovery"] = {

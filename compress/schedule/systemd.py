@@ -11,6 +11,8 @@ A cron day that may match by day of month or by day of week becomes two `OnCalen
 enough (systemd.time(7)).
 """
 
+import re
+
 from compress.errors import UsageError
 from compress.schedule.cron_expression import CronExpression, runs_of
 from compress.schedule.scheduled_run import (
@@ -21,6 +23,7 @@ from compress.schedule.scheduled_run import (
 )
 from compress.schedule.target import TARGETS, ScheduleFile
 
+_PLAIN = re.compile(r"[A-Za-z0-9_./:-]+")
 _NAMES = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
 
@@ -100,8 +103,7 @@ def _unit(comment: str, **sections: dict[str, str | tuple[str, ...]]) -> str:
 
 def _argument(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    plain = text.replace("-", "").replace("_", "").replace(".", "").replace("/", "").isalnum()
-    return text if plain and text.isascii() else f'"{escaped}"'
+    return text if _PLAIN.fullmatch(text) else f'"{escaped}"'
 
 
 def _program(path: str) -> str:

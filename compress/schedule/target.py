@@ -1,4 +1,4 @@
-"""The interface of a schedule target. A module of this package registers one under the name of its scheduler."""
+"""The interface of a schedule target. A module of this package registers one under its scheduler's name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +58,9 @@ def render(target: str, run: ScheduledRun) -> tuple[ScheduleFile, ...]:
     given = {name for name in OPTIONS if getattr(run, name)}
     if surplus := sorted(OPTIONS[name] for name in given - found.takes):
         taken = ", ".join(sorted(OPTIONS[name] for name in found.takes))
-        raise UsageError(f"{target} has no place for {', '.join(surplus)}. It takes {taken}.", where=surplus[0])
+        raise UsageError(
+            f"{target} has no place for {', '.join(surplus)}. It takes {taken}.", where=surplus[0]
+        )
     if missing := sorted(OPTIONS[name] for name in found.needs - given):
         raise UsageError(f"{target} needs {', '.join(missing)} as well.", where=missing[0])
     return found.render(run)
