@@ -94,8 +94,8 @@ def emit(
 
 
 def when_finished(observer: Callable[[Mapping[str, Any]], None]) -> None:
-    """Have `observer` called with the document of the command that runs once that is printed, with `--json` or
-    without, whatever the command's outcome.
+    """Have `observer` called with the document of the command that runs once the command has ended, with
+    `--json` or without, whatever its outcome.
     """
     _RESULT.observer = observer
 

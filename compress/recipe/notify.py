@@ -1,4 +1,4 @@
-"""The key `notify` of a recipe: webhooks that get the JSON document of a run, which `compress/outcome` sends."""
+"""The key `notify` of a recipe: webhooks that get the JSON document of a run, sent by `compress/outcome`."""
 
 import re
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
 """Cron: one line of a crontab (crontab(5)), which writes the JSON document and a log beside the recipe.
 
-    minute hour day month weekday  cd DIRECTORY && { RUN || { message; exit }; }
+    minute hour day month weekday  cd DIRECTORY && { RUN; keep the document; message on failure; exit; }
 
-Cron mails what the line prints, which is one sentence when the run ended with another code than 0. Its shell
-is /bin/sh. A `%` ends the command unless a backslash precedes it, so each gets one; programs differ on other
+The document gets its name when the run has ended, so a run that ends at once because another one holds the
+workspace cannot cut the other's document short. Cron mails what the line prints, which is one sentence when
+the run ended with another code than 0. Its shell is /bin/sh. A `%` ends the command unless a backslash precedes it, so each gets one; programs differ on other
 backslashes, which are refused. Overlap needs no lock here: the second run ends with 75.
 """
 
@@ -26,10 +27,11 @@ class Cron:
     def render(self, run: ScheduledRun) -> tuple[ScheduleFile, ...]:
         """Return the crontab line. Raises UsageError as the protocol states."""
         assert run.program
+        document = f".{run.name}.$$.json"
         message = f'echo "compress: {run.name} ended with exit code $code; see {run.name}.log"'
         command = (
-            f"cd {shlex.quote(run.directory)} && {{ {run.command('--json')} > {run.name}.json 2>> "
-            f"{run.name}.log || {{ code=$?; {message}; exit $code; }}; }}"
+            f"cd {shlex.quote(run.directory)} && {{ {run.command('--json')} > {document} 2>> {run.name}.log; "
+            f"code=$?; mv -f {document} {run.name}.json; [ $code -eq 0 ] || {message}; exit $code; }}"
         )
         if "\\" in command:
             raise UsageError("a path has a backslash, which programs of cron read in different ways.")
