@@ -39,14 +39,19 @@ stages:
   - {{kind: calibrate, num_samples: {num_samples}, seq_len: 64}}
   - {{kind: quantize, scheme: W4A16_G128, preset: fast}}
   - {{kind: export}}
-  - {{kind: validate, num_samples: 2, seq_len: 32, latency: null, speculative: null, gates: {{ppl_ratio: {gate}}}}}
+  - kind: validate
+    num_samples: 2
+    seq_len: 32
+    latency: null
+    speculative: null
+    gates: {{ppl_ratio: {gate}}}
 push: {{to: "layout://registry", name: small}}
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """A change of the recipe, the schedules that start in one minute, and the exit codes that they end with."""
+    """A change of the recipe, the schedules that start in one minute, and how they end."""
 
     name: str
     num_samples: int

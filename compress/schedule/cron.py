@@ -4,8 +4,9 @@
 
 The document gets its name when the run has ended, so a run that ends at once because another one holds the
 workspace cannot cut the other's document short. Cron mails what the line prints, which is one sentence when
-the run ended with another code than 0. Its shell is /bin/sh. A `%` ends the command unless a backslash precedes it, so each gets one; programs differ on other
-backslashes, which are refused. Overlap needs no lock here: the second run ends with 75.
+the run ended with another code than 0. Its shell is /bin/sh. A `%` ends the command unless a backslash
+precedes it, so each gets one; programs differ on other backslashes, which are refused. Overlap needs no lock
+here: the second run ends with 75.
 """
 
 import shlex
