@@ -120,7 +120,7 @@ def tried(case: Case, directory: Path, messages: "Messages") -> dict[str, Any]:
     failures = [re.findall(r"failed with exit status (\d+)", each) for each in logged]
     row = {
         "case": case.name,
-        "lines": [line.splitlines()[-1].replace(str(directory.parent), "") for line in lines],
+        "lines": [_without_places(line.splitlines()[-1], directory) for line in lines],
         "exit_codes": [each["exit_code"] for each in found],
         "statuses": [each["status"] for each in found],
         "seconds": [each.get("seconds") for each in found],
@@ -141,6 +141,11 @@ def tried(case: Case, directory: Path, messages: "Messages") -> dict[str, Any]:
         for sentence in untrue(before[name], after[name], document, start_s)
     ]
     return {**row, "metrics": list(after.values()), "wrong": wrong}
+
+
+def _without_places(line: str, directory: Path) -> str:
+    """Return a line without the paths of this machine."""
+    return line.replace(f"{Path(sys.executable).parent}/", "").replace(str(directory.parent), "")
 
 
 def line_of(name: str, schedule: str, directory: Path) -> str:

@@ -1,5 +1,5 @@
-"""What becomes of the outcome of `compress run` and `resume` besides the terminal: metrics, and the webhooks
-that the recipe names. It happens after the document is printed, and changes neither it nor the exit code.
+"""Reports the outcome of `compress run` and `resume` as metrics and to the webhooks that the recipe names,
+after the document is printed. Neither the document nor the exit code changes by it.
 """
 
 import os

@@ -114,7 +114,7 @@ def render(
 
 
 def _check_recipe(path: Path) -> None:
-    """Check the recipe where it is on this machine; a note tells where it is not."""
+    """Check the recipe where it is on this machine; where it is not, print a note."""
     if not path.exists():
         note(f"{path} is not on this machine, so the recipe was not checked")
         return

@@ -8,8 +8,8 @@
 
 An answer of 2xx ends it. A lost connection, 408, 429 and 5xx are tried again after 0.5 s, 1 s, 2 s, ...; a
 redirect is never followed, so the document and its headers reach the host that the recipe names and no other.
-Each hook works in a thread of its own, which is left behind at its time limit, because a look-up of a name
-can outlast every timeout of a socket. Nothing here raises: what fails is one sentence of warning.
+Each hook works in a thread of its own, which nobody waits for after its time limit, because a look-up of a
+name can outlast every timeout of a socket. Nothing here raises: what fails is one sentence of warning.
 """
 
 import hashlib

@@ -10,7 +10,7 @@ from compress.schedule.target import TARGETS, ScheduleFile
 
 _UNCHANGED_EXIT_CODE = 99
 _TEXT = """\
-# {name}.py: belongs into the folder of DAGs of Airflow 3.
+# {name}.py: a DAG of Airflow 3; it belongs in the folder of DAGs.
 from datetime import timedelta
 
 import pendulum

@@ -1,4 +1,5 @@
-"""Cron: one line of a crontab (crontab(5)), which writes the JSON document and a log beside the recipe.
+"""Cron: one line of a crontab (crontab(5)), which writes the JSON document and a log into
+its directory.
 
     minute hour day month weekday  cd DIRECTORY && { RUN; keep the document; message on failure; exit; }
 

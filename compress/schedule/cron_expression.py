@@ -4,8 +4,8 @@
 
 A field is `*`, or a list of values, ranges `a-b` and steps `*/n`, `a-b/n`; months and days of the week may be
 names. `@daily` and its like are written out. A day matches if day of month and day of week match; where both
-are restricted, one of them is enough (POSIX crontab). Programs differ on a step over `*` beside another
-restricted day, on `a/n`, `?`, `L`, `W`, `#` and `@reboot`, which are refused.
+are restricted, one of them is enough (POSIX crontab). Programs differ on a step over `*` where both days are
+restricted, on `a/n`, `?`, `L`, `W`, `#` and `@reboot`, which are refused.
 """
 
 import re

@@ -1,6 +1,6 @@
 r"""systemd: a service that runs once, and the timer that starts it (systemd.service(5), systemd.timer(5)).
 
-Quoting of systemd.syntax(7) and systemd.service(5): a value stands in double quotes with `\` and `"` escaped,
+Quoting of systemd.syntax(7) and systemd.service(5): a value is in double quotes with `\` and `"` escaped,
 `%` is doubled everywhere, and `$` in arguments. The path of the program is not expanded and may not have
 quotes or backslashes, so those and `$` are refused there.
 

@@ -35,6 +35,7 @@ HOSTILE = [
     "%%",
     "'",
 ]
+OWN = {path.stem for path in (ROOT / "compress" / "schedule").glob("*.py")}
 each_target = pytest.mark.parametrize("target", TARGETS.names())
 
 
@@ -90,6 +91,8 @@ def test_an_option_is_never_dropped(target: str) -> None:
 @each_target
 @pytest.mark.parametrize("text", HOSTILE)
 def test_every_value_reaches_the_run_as_it_was_given(target: str, text: str, tmp_path: Path) -> None:
+    if target not in OWN:
+        pytest.skip("the reader of a target from elsewhere is not here")
     program = tmp_path / "bin of 50%" / "compress"
     record = tmp_path / "record.json"
     write_program(program, record)
@@ -114,6 +117,8 @@ def test_what_no_scheduler_can_be_given_is_refused(target: str, text: str) -> No
 
 @each_target
 def test_every_target_is_documented(target: str) -> None:
+    if target not in OWN:
+        pytest.skip("a target from elsewhere has a page of its own")
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| `{target}` \|.*", page, flags=re.MULTILINE)
     for name in TARGETS.get(target).takes:
@@ -122,7 +127,7 @@ def test_every_target_is_documented(target: str) -> None:
 
 def test_the_help_of_the_command_names_every_target() -> None:
     text = (ROOT / "compress" / "cli" / "schedule.py").read_text(encoding="utf-8")
-    assert all(re.search(rf"Scheduler: .*\b{target}\b", text) for target in TARGETS.names())
+    assert all(re.search(rf"Scheduler: .*\b{target}\b", text) for target in TARGETS.names() if target in OWN)
 
 
 # -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What `compress schedule render` refuses, and the facts of single schedulers."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,15 @@ def test_a_label_or_an_image_is_no_expression_of_github() -> None:
 
 # -------------------------------------------------------------------------------------------------------
 # the command
+
+
+def test_the_page_shows_the_line_that_its_command_prints(call: Call) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operate.md").read_text(encoding="utf-8")
+    shown = page.partition("```cron\n")[2].partition("```")[0]
+    command = page.partition("```cron\n")[0].rpartition("```sh\n")[2].partition("```")[0]
+    code, out, _ = call(*shlex.split(command)[1:])
+    assert code == 0
+    assert out.partition("\n")[2] == shown
 
 
 def test_the_text_goes_to_stdout_and_files_where_they_are_wanted(
