@@ -144,7 +144,7 @@ def _check_text(text: str, field: str) -> None:
         raise UsageError(
             f"{field}: {text!r} is empty, begins or ends with a space, or has a character that is not "
             "printed.",
-            where=f"--{field}",
+            where=field,
         )
 
 

@@ -37,9 +37,10 @@ class Systemd:
         """Return the service and the timer. Raises UsageError as the protocol states."""
         assert run.schedule is not None
         service = _unit(
-            f"{run.name}.service: both units go to /etc/systemd/system, or ~/.config/systemd/user; then\n"
-            f"# `systemctl daemon-reload && systemctl enable --now {run.name}.timer`, with --user there. "
-            f"`journalctl -u {run.name}` has the log.",
+            f"{run.name}.service: both units go to ~/.config/systemd/user; then\n"
+            f"# `systemctl --user daemon-reload && systemctl --user enable --now {run.name}.timer`, and\n"
+            f"# `loginctl enable-linger`, so that it runs without a session. `journalctl --user -u {run.name}` has\n"
+            "# the log. In /etc/systemd/system the service needs a line User=.",
             Unit={"Description": f"compress run of {run.name}", "StartLimitIntervalSec": "0"},
             Service={
                 "Type": "oneshot",
