@@ -39,8 +39,8 @@ class Systemd:
         service = _unit(
             f"{run.name}.service: both units go to ~/.config/systemd/user; then\n"
             f"# `systemctl --user daemon-reload && systemctl --user enable --now {run.name}.timer`, and\n"
-            f"# `loginctl enable-linger`, so that it runs without a session. `journalctl --user -u {run.name}` has\n"
-            "# the log. In /etc/systemd/system the service needs a line User=.",
+            "# `loginctl enable-linger`, so that it runs without a session. The log is that of\n"
+            f"# `journalctl --user -u {run.name}`. In /etc/systemd/system the service needs a line User=.",
             Unit={"Description": f"compress run of {run.name}", "StartLimitIntervalSec": "0"},
             Service={
                 "Type": "oneshot",
