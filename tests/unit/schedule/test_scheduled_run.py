@@ -170,6 +170,18 @@ def test_the_page_shows_the_line_that_its_command_prints(call: Call) -> None:
     assert out.partition("\n")[2] == shown
 
 
+def test_the_page_shows_what_was_recorded_of_cron() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "operate.md").read_text(encoding="utf-8")
+    rows = json.loads((root / "benchmarks" / "schedule.json").read_text())["rows"]
+    assert [row["exit_codes"] for row in rows] == [[0], [0], [3], [0, 75]]
+    assert [row["wrong"] for row in rows] == [[]] * 4
+    shown = [line for row in rows for line in [*row["cron_log"], *row["log"]] if line in page]
+    assert any("status 3" in line for line in shown)
+    assert any("status 75" in line for line in shown)
+    assert any("a gate failed" in line for line in shown)
+
+
 def test_the_text_goes_to_stdout_and_files_where_they_are_wanted(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
