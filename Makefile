@@ -6,6 +6,8 @@ VENV := .venv
 INTEROP_VENV := .venv-interop
 PEERS_VENV := .venv-peers
 REGISTRIES_VENV := .venv-registries
+SCHEDULERS_VENV := .venv-schedulers
+SKYPILOT_VENV := .venv-skypilot
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -16,7 +18,7 @@ FUZZ_JOBS ?= 2
 FUZZ_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers registries docs lint types format clean
+.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers registries schedulers docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +66,9 @@ registries: $(VENV)/.installed-dev $(REGISTRIES_VENV)/.installed  ## the contrac
 	$(BIN)/python -m pytest -m interop tests/interop/test_real_registries.py
 	$(BIN)/python -m scripts.check_registry_faults --moto $(REGISTRIES_VENV)/bin/moto_server --mlflow $(REGISTRIES_VENV)/bin/mlflow --out benchmarks/registry-faults.json
 
+schedulers: $(VENV)/.installed-dev $(SCHEDULERS_VENV)/.installed $(SKYPILOT_VENV)/.installed  ## rendered schedules before Airflow, SkyPilot and the schemas of Kubernetes and GitHub (two minutes)
+	$(BIN)/python -m pytest tests/interop/test_schedulers.py tests/contract/test_schedule_contract.py
+
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export
 
@@ -84,7 +89,7 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
-	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) $(REGISTRIES_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) $(REGISTRIES_VENV) $(SCHEDULERS_VENV) $(SKYPILOT_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
@@ -99,6 +104,12 @@ $(VENV)/bin/python:
 
 $(REGISTRIES_VENV)/bin/python:
 	$(call venv,$(REGISTRIES_VENV))
+
+$(SCHEDULERS_VENV)/bin/python:
+	$(call venv,$(SCHEDULERS_VENV))
+
+$(SKYPILOT_VENV)/bin/python:
+	$(call venv,$(SKYPILOT_VENV))
 
 $(INTEROP_VENV)/bin/python:
 	$(call venv,$(INTEROP_VENV))
@@ -131,4 +142,13 @@ $(PEERS_VENV)/.installed: scripts/install_peers.py | $(PEERS_VENV)/bin/python
 # A fourth one: servers of registries, whose packages are not those of the tested set.
 $(REGISTRIES_VENV)/.installed: | $(REGISTRIES_VENV)/bin/python
 	$(REGISTRIES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'mlflow==3.17.2' 'moto[server]>=5.1'
+	@touch $@
+
+# A fifth and a sixth one: schedulers and schemas that check what is rendered for them. SkyPilot does not live beside Airflow.
+$(SCHEDULERS_VENV)/.installed: | $(SCHEDULERS_VENV)/bin/python
+	$(SCHEDULERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'apache-airflow>=3.1,<4' 'apache-airflow-providers-standard' 'check-jsonschema>=0.36' 'kubernetes-validate>=1.34'
+	@touch $@
+
+$(SKYPILOT_VENV)/.installed: | $(SKYPILOT_VENV)/bin/python
+	$(SKYPILOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.11'
 	@touch $@

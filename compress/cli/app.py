@@ -1,6 +1,7 @@
 """The `compress` command: which commands there are, and what becomes of an error.
 
-To add a command, write one file that defines one function, and one line below. A command file imports only
+To add a command, write one file that defines one function, and one line below (a command of two words in
+`GROUPS`). A command file imports only
 typer, `cli.output` and light modules at its top, and the rest (torch, pydantic, YAML) inside the function, so
 that `compress --help` stays under 0.4 s.
 """
@@ -28,13 +29,14 @@ from compress.cli import (
     push,
     rollback,
     run,
+    schedule,
     schema,
     serve,
     validate,
     verify,
 )
 from compress.cli.failure import failure_of, stopped_by
-from compress.cli.output import begin, finish, has_result, show_traceback, write_data
+from compress.cli.output import begin, finish, has_result, leads, show_traceback, write_data
 from compress.cli.signals import Termination
 from compress.errors import StorageError, Terminated
 
@@ -57,6 +59,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
     "schema": schema.schema,
 }
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
+    "schedule": ("Text for schedulers that run a recipe.", {"render": schedule.render}),
+}
+"""Commands of two words: the first one, its help, and the functions by the second one."""
 _INTERRUPTED = 130
 
 
@@ -85,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 show_traceback(error)
         termination.ignore()
-        return finish(code, failure, as_json=as_json and _leads())
+        return finish(code, failure, as_json=as_json and leads())
 
 
 def _called(command: Any, words: list[str]) -> int:
@@ -103,22 +109,17 @@ def asks_for_json(words: Sequence[str], command: Any) -> bool:
     The words need not be right otherwise, because a usage error is a JSON document too.
     """
     params = command.params
-    named = False
+    commands = command.commands
     left = iter(words)
     for word in left:
         if word in ("--json", "--"):
             return word == "--json"
-        if not word.startswith("-") and not named:
-            named = True
-            params = command.commands[word].params if word in command.commands else ()
+        if not word.startswith("-") and commands is not None:
+            params = commands[word].params if word in commands else ()
+            commands = getattr(commands.get(word), "commands", None)
         elif any(word in param.opts and not getattr(param, "is_flag", True) for param in params):
             next(left, None)
     return False
-
-
-def _leads() -> bool:
-    """Return whether this process prints: of several ranks that torchrun started, rank 0 does."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _let_waiting_threads_sleep() -> None:
@@ -144,7 +145,17 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     for name, command in COMMANDS.items():
         app.command(name)(_with_own_errors(command))
+    for name, (text, commands) in GROUPS.items():
+        group = typer.Typer(help=text, no_args_is_help=True)
+        group.callback()(_no_options)
+        for word, command in commands.items():
+            group.command(word)(_with_own_errors(command))
+        app.add_typer(group, name=name)
     return app
+
+
+def _no_options() -> None:
+    """Do nothing: with a callback, typer keeps the second word of a group of one command."""
 
 
 def _with_own_errors(command: Callable[..., None]) -> Callable[..., None]:

@@ -40,9 +40,12 @@ JsonFlag = Annotated[
 
 
 class _Result:
-    """The document of the command that runs, held until its exit code is known: exactly one is printed."""
+    """The document of the command that runs, held until its exit code is known: exactly one is printed.
+    `observer` gets it too.
+    """
 
     document: Mapping[str, Any] | None = None
+    observer: Callable[[Mapping[str, Any]], None] | None = None
 
 
 _RESULT = _Result()
@@ -51,6 +54,7 @@ _RESULT = _Result()
 def begin(*, debug: bool) -> None:
     """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable."""
     _RESULT.document = None
+    _RESULT.observer = None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller; print would take the other one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -78,15 +82,27 @@ def emit(
     """Give a command's result: its form for people is printed at once, the document when the command ends.
     A result with a `failure`, such as a gate that failed, has the failure under `error`.
     """
-    if as_json:
+    if as_json or _RESULT.observer is not None:
         error = {} if failure is None else {"error": failure_of(failure).as_json()}
         held = {**document, **error}
         _as_text(held)  # what is not JSON is a defect here and not at the end
         _RESULT.document = held
-    else:
+    if not as_json:
         write_data(text)
     if failure is not None:
         note(f"compress: {failure}")
+
+
+def when_finished(observer: Callable[[Mapping[str, Any]], None]) -> None:
+    """Have `observer` called with the document of the command that runs once the command has ended, with
+    `--json` or without, whatever its outcome.
+    """
+    _RESULT.observer = observer
+
+
+def leads() -> bool:
+    """Return whether this process prints: of several ranks that torchrun started, rank 0 does."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def has_result() -> bool:
@@ -99,22 +115,37 @@ def finish(exit_code: int, failure: Failure | None, *, as_json: bool) -> int:
     exit code: the given one, or 5 where stdout cannot be written.
     """
     held = _RESULT.document
+    observer = _RESULT.observer
     _RESULT.document = None
+    _RESULT.observer = None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller; print would take the other one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if failure is not None and failure.message:
         note(f"compress: {failure}")
     if failure is not None:
-        held = {"status": "error", "error": failure.as_json()} if as_json else None
+        held = {"status": "error", "error": failure.as_json()}
     if held is None:
         return exit_code
+    document = _whole(held, exit_code)
+    code = _printed(document, exit_code) if as_json else exit_code
+    if observer is not None:
+        observer({"schema": SCHEMA, **document})
+    return code
+
+
+def _whole(held: Mapping[str, Any], exit_code: int) -> dict[str, Any]:
+    """Return the document with the status and the exit code that are known now."""
     status = held.get("status", "error" if exit_code else "done")
     error = {"error": held["error"]} if "error" in held else {}
     rest = {name: value for name, value in held.items() if name != "error"}
-    whole = _as_text({"status": status, **rest, "exit_code": exit_code, **error})
+    return {"status": status, **rest, "exit_code": exit_code, **error}
+
+
+def _printed(document: Mapping[str, Any], exit_code: int) -> int:
+    """Print the one document and return the exit code, 5 where stdout cannot be written."""
     try:
-        _write(printable_json(whole) + "\n")
+        _write(printable_json(_as_text(document)) + "\n")
     except typer.Exit as stop:
         return stop.exit_code
     except StorageError as error:

@@ -20,6 +20,7 @@ from compress.cli.output import (
     size_text,
     table,
 )
+from compress.cli.run_outcome import report_outcome
 from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ def run(
     unchanged_exit_code: Annotated[
         int, typer.Option("--unchanged-exit-code", help="Exit code of `--if-changed` when nothing changed.")
     ] = 0,
+    metrics_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--metrics-file",
+            help="Write metrics of the run for Prometheus' node_exporter, .prom.",
+            show_default=False,
+        ),
+    ] = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -76,6 +85,7 @@ def run(
         raise UsageError(
             "--if-changed is about the whole recipe; leave out --until and --from, or --if-changed."
         )
+    report_outcome(recipe, recipe.stem, metrics_file=metrics_file)
     from compress.pipeline import RunDir
 
     directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipe)
@@ -116,6 +126,7 @@ def resume(
             f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one."
         )
     directory.check_lock()
+    report_outcome(directory.lock, directory.path.resolve().name)
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
     code = _execute(directory.lock, directory, root, device, as_json=as_json, offline=offline)
     if code:

@@ -202,6 +202,8 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
     lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")
+    if recipe.notify:
+        lock["notify"] = [each.model_dump(mode="json") for each in recipe.notify]
     return lock
 
 

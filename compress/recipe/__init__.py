@@ -3,6 +3,7 @@ the meaning of any stage.
 """
 
 from compress.recipe.model_ref import ModelRef, parse_model_ref
+from compress.recipe.notify import Notify, filled_in
 from compress.recipe.recipe import (
     ChampionGates,
     Push,
@@ -39,6 +40,7 @@ __all__ = [
     "ChampionGates",
     "KeyPath",
     "ModelRef",
+    "Notify",
     "Position",
     "Push",
     "Recipe",
@@ -47,6 +49,7 @@ __all__ = [
     "StageEntry",
     "checked_by",
     "dump_yaml",
+    "filled_in",
     "list_to_tuple",
     "load_recipe",
     "parse_model_ref",

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from compress.errors import RecipeError, did_you_mean
 from compress.recipe.model_ref import parse_model_ref
+from compress.recipe.notify import Notify
 from compress.recipe.source import SourceMap, read_source, read_yaml
 from compress.recipe.spec import MAX_FACTOR, Spec, parse_spec
 
@@ -81,6 +82,7 @@ class Recipe:
     stages: tuple[StageEntry, ...]
     push: Push | None
     file: str
+    notify: tuple[Notify, ...] = ()
 
 
 class _StageHead(BaseModel):
@@ -97,6 +99,9 @@ class _RecipeHead(Spec):
     seed: int = Field(0, ge=0, le=_MAX_SEED)
     stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
     push: Push | None = None
+    notify: Notify | tuple[Notify, ...] = Field(
+        (), description="a webhook, or a list of webhooks, that get the JSON document of each run"
+    )
 
     @field_validator("version", mode="before")
     @classmethod
@@ -141,7 +146,8 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         )
         for index, raw in enumerate(tree["stages"])
     )
-    return Recipe(head.version, head.model, head.seed, stages, head.push, file)
+    notify = (head.notify,) if isinstance(head.notify, Notify) else head.notify
+    return Recipe(head.version, head.model, head.seed, stages, head.push, file, notify)
 
 
 def _check_stages(stages: Any, where: SourceMap) -> None:

@@ -12,7 +12,6 @@ reads (`docs/adr/0010-distribution-client.md`).
 """
 
 import base64
-import ipaddress
 import re
 import threading
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from urllib.parse import SplitResult, urlencode, urljoin, urlsplit, urlunsplit
 from compress.errors import EnvironmentUnfit, StorageError
 from compress.registry.docker_login import Login, environment, find_login
 from compress.registry.resuming import Dropped, persist
+from compress.untrusted.host import is_loopback
 from compress.untrusted.parse import Malformed, parse_json
 from compress.untrusted.text import one_line
 
@@ -324,14 +324,6 @@ def new_session() -> "requests.Session":
     session.auth = _unchanged  # or requests would read ~/.netrc
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     return session
-
-
-def is_loopback(host: str | None) -> bool:
-    """Return whether a host is this machine: `localhost`, or an address of the loopback range."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def _unchanged(request: Any) -> Any:

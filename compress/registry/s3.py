@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 from compress.artifact.manifest import MAX_MANIFEST_BYTES
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError, UsageError
-from compress.registry.distribution import is_loopback
 from compress.registry.extra import check_extra
 from compress.registry.image import Descriptor
 from compress.registry.index import ImageIndex
 from compress.registry.protocol import REGISTRIES, Tag
 from compress.registry.resuming import Dropped, ResumingStream, Source
 from compress.registry.upload import changed_source, open_source
+from compress.untrusted.host import is_loopback
 from compress.untrusted.parse import Malformed, parse_json
 from compress.untrusted.text import one_line
 

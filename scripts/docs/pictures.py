@@ -25,6 +25,8 @@ PACKAGES: Mapping[str, str] = {
     "data": "text, cards, tokens",
     "models": "the canonical decoder, families",
     "quant": "schemes, codes, packing",
+    "schedule": "text for schedulers",
+    "outcome": "webhooks, metrics",
     "registry": "push and pull",
     "recipe": "YAML and its errors",
     "artifact": "manifest, workspace",

@@ -15,12 +15,13 @@ SELECTED = {
     "tests/contract/test_kernel_contract.py": "torch.float32",
     "tests/contract/test_formats_contract.py": "int8_rows or Int8Rows",
     "tests/contract/test_registry_contract.py": "shelf",
+    "tests/contract/test_schedule_contract.py": "anacron",
 }
 """Contract test of each example, and the words that choose its cases."""
 
 
 def test_the_page_has_an_example_of_everything_that_is_one_file() -> None:
-    places = {"methods", "models", "kernels", "export", "registry"}
+    places = {"methods", "models", "kernels", "export", "registry", "schedule"}
     assert {Path(block.title).parts[1] for block in EXAMPLES if "tests" not in str(block.title)} == places
     assert not [
         block.title
