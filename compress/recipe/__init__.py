@@ -4,6 +4,7 @@ the meaning of any stage.
 
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.recipe import (
+    Cache,
     ChampionGates,
     Push,
     Recipe,
@@ -36,6 +37,7 @@ __all__ = [
     "MAX_SIZE",
     "MAX_TOKENS",
     "ByKind",
+    "Cache",
     "ChampionGates",
     "KeyPath",
     "ModelRef",

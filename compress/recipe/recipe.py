@@ -5,7 +5,7 @@ loaded and checks them.
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,6 +73,20 @@ class Push(Spec):
     )
 
 
+class Cache(Spec):
+    """Where results of stages are exchanged between machines. It decides no result."""
+
+    source: str | None = Field(
+        None,
+        alias="from",
+        min_length=1,
+        description="cache that a run pulls from, such as oci://host/path/stages",
+    )
+    target: str | None = Field(
+        None, alias="to", min_length=1, description="cache that a run pushes what it built to"
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     version: int
@@ -81,6 +95,7 @@ class Recipe:
     stages: tuple[StageEntry, ...]
     push: Push | None
     file: str
+    cache: Cache = field(default_factory=Cache)
 
 
 class _StageHead(BaseModel):
@@ -97,6 +112,7 @@ class _RecipeHead(Spec):
     seed: int = Field(0, ge=0, le=_MAX_SEED)
     stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
     push: Push | None = None
+    cache: Cache = Field(default_factory=Cache)
 
     @field_validator("version", mode="before")
     @classmethod
@@ -110,8 +126,8 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push)
-            is wrong.
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push,
+            cache) is wrong.
     """
     text = read_source(path, file=str(path), what="recipe", hint="`compress init` writes one to start from.")
     return parse_recipe(text, file=str(path))
@@ -141,7 +157,7 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         )
         for index, raw in enumerate(tree["stages"])
     )
-    return Recipe(head.version, head.model, head.seed, stages, head.push, file)
+    return Recipe(head.version, head.model, head.seed, stages, head.push, file, head.cache)
 
 
 def _check_stages(stages: Any, where: SourceMap) -> None:
