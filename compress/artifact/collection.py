@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from compress.artifact.seal import SEALS
 from compress.artifact.workspace import PARTS, Workspace
-from compress.artifact.workspace_sizes import Entry, Inode, WorkspaceSizes, measure
+from compress.artifact.workspace_sizes import Entry, Inode, Kind, WorkspaceSizes, measure
 
 DAY_S = 86400.0
 _HAS_KEY = ("result", "resume point")
-_MAY_GO = ("result", "resume point", "kept", "damaged")
+_MAY_GO: tuple[Kind, ...] = ("result", "resume point", "kept", "damaged")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,10 @@ def choose(
 ) -> list[Removal]:
     """Return what goes, in the order of removal; `reached` maps keys to the runs that reach them."""
     chosen = [Removal(each, "left by a killed process") for each in sizes.of_kind("leftover")]
-    candidates = sorted(
-        (
-            each
-            for each in sizes.of_kind(*_MAY_GO)
-            if policy.include_reached or not _is_reached(each, reached)
-        ),
-        key=lambda each: (each.last_use_s, str(each.path)),
-    )
+    may_go = sizes.of_kind(*_MAY_GO)
+    if not policy.include_reached:
+        may_go = [each for each in may_go if not _is_reached(each, reached)]
+    candidates = sorted(may_go, key=lambda each: (each.last_use_s, str(each.path)))
     for each in candidates:
         if (reason := _reason(each, policy, reached, now_s)) is not None:
             chosen.append(Removal(each, reason))

@@ -129,7 +129,7 @@ class Workspace:
         except (OSError, StorageError):
             return None
 
-    def keys(self) -> list[str]:
+    def result_keys(self) -> list[str]:
         """Return the keys of all finished results, sorted."""
         return sorted(path.name for path in self._store.glob("*") if _KEY.fullmatch(path.name))
 
@@ -216,8 +216,8 @@ class Workspace:
         return self._stored(key, make)
 
     def adopt(self, key: str, fetch: Callable[[Path], Manifest]) -> Artifact:
-        """Return the result of that key, fetching it first when it is not there: `fetch` writes the files of a
-        result that was built elsewhere into an empty directory, and returns their manifest.
+        """Return the result of that key, fetching it first when it is not there: `fetch` writes the files of
+        a result that was built elsewhere into an empty directory, and returns their manifest.
 
         Raises:
             StorageError: a file is not as the manifest states, or the manifest is of another key; nothing is

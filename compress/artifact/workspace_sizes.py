@@ -48,8 +48,8 @@ class Inode:
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing in a workspace, which is kept or removed whole. `key`, `stage` and `role` are None where it is
-    no result of a stage, or its description is gone; `names` counts the names of each inode in it.
+    """One thing in a workspace, which is kept or removed whole. `key`, `stage` and `role` are None where it
+    is no result of a stage, or its description is gone; `names` counts the names of each inode in it.
     """
 
     kind: Kind

@@ -96,8 +96,8 @@ def _text(document: Mapping[str, Any]) -> str:
     )
     if document["over_limit_bytes"]:
         lines.append(
-            f"{size_text(document['over_limit_bytes'])} over the limit: what is left is reached by runs or no "
-            f"entry; --include-reached lets more go"
+            f"{size_text(document['over_limit_bytes'])} over the limit: runs reach what is left; "
+            f"--include-reached lets more go"
         )
     if rows and not document["removed"]:
         lines.append("nothing was removed; --yes does it")

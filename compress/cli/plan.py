@@ -247,8 +247,9 @@ def _text(document: dict[str, Any]) -> str:
     ]
     lines += [table([header, *body], right=(2, 3, 4)), ""]
     for row in document["stages"]:
-        lines += [f"{row['kind']}: {_state(row)}, {row['reason']}"] if row["reason"] else []
-    lines.append("")
+        lines += [f"{row['kind']}: {row['reason']}"] if row["reason"] else []
+    if any(row["reason"] for row in document["stages"]):
+        lines.append("")
     for row in document["stages"]:
         lines += [f"{row['kind']}: {note}" for note in row["notes"]]
     if document["push"]:

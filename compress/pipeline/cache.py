@@ -1,5 +1,5 @@
-"""The caches in registries that a recipe names, as one run uses them: pull instead of build, and push what was
-built. Nothing of it decides a result, so whatever fails there is a warning and the stage is built.
+"""The caches in registries that a recipe names, as one run uses them: it pulls instead of building, and
+pushes what it built. Nothing of it decides a result, so whatever fails is a warning and the stage is built.
 """
 
 from collections.abc import Callable

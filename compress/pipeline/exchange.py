@@ -17,8 +17,8 @@ from compress.registry.stage_cache import StageCache
 
 @dataclass
 class Exchanged:
-    """The outcome of an exchange: keys that were copied, keys that were there already, stages of a recipe that
-    are not to be had, and the reason for each entry that was refused.
+    """The outcome of an exchange: keys that were copied, keys that were there already, stages of a recipe
+    that are not to be had, and the reason for each entry that was refused.
     """
 
     copied: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ def export_entries(
     if wanted is not None:
         _in_turn(workspace, wanted, export, found)
         return found
-    for key in workspace.keys():
+    for key in workspace.result_keys():
         _export_one(workspace, cache, progress, key, found)
     return found
 
@@ -77,7 +77,7 @@ def import_entries(
     if wanted is not None:
         _in_turn(workspace, wanted, fetch, found)
         return found
-    for key in cache.keys():
+    for key in cache.entry_keys():
         _import_one(workspace, cache, progress, key, None, found)
     return found
 
@@ -85,8 +85,8 @@ def import_entries(
 def _in_turn(
     workspace: Workspace, wanted: Wanted, copy: Callable[[KeyParts], bool], found: Exchanged
 ) -> None:
-    """Copy the stages of a recipe in turn, because the digest of one decides the key of the next. Where one is
-    not to be had, it and those after it are missing.
+    """Copy the stages of a recipe in turn, because the digest of one decides the key of the next. Where one
+    is not to be had, it and those after it are missing.
     """
     digests = source_digests(wanted.source)
     for idx, step in enumerate(wanted.steps):

@@ -6,7 +6,7 @@ not there yet; the stage then counts as a miss if no entry could be its result w
 unknown.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from compress.artifact.key_parts import KeyParts
@@ -76,7 +76,8 @@ class _Search:
     def __init__(self, workspace: Workspace, cache: StageCache | None) -> None:
         self._workspace = workspace
         self._cache = cache
-        self._known = [parts for key in workspace.keys() if (parts := workspace.parts_of(key)) is not None]
+        stored = [workspace.parts_of(key) for key in workspace.result_keys()]
+        self._known = [parts for parts in stored if parts is not None]
 
     def of_key(self, parts: KeyParts) -> tuple[Lookup, str | None]:
         """Return the outcome for a key, and the digest of the artifact where it is a hit."""
@@ -88,7 +89,7 @@ class _Search:
         remote, digest = self._in_cache(parts)
         if digest is not None:
             return Lookup(True, str(self._cache), key=key), digest
-        reasons = [each for each in (damage or self._nearest(parts), remote) if each]
+        reasons = [each for each in (damage or _nearest(parts, self._of_stage(parts)), remote) if each]
         return Lookup(False, reason="; ".join(reasons), key=key), None
 
     def without_inputs(self, parts: KeyParts, awaited: str) -> Lookup:
@@ -96,14 +97,11 @@ class _Search:
         unknown = Lookup(None, reason=f"unknown until '{awaited}' is built")
         if self._cache is not None:
             return unknown
-        alike = [
-            each
-            for each in self._of_stage(parts)
-            if not replace(each, inputs=parts.inputs).differences(parts)
-        ]
-        return (
-            unknown if alike else Lookup(False, reason=self._nearest(replace(parts, inputs={}), without=True))
-        )
+        known = [replace(each, inputs={}) for each in self._of_stage(parts)]
+        inputless = replace(parts, inputs={})
+        if any(not inputless.differences(each) for each in known):
+            return unknown
+        return Lookup(False, reason=_nearest(inputless, known))
 
     def _in_cache(self, parts: KeyParts) -> tuple[str | None, str | None]:
         """Return why the cache has no entry of a key, or the digest of its artifact."""
@@ -126,14 +124,11 @@ class _Search:
     def _of_stage(self, parts: KeyParts) -> list[KeyParts]:
         return [each for each in self._known if each.stage == parts.stage]
 
-    def _nearest(self, parts: KeyParts, *, without: bool = False) -> str:
-        """Return in what a key differs from the entry of its stage that is most like it; `without` leaves out
-        the inputs.
-        """
-        inputs: Mapping[str, str] | None = parts.inputs if without else None
-        known = [each if inputs is None else replace(each, inputs=inputs) for each in self._of_stage(parts)]
-        if not known:
-            return "no entry of this stage"
-        names = min((parts.differences(each) for each in known), key=len)
-        more = f" and {len(names) - _MAX_DIFFERENCES} more" if len(names) > _MAX_DIFFERENCES else ""
-        return f"differs from the nearest entry in {', '.join(names[:_MAX_DIFFERENCES])}{more}"
+
+def _nearest(parts: KeyParts, known: Sequence[KeyParts]) -> str:
+    """Return in what a key differs from the most similar of the known ones of its stage."""
+    if not known:
+        return "no entry of this stage"
+    names = min((parts.differences(each) for each in known), key=len)
+    more = f" and {len(names) - _MAX_DIFFERENCES} more" if len(names) > _MAX_DIFFERENCES else ""
+    return f"differs from the nearest entry in {', '.join(names[:_MAX_DIFFERENCES])}{more}"

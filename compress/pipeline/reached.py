@@ -26,7 +26,13 @@ def run_directories(root: Path, beside: Path) -> list[RunDir]:
     near = sorted(beside.iterdir()) if beside.is_dir() else []
     home = root.resolve()
     found = {path.resolve() for path in (*registered, *near) if (path / "workspace").resolve() == home}
-    return [RunDir(path) for path in sorted(found)]
+    return [RunDir(_near(path)) for path in sorted(found)]
+
+
+def _near(path: Path) -> Path:
+    """Return a path below the current directory relative to that, any other as it is."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def reached(sizes: WorkspaceSizes, runs: Iterable[RunDir]) -> dict[str, tuple[str, ...]]:
@@ -64,7 +70,7 @@ def _matches(entry: Entry, stages: set[bytes], taken: list[Entry], sources: set[
 
 
 def _stages_of(run: RunDir) -> set[bytes]:
-    """Return the identities of the stages in the lock of a run; none where it has no lock that a run wrote."""
+    """Return the identities of the stages in a run's lock; none where it has no lock as a run wrote it."""
     try:
         run.check_lock()
         text = read_source(run.lock, file=str(run.lock), what=LOCK_NAME, hint="Run the recipe again.")

@@ -126,7 +126,7 @@ class StageCache:
         parts = KeyParts.from_bytes(read_blob(self._registry, image.config), key)
         return self._opened(parts, image)
 
-    def keys(self) -> tuple[str, ...]:
+    def entry_keys(self) -> tuple[str, ...]:
         """Return the keys of all entries, sorted; tags of another shape are left out."""
         named = (each.tag for each in self._registry.tags() if each.name == self._name)
         return tuple(tag for tag in named if _KEY.fullmatch(tag))
