@@ -1,5 +1,5 @@
-"""A recipe's run without a model and without its stages: every entry that a run would store, under its key, with
-a small file in place of the result.
+"""A recipe's run without a model and without its stages: every entry that a run would store, under its key,
+with a small file in place of the result.
 """
 
 import json

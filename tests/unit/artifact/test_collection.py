@@ -1,4 +1,6 @@
-"""What a collection takes: never what a run reaches, least recently used first; a kill leaves no half entry."""
+"""What a collection takes: never what a run reaches, the least recently used first. A kill leaves no half
+entry.
+"""
 
 import os
 import shutil
@@ -99,7 +101,7 @@ def test_a_run_keeps_the_collection_out(tmp_path: Path) -> None:
 def test_a_kill_between_any_two_file_operations_leaves_every_entry_whole_or_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state after each kill: `run` finds or builds every entry, and the next collection leaves nothing."""
+    """After each kill a run finds or builds every entry, and the next collection leaves nothing."""
     monkeypatch.setattr(workspace_sizes, "GRACE_S", -1.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what was written stays, here
     policy = Policy(unreachable=True)

@@ -94,7 +94,7 @@ def test_the_nearest_of_several_entries_explains_a_miss(workspace: Workspace) ->
 
 
 def test_a_damaged_entry_is_the_reason(workspace: Workspace) -> None:
-    _, (parts, artifact), _ = store_run(workspace, *recipe_of())
+    _, (_, artifact), _ = store_run(workspace, *recipe_of())
     (artifact.path / "config.json").write_text("{}")
     first, second, third = plan(Workspace(workspace.root))
     assert first.cached
