@@ -21,8 +21,8 @@ _MAY_GO: tuple[Kind, ...] = ("result", "resume point", "kept", "damaged")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which entries go: those not used for so many seconds, those that no run reaches, and the least recently
-    used ones until so many bytes on disk are left. Leftovers go always.
+    """A choice of entries: those not used for so many seconds, those that no run reaches, and the least
+    recently used ones until so many bytes on disk are left. Leftovers go always.
 
     `include_reached` lets entries go that runs reach. Kept results cannot be traced to a run, so they go by
     age and size only.

@@ -175,7 +175,8 @@ def _lookups(
     if source is None:
         return [Lookup(None, reason="the model's files are not on this machine")] * len(steps)
     if device != _default_device():
-        return [Lookup(None, reason=f"keys name the machine, and this one has no {device}")] * len(steps)
+        reason = f"the key names the machine, and stages run on {_default_device()} here"
+        return [Lookup(None, reason=reason)] * len(steps)
     trouble: list[str] = []
     cache = opened(recipe.cache.source, offline=offline, warn=trouble.append)
     found = lookups(recipe, steps, source, Workspace(root), device, cache=cache)
@@ -227,6 +228,16 @@ def _state(row: dict[str, Any]) -> str:
     return "unknown" if row["cached"] is None else "to build"
 
 
+def _reason_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return why stages are not found, a line for each reason, and an empty line after them."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        if row["reason"]:
+            kinds.setdefault(row["reason"], []).append(row["kind"])
+    lines = [f"{', '.join(each)}: {reason}" for reason, each in kinds.items()]
+    return [*lines, ""] if lines else []
+
+
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
@@ -246,10 +257,7 @@ def _text(document: dict[str, Any]) -> str:
         for row in document["stages"]
     ]
     lines += [table([header, *body], right=(2, 3, 4)), ""]
-    for row in document["stages"]:
-        lines += [f"{row['kind']}: {row['reason']}"] if row["reason"] else []
-    if any(row["reason"] for row in document["stages"]):
-        lines.append("")
+    lines += _reason_lines(document["stages"])
     for row in document["stages"]:
         lines += [f"{row['kind']}: {note}" for note in row["notes"]]
     if document["push"]:

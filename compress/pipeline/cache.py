@@ -79,7 +79,7 @@ class RunCache:
             return adopt(self._source, found, workspace, self._stoppable(progress))
         except Interrupted:
             raise
-        except CompressError as error:
+        except (CompressError, OSError) as error:
             self._warn_of(parts, error)
             return None
 
@@ -96,7 +96,7 @@ class RunCache:
                 self._target.store(parts, artifact, progress=self._stoppable(progress))
         except Interrupted:
             raise
-        except CompressError as error:
+        except (CompressError, OSError) as error:
             self._warn(f"the cache {self._target} is not written any more in this run: {error}")
             self._target = None
 
@@ -113,12 +113,12 @@ class RunCache:
             self._source = None
             return None
         try:
-            return None if found is None else self._source.open(parts, found)
+            return None if found is None else self._source.entry(parts, found)
         except CompressError as error:
             self._warn_of(parts, error)
             return None
 
-    def _warn_of(self, parts: KeyParts, error: CompressError) -> None:
+    def _warn_of(self, parts: KeyParts, error: Exception) -> None:
         self._warn(f"'{parts.stage}' is built, because its entry in {self._source} cannot be used: {error}")
 
     def _stoppable(self, progress: Progress) -> Progress:

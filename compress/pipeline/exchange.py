@@ -135,7 +135,7 @@ def _import_one(
     if descriptor is None:
         return False
     try:
-        entry = cache.open_key(key, descriptor) if parts is None else cache.open(parts, descriptor)
+        entry = cache.entry_of_key(key, descriptor) if parts is None else cache.entry(parts, descriptor)
         artifact = adopt(cache, entry, workspace, progress)
     except Interrupted:
         raise

@@ -1,5 +1,5 @@
-"""What a run would find, stage by stage, without building: in the workspace, in a cache of a registry, or
-nowhere, with the reason.
+"""A look ahead, stage by stage, without building: whether a run finds the result in the workspace, in a cache
+of a registry, or nowhere, with the reason.
 
 The key of a stage needs the digests of its inputs. Where an earlier stage must be built first its digest is
 not there yet; the stage then counts as a miss if no entry could be its result whatever that digest, else as
@@ -26,9 +26,8 @@ _MAX_DIFFERENCES = 4
 
 @dataclass(frozen=True)
 class Lookup:
-    """The outcome for one stage. `cached` None: it cannot be told yet. `found_in` is the workspace, or the
-    reference of a cache; `reason` tells why it is not a hit. `key` is None where it depends on what is built
-    first.
+    """The outcome for one stage. `cached` is None where that depends on what is built first, and so is `key`.
+    `found_in` is the workspace, or the reference of a cache; `reason` is why it is not a hit.
     """
 
     cached: bool | None
@@ -117,7 +116,7 @@ class _Search:
         if found is None:
             return f"not in {self._cache}", None
         try:
-            return None, self._cache.open(parts, found).digest
+            return None, self._cache.entry(parts, found).digest
         except CompressError as error:
             return str(error), None
 

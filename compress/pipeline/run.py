@@ -51,7 +51,7 @@ class StepResult:
 
     @property
     def how(self) -> str:
-        """Where the result came from, with the time that this took: `built in 3.1 s`."""
+        """The word for where the result came from, with the time that this took: `built in 3.1 s`."""
         return self.origin if self.origin == "cached" else f"{self.origin} in {self.seconds:.1f} s"
 
 

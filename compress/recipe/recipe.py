@@ -74,7 +74,7 @@ class Push(Spec):
 
 
 class Cache(Spec):
-    """Where results of stages are exchanged between machines. It decides no result."""
+    """Registries through which machines exchange results of stages. They decide no result."""
 
     source: str | None = Field(
         None,

@@ -124,7 +124,7 @@ class ModelHub(Protocol):
     """
 
     push_makes: str
-    """What each push adds to the list: "a commit"."""
+    """The noun for an addition to the list: "a commit"."""
 
 
 REGISTRIES: PluginSet[Callable[[str], Registry]] = PluginSet("registry", "compress.registry")

@@ -5,10 +5,9 @@ A cache is a name in a registry; each entry is one image manifest under the tag 
     config   the parts of the key, whose digest is the key (artifact/key_parts.py)
     layers   one for each file of the result, as a pushed artifact has them, and its `compress.json`
 
-So an entry is compared with its key without trust in whoever wrote it: the parts must have the digest that
-the tag names, the result must state the same stage, inputs and key, and every file the digest in the
-result's manifest. That a result is what its stage computes is not checked, as that means computing it: who
-may write to a cache decides what is built upon.
+An entry is compared with its key: the parts must have the digest that the tag names, the result must state
+the same stage, inputs and key, and every file must have the digest in the result's manifest. That a result is
+what its stage computes is not checked, as that means computing it: a cache is trusted like its writers.
 """
 
 import re
@@ -107,7 +106,7 @@ class StageCache:
         """
         return self._registry.read_tag(self._name, key)
 
-    def open(self, parts: KeyParts, found: Descriptor) -> CachedStage:
+    def entry(self, parts: KeyParts, found: Descriptor) -> CachedStage:
         """Return the entry that was looked up, after comparing its manifests with the parts of the key.
 
         Raises:
@@ -118,8 +117,8 @@ class StageCache:
             raise self._wrong(parts.key, "its parts have another digest than the key")
         return self._opened(parts, image)
 
-    def open_key(self, key: str, found: Descriptor) -> CachedStage:
-        """Return the entry of a key whose parts only the cache has; errors are those of `open`."""
+    def entry_of_key(self, key: str, found: Descriptor) -> CachedStage:
+        """Return the entry of a key whose parts only the cache has; errors are those of `entry`."""
         image = self._image(key, found)
         if image.config.size_bytes > MAX_PARTS_BYTES:
             raise self._wrong(key, "its parts are larger than parts can be")

@@ -49,7 +49,7 @@ def taken(cache: StageCache, parts: KeyParts, workspace: Workspace) -> Artifact:
     """Bring an entry into a workspace."""
     found = cache.look_up(parts.key)
     assert found is not None
-    return adopt(cache, cache.open(parts, found), workspace, SILENT)
+    return adopt(cache, cache.entry(parts, found), workspace, SILENT)
 
 
 def test_an_entry_comes_back_as_it_went(
@@ -67,7 +67,7 @@ def test_an_entry_comes_back_as_it_went(
         assert cache.store(parts, artifact, progress=SILENT) == 0
     assert set(StageCache(url).entry_keys()) == {parts.key for parts, _ in stored}
     found = cache.look_up(stored[0][0].key)
-    assert cache.open_key(stored[0][0].key, found).parts == stored[0][0]
+    assert cache.entry_of_key(stored[0][0].key, found).parts == stored[0][0]
 
 
 def test_a_miss_is_one_request(
