@@ -327,8 +327,7 @@ def _recipe_file(recipe: str | Path | Mapping[str, Any], run_dir: Path | None) -
 
 
 def _log_step(result: StepResult) -> None:
-    how = "cached" if result.cached else f"built in {result.seconds:.1f} s"
-    _LOG.info("%s %s %s", result.kind, how, result.artifact.digest)
+    _LOG.info("%s %s %s", result.kind, result.how, result.artifact.digest)
 
 
 class _LogProgress:

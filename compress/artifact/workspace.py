@@ -2,16 +2,19 @@
 
     root/store/<key>/                 finished artifacts, immutable
     root/seals/<key>@<digest>         an empty file for each of them, named by the digest of its manifest
+    root/parts/<key>.json             what the key is the digest of, for those and for unfinished stages
     root/damaged/<key>/               a result that no longer matched its seal, set aside
     root/tmp/<host>-<pid>-<random>/   one build in progress
     root/scratch/<key>/               resume points of unfinished stages
     root/kept/                        intermediate results that several stages reuse, named by their content
+    root/runs/<name>-<digest>         a link to each run directory that uses this workspace
     root/lock, root/lock.holder       one run at a time
 
 A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk;
 there is no other way into `store/`. The key of a result is a digest over everything that decides its bytes,
 so a hit is always right and a changed recipe needs no invalidation. A key may end in `.<machine>`, for a
-result whose last bits depend on the kind of machine; provenance has the key without it.
+result whose last bits depend on the kind of machine; provenance has the key without it. The time of last
+use of a finished result is the modification time of its directory.
 
 No byte is built upon before it was compared with the manifest, and the manifest with its seal: a disk may
 change what nobody wrote. Each file is read for that once in the life of a `Workspace` and of the file.
@@ -31,6 +34,7 @@ from filelock import FileLock, Timeout
 
 from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
 from compress.artifact.disk import explained
+from compress.artifact.key_parts import MAX_PARTS_BYTES, KeyParts
 from compress.artifact.leftovers import is_abandoned, owned_name
 from compress.artifact.manifest import (
     MANIFEST_NAME,
@@ -41,10 +45,11 @@ from compress.artifact.manifest import (
     verify_artifact,
 )
 from compress.artifact.seal import SEALS, STORE, seal_of
-from compress.digest import canonical_json, digest_file, digest_json
+from compress.digest import canonical_json, digest_file
 from compress.errors import CompressError, LockHeld, StorageError
-from compress.untrusted.files import read_text
+from compress.untrusted.files import read_bytes, read_text
 
+PARTS = "parts"
 _ELSEWHERE = "Free space there, or give another --workspace."
 _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*(\.[0-9A-Za-z_-]+)?")
 
@@ -90,6 +95,7 @@ class Workspace:
         self._damaged = root / "damaged"
         self._tmp = root / "tmp"
         self._scratch = root / "scratch"
+        self._parts = root / PARTS
         self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     @staticmethod
@@ -107,15 +113,30 @@ class Workspace:
         `extra` is for results that depend on more than the recipe: a latency measurement on the device, for
         example.
         """
-        parts = {
-            "stage": stage,
-            "version": version,
-            "spec": spec,
-            "inputs": dict(inputs),
-            "seed": seed,
-            "extra": dict(extra or {}),
-        }
-        return digest_json(parts).removeprefix("sha256:")
+        return KeyParts(stage, version, spec, dict(inputs), seed, dict(extra or {})).key
+
+    def describe_key(self, parts: KeyParts) -> None:
+        """Store the parts of a key, so that a later miss can be explained and its result exported."""
+        if self.parts_of(parts.key) is None:
+            with explained(self._parts, hint=_ELSEWHERE):
+                self._parts.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._parts_file(parts.key), parts.to_bytes())
+
+    def parts_of(self, key: str) -> KeyParts | None:
+        """Return the parts of a key; None where they were not stored, or are damaged."""
+        try:
+            return KeyParts.from_bytes(read_bytes(self._parts_file(key), max_bytes=MAX_PARTS_BYTES), key)
+        except (OSError, StorageError):
+            return None
+
+    def result_keys(self) -> list[str]:
+        """Return the keys of all finished results, sorted."""
+        return sorted(path.name for path in self._store.glob("*") if _KEY.fullmatch(path.name))
+
+    def mark_used(self, key: str) -> None:
+        """Set the time of last use of a finished result to now. One that another user owns keeps its own."""
+        with contextlib.suppress(PermissionError):
+            os.utime(self._place(self._store, key))
 
     def get(self, key: str) -> Artifact | None:
         """Return the finished result of that key after comparing every byte with its manifest and the
@@ -144,7 +165,7 @@ class Workspace:
         """
         aside = self._place(self._damaged, key)
         self._damaged.mkdir(parents=True, exist_ok=True)
-        self._remove(aside)
+        self.remove(aside)
         os.rename(self._place(self._store, key), aside)
         return aside
 
@@ -183,6 +204,41 @@ class Workspace:
         Whatever `build` raises passes through after its directory is removed; its scratch directory stays for
         the next attempt.
         """
+
+        def make(building: Path) -> str:
+            writer = ArtifactWriter(building)
+            build(writer)
+            if writer.description is None:
+                raise ValueError(f"stage '{stage}' did not call describe()")
+            provenance = {"stage": stage, "key": key.partition(".")[0], "parents": dict(inputs)}
+            return _write_manifest(building, writer.description, provenance)
+
+        return self._stored(key, make)
+
+    def adopt(self, key: str, fetch: Callable[[Path], Manifest]) -> Artifact:
+        """Return the result of that key, fetching it first when it is not there: `fetch` writes the files of
+        a result that was built elsewhere into an empty directory, and returns their manifest.
+
+        Raises:
+            StorageError: a file is not as the manifest states, or the manifest is of another key; nothing is
+                stored then. Whatever `fetch` raises passes through.
+        """
+
+        def make(building: Path) -> str:
+            manifest = fetch(building)
+            write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
+            if manifest.provenance.get("key") != key.partition(".")[0]:
+                raise StorageError(f"what was fetched for the key {key} is the result of another key.")
+            verify_artifact(Artifact(building, manifest))
+            sync_tree(building)
+            return manifest.digest
+
+        return self._stored(key, make)
+
+    def _stored(self, key: str, make: Callable[[Path], str]) -> Artifact:
+        """Return the result of that key. Where there is none, `make` writes it with its manifest into a new
+        directory, and returns the manifest's digest.
+        """
         if (present := self.get(key)) is not None:
             return present
         building = self._tmp / owned_name()
@@ -191,12 +247,7 @@ class Workspace:
                 self._tmp.mkdir(parents=True, exist_ok=True)
                 self._store.mkdir(parents=True, exist_ok=True)
                 building.mkdir()
-                writer = ArtifactWriter(building)
-                build(writer)
-                if writer.description is None:
-                    raise ValueError(f"stage '{stage}' did not call describe()")
-                provenance = {"stage": stage, "key": key.partition(".")[0], "parents": dict(inputs)}
-                self._publish(building, key, _write_manifest(building, writer.description, provenance))
+                self._publish(building, key, make(building))
         finally:
             shutil.rmtree(building, ignore_errors=True)  # gone already when it was published
         artifact = open_artifact(self._place(self._store, key))
@@ -205,7 +256,7 @@ class Workspace:
 
     def discard(self, key: str) -> None:
         """Forget a finished result and its resume points, so that the next `commit` builds it again."""
-        self._remove(self._place(self._store, key))
+        self.remove(self._place(self._store, key))
         for seal in self._seals.glob(f"{key}@*"):
             seal.unlink(missing_ok=True)
         self.drop_scratch(key)
@@ -263,12 +314,14 @@ class Workspace:
                 holder.unlink(missing_ok=True)
             lock.release()
 
-    def _remove(self, path: Path) -> None:
-        """Take a directory away by one rename, then delete it."""
+    def remove(self, path: Path) -> None:
+        """Take something in the workspace away by one rename, then delete it. After a kill the next holder of
+        the lock deletes the rest.
+        """
         if os.path.lexists(path):
             self._tmp.mkdir(parents=True, exist_ok=True)
             os.rename(path, discarded := self._tmp / owned_name())
-            shutil.rmtree(discarded, ignore_errors=True)
+            _delete(discarded)
 
     def _publish(self, building: Path, key: str, digest: str) -> None:
         place = self._place(self._store, key)
@@ -288,13 +341,24 @@ class Workspace:
         """Remove builds of processes that are gone; another process may commit without holding the lock."""
         for path in self._tmp.glob("*"):
             if is_abandoned(path, path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(path)
+
+    def _parts_file(self, key: str) -> Path:
+        return self._place(self._parts, key).with_name(f"{key}.json")
 
     @staticmethod
     def _place(parent: Path, key: str) -> Path:
         if not _KEY.fullmatch(key):
             raise ValueError(f"'{key}' is not a workspace key")
         return parent / key
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, as far as that is possible, or a file or link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_manifest(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> str:

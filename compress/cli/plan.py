@@ -3,6 +3,7 @@ and who loads the result.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from compress.errors import StorageError, UnsupportedArch
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
+    from compress.pipeline import Lookup, Step
+    from compress.recipe import Recipe
     from compress.registry.model_source import ModelSource
     from compress.stages import Estimate
 
@@ -52,15 +55,17 @@ def plan(
     shapes = shapes_of(read)
     directory = None if source is None else source.path
     target = device_kind(device) if device is not None else _default_device()
-    cached = _cached(loaded, steps, source, workspace, target)
+    found_by_step = _lookups(loaded, steps, source, workspace, target, offline=offline)
     rows: list[dict[str, Any]] = []
     found = list(estimates(steps, shapes, target, num_ranks=ranks, source=directory))
-    for step, hit, estimate in zip(steps, cached, found, strict=True):
+    for step, hit, estimate in zip(steps, found_by_step, found, strict=True):
         rows.append(
             {
                 "kind": step.stage.kind,
                 "implied": step.implied,
-                "cached": hit,
+                "cached": hit.cached,
+                "found_in": hit.found_in,
+                "reason": hit.reason,
                 "peak_bytes": estimate.peak_bytes,
                 "disk_bytes": estimate.disk_bytes,
                 "seconds": round(seconds_of(estimate, target), 1),
@@ -153,18 +158,31 @@ def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], Mod
     return lambda: arch_of(shipped, codecs()), None
 
 
-def _cached(
-    recipe: Any, steps: Any, source: "ModelSource | None", root: Path, device: str
-) -> list[bool | None]:
-    """Per step: built already, not built, or None where that cannot be known without the model's files."""
+def _lookups(
+    recipe: "Recipe",
+    steps: "list[Step]",
+    source: "ModelSource | None",
+    root: Path,
+    device: str,
+    *,
+    offline: bool,
+) -> "list[Lookup]":
+    """Return for each step whether and where a run would find it built, and else why not."""
     from compress.artifact.workspace import Workspace
-    from compress.pipeline import cached_keys
+    from compress.pipeline import Lookup, lookups
+    from compress.pipeline.cache import opened
 
-    if (
-        source is None or device != _default_device()
-    ):  # a latency's key names the machine, which is not this one
-        return [None] * len(steps)
-    return list(cached_keys(recipe, steps, source, Workspace(root), device))
+    if source is None:
+        return [Lookup(None, reason="the model's files are not on this machine")] * len(steps)
+    if device != _default_device():
+        reason = f"the key names the machine, and stages run on {_default_device()} here"
+        return [Lookup(None, reason=reason)] * len(steps)
+    trouble: list[str] = []
+    cache = opened(recipe.cache.source, offline=offline, warn=trouble.append)
+    found = lookups(recipe, steps, source, Workspace(root), device, cache=cache)
+    if trouble and not found[0].cached:
+        found[0] = replace(found[0], reason=f"{found[0].reason}; {trouble[0]}")
+    return found
 
 
 def _default_device() -> str:
@@ -203,6 +221,23 @@ def _experts_text(shapes: "Arch") -> str | None:
     return " ".join(parts)
 
 
+def _state(row: dict[str, Any]) -> str:
+    """Return the word of the plan's table for where a stage is found."""
+    if row["cached"]:
+        return "cached" if row["found_in"] == "workspace" else f"in {row['found_in']}"
+    return "unknown" if row["cached"] is None else "to build"
+
+
+def _reason_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return why stages are not found, a line for each reason, and an empty line after them."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        if row["reason"]:
+            kinds.setdefault(row["reason"], []).append(row["kind"])
+    lines = [f"{', '.join(each)}: {reason}" for reason, each in kinds.items()]
+    return [*lines, ""] if lines else []
+
+
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
@@ -211,11 +246,10 @@ def _text(document: dict[str, Any]) -> str:
         "",
     ]
     header = ("stage", "state", "peak memory", "writes", "time about")
-    states = {True: "cached", False: "to build", None: "unknown"}
     body = [
         (
             row["kind"] + (" (default)" if row["implied"] else ""),
-            states[row["cached"]],
+            _state(row),
             size_text(row["peak_bytes"]),
             size_text(row["disk_bytes"]),
             duration_text(row["seconds"]) if row["seconds"] >= 1 else "seconds",
@@ -223,6 +257,7 @@ def _text(document: dict[str, Any]) -> str:
         for row in document["stages"]
     ]
     lines += [table([header, *body], right=(2, 3, 4)), ""]
+    lines += _reason_lines(document["stages"])
     for row in document["stages"]:
         lines += [f"{row['kind']}: {note}" for note in row["notes"]]
     if document["push"]:

@@ -287,7 +287,9 @@ def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
 
 
 def _note_step(result: "StepResult") -> None:
-    how = "cached" if result.cached else f"built in {duration_text(result.seconds)}"
+    how = result.origin
+    if how != "cached":
+        how = f"{how} in {duration_text(result.seconds)}"
     note(f"{result.kind:<9} {how}  {result.artifact.digest[:19]}  {size_text(result.artifact.size_bytes)}")
 
 
@@ -295,7 +297,9 @@ def _summary(result: "Result") -> str:
     """Return what the terminal prints at the end of a run: one fact a line."""
     steps = result.run.steps
     cached = sum(each.cached for each in steps)
-    rows = [("status", f"{result.status} in {result.seconds:.1f} s, {cached} of {len(steps)} stages cached")]
+    pulled = sum(each.pulled for each in steps)
+    stages = f"{cached} of {len(steps)} stages cached" + (f", {pulled} of them pulled" if pulled else "")
+    rows = [("status", f"{result.status} in {result.seconds:.1f} s, {stages}")]
     if result.made is not None:
         rows.append(("artifact", f"{result.digest}  {size_text(result.size_bytes)}"))
         rows.append(("", str(result.path)))

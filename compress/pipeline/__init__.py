@@ -5,13 +5,14 @@ does from lock to push.
 from compress.pipeline.device import device_kind, pick_device
 from compress.pipeline.follow import follow
 from compress.pipeline.job import Job, execute
+from compress.pipeline.lookup import Lookup, lookups
+from compress.pipeline.reached import reached, run_directories
 from compress.pipeline.result import Result
 from compress.pipeline.run import (
     RunOptions,
     RunResult,
     StepResult,
     Watch,
-    cached_keys,
     publish,
     run,
     unchanged,
@@ -31,6 +32,7 @@ from compress.pipeline.steps import (
 __all__ = [
     "LOCK_NAME",
     "Job",
+    "Lookup",
     "Result",
     "RunDir",
     "RunOptions",
@@ -39,18 +41,20 @@ __all__ = [
     "StepResult",
     "Watch",
     "build_steps",
-    "cached_keys",
     "check_selection",
     "device_kind",
     "estimates",
     "execute",
     "follow",
     "lock_of",
+    "lookups",
     "pick_device",
     "publish",
+    "reached",
     "reads_calibration",
     "resolve_source",
     "run",
+    "run_directories",
     "shapes_of",
     "unchanged",
 ]

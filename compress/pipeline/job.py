@@ -16,6 +16,7 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.family import unread_note
+from compress.pipeline.cache import RunCache, opened
 from compress.pipeline.promote import Challenge
 from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
@@ -29,7 +30,7 @@ from compress.pipeline.steps import (
     resolve_source,
     shapes_of,
 )
-from compress.recipe import load_recipe
+from compress.recipe import Cache, load_recipe
 from compress.registry.protocol import open_registry
 from compress.registry.ref import compose_ref
 from compress.registry.transfer import PushResult
@@ -99,6 +100,7 @@ def execute(job: Job, watch: Watch) -> Result:
             lambda result: _step_done(job, result),
             lambda sentence: _warn(job, sentence),
             job.ranks,
+            _cache(job, recipe.cache),
         )
         pushed = champion = None
         with _ends_in_log(directory):
@@ -124,10 +126,23 @@ def _record_push(directory: RunDir, to: str, pushed: PushResult | None, champion
 
 
 def _step_done(job: Job, result: StepResult) -> None:
-    how = "cached" if result.cached else f"built in {result.seconds:.1f} s"
     job.directory.link(result.kind, result.artifact)
-    job.directory.log(f"{result.kind} {how} {result.artifact.digest}")
+    job.directory.log(f"{result.kind} {result.how} {result.artifact.digest}")
     job.step_done(result)
+
+
+def _cache(job: Job, cache: Cache) -> RunCache:
+    """Return the caches of a recipe, as this job uses them."""
+
+    def warn(sentence: str) -> None:
+        _warn(job, sentence)
+
+    return RunCache(
+        opened(cache.source, offline=job.offline, warn=warn),
+        opened(cache.target, offline=job.offline, warn=warn),
+        warn=warn,
+        stop_signal=job.stop_signal,
+    )
 
 
 def _warn(job: Job, sentence: str) -> None:
@@ -144,7 +159,9 @@ def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> 
     known = (
         None if built else directory.provenance_of(digests)
     )  # finding everything cached is not when and where it was made
-    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
+    pulled = [each.kind for each in result.steps if each.pulled]
+    made = known or provenance(recipe_file, result.source, digests, pulled=pulled)
+    directory.write_evidence(artifact, made)
     return directory.evidence
 
 

@@ -5,7 +5,7 @@ must not depend on it.
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from compress.registry.model_source import ModelSource
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy")
 
 
-def provenance(recipe_file: Path, source: ModelSource, digests: Mapping[str, str]) -> dict[str, Any]:
+def provenance(
+    recipe_file: Path, source: ModelSource, digests: Mapping[str, str], *, pulled: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the provenance of a run; stages that it `pulled` from a cache were made elsewhere."""
     return {
         "schema": 1,
         "tool": {"compress": compress.__version__},
@@ -29,4 +32,5 @@ def provenance(recipe_file: Path, source: ModelSource, digests: Mapping[str, str
         "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file)},
         "source": {"name": source.name, "revision": source.revision, "digest": source.digest},
         "artifacts": dict(digests),
+        **({"pulled": list(pulled)} if pulled else {}),
     }

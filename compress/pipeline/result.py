@@ -116,6 +116,7 @@ class Result:
                 {
                     "kind": each.kind,
                     "cached": each.cached,
+                    "pulled": each.pulled,
                     "seconds": round(each.seconds, 3),
                     "digest": each.artifact.digest,
                 }

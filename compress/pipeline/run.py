@@ -2,8 +2,8 @@
 key.
 
     recipe -> steps (kinds resolved, specs checked, defaults filled in, needs met)   before anything runs
-    step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or
-    built end    -> gates decide, then `publish`
+    step   -> key (keys.py) -> found in the workspace, pulled from a cache (cache.py), or built
+    end    -> gates decide, then `publish`
 
 A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same
 command resumes there.
@@ -20,10 +20,11 @@ from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import Context, OneRank, Progress, Ranks, never
 from compress.errors import GateFailed
-from compress.machine import arithmetic_class
+from compress.pipeline.cache import RunCache
 from compress.pipeline.follow import share
+from compress.pipeline.keys import key_parts, ports_read
 from compress.pipeline.promote import Challenge, Place, challenge
-from compress.pipeline.steps import Step, check_selection, met_by
+from compress.pipeline.steps import Step, check_selection
 from compress.recipe import Push, Recipe
 from compress.registry import transfer
 from compress.registry.model_source import ModelSource
@@ -34,11 +35,24 @@ from compress.stages import STAGES, Input, Inputs, Port
 
 @dataclass(frozen=True)
 class StepResult:
+    """The result of one stage. `cached`: it was not built in this run; `pulled`: it came from a registry."""
+
     kind: str
     key: str
     artifact: Artifact
     cached: bool
     seconds: float
+    pulled: bool = False
+
+    @property
+    def origin(self) -> str:
+        """The word for where the result came from: cached, pulled or built."""
+        return "pulled" if self.pulled else "cached" if self.cached else "built"
+
+    @property
+    def how(self) -> str:
+        """The word for where the result came from, with the time that this took: `built in 3.1 s`."""
+        return self.origin if self.origin == "cached" else f"{self.origin} in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,7 @@ class RunOptions:
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
     warn: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
+    cache: RunCache = field(default_factory=RunCache)
 
 
 def run(
@@ -108,7 +123,8 @@ def run(
     rebuild = False
     for step in steps:
         rebuild = rebuild or step.stage.kind == options.rebuild_from
-        key = _key(step, ports, recipe.seed, options.device)
+        parts = key_parts(step, _digests(ports), recipe.seed, options.device)
+        key = parts.key
         inputs = _inputs(step, ports, source)
         started_s = time.perf_counter()
         if (damage := workspace.damage(key)) is not None:
@@ -118,12 +134,18 @@ def run(
         if rebuild and cached is not None:  # resume points of an unfinished result stay: a rebuild goes on
             workspace.discard(key)
             cached = None
+        workspace.describe_key(parts)
         with watch.stage(step.stage.kind, cached=cached is not None) as progress:
-            artifact = cached or _build(step, key, inputs, workspace, recipe.seed, progress, options)
+            pulled = None if cached or rebuild else options.cache.pull(parts, workspace, progress)
+            artifact = (
+                cached or pulled or _build(step, key, inputs, workspace, recipe.seed, progress, options)
+            )
+            options.cache.push(parts, artifact, progress)
+        workspace.mark_used(key)
         ports[step.stage.gives] = Input(artifact.path, artifact.digest)
-        results.append(
-            StepResult(step.stage.kind, key, artifact, cached is not None, time.perf_counter() - started_s)
-        )
+        found = cached is not None or pulled is not None
+        seconds = time.perf_counter() - started_s
+        results.append(StepResult(step.stage.kind, key, artifact, found, seconds, pulled=pulled is not None))
         options.step_done(results[-1])
         if step.stage.kind == options.until:
             return RunResult(source, tuple(results), complete=step is steps[-1])
@@ -166,7 +188,7 @@ def unchanged(
     ports = _initial_ports(source)
     results: list[StepResult] = []
     for step in steps:
-        key = _key(step, ports, recipe.seed, device)
+        key = key_parts(step, _digests(ports), recipe.seed, device).key
         artifact = workspace.get(key)
         if artifact is None:
             return None
@@ -175,23 +197,9 @@ def unchanged(
     result = RunResult(source, tuple(results))
     if recipe.push is not None and not result.gates_failed and not _is_pushed(recipe.push, result):
         return None
+    for each in results:
+        workspace.mark_used(each.key)
     return result
-
-
-def cached_keys(
-    recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
-) -> list[bool]:
-    """Return for each step whether a run would find it built; unknown counts as not built, and so does every
-    step after a missing one.
-    """
-    ports = _initial_ports(source)
-    found: list[bool] = []
-    for step in steps:
-        artifact = workspace.get(_key(step, ports, recipe.seed, device)) if all(found) else None
-        found.append(artifact is not None)
-        if artifact is not None:
-            ports[step.stage.gives] = Input(artifact.path, artifact.digest)
-    return found
 
 
 def _build(
@@ -228,26 +236,12 @@ def _initial_ports(source: ModelSource) -> dict[Port, Input]:
 
 
 def _inputs(step: Step, ports: Mapping[Port, Input], source: ModelSource) -> Inputs:
-    taken = {port: ports[port] for port in _ports_read(step, ports)}
+    taken = {port: ports[port] for port in ports_read(step, ports)}
     return Inputs(source, taken)
 
 
-def _ports_read(step: Step, ports: Mapping[Port, Input]) -> list[Port]:
-    stage = step.stage
-    met = [met_by(need, ports.keys()) for need in stage.needs(step.spec)]
-    assert all(port is not None for port in met), "build_steps checks needs"
-    return sorted({port for port in met if port is not None} | {port for port in stage.uses if port in ports})
-
-
-def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str:
-    inputs = {port.value: ports[port].digest for port in _ports_read(step, ports)} | {
-        "source": ports[Port.SOURCE].digest
-    }
-    spec = step.spec.model_dump(mode="json", serialize_as_any=True)
-    key = Workspace.key(
-        step.stage.kind, step.stage.version, spec, inputs, seed, step.stage.depends(step.spec, device)
-    )
-    return f"{key}.{arithmetic_class(device)}"
+def _digests(ports: Mapping[Port, Input]) -> dict[Port, str]:
+    return {port: each.digest for port, each in ports.items()}
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:

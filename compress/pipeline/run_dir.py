@@ -19,6 +19,8 @@ from typing import Any
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import Artifact, file_names
+from compress.artifact.seal import STORE
+from compress.artifact.workspace_sizes import RUNS
 from compress.digest import digest_bytes
 from compress.errors import StorageError
 from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
@@ -143,13 +145,24 @@ class RunDir:
                 )
         return names
 
+    def linked(self, root: Path) -> set[str]:
+        """Return the keys of the results in a workspace that this directory links."""
+        store = (root / STORE).resolve()
+        links = (self.path / "artifacts").glob("*") if (self.path / "artifacts").is_dir() else ()
+        targets = [link.resolve() for link in links]
+        return {target.name for target in targets if target.parent == store}
+
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""
         _point(self.path / "artifacts" / kind, artifact.path)
 
     def link_workspace(self, root: Path) -> None:
-        """Remember where a resumed run finds what is built."""
+        """Link the workspace, where a resumed run finds what is built, and this directory from there, so that
+        nothing which it links is collected.
+        """
         _point(self.path / "workspace", root)
+        place = digest_bytes(str(self.path.resolve()).encode()).removeprefix("sha256:")[:12]
+        _point(root / RUNS / f"{self.path.resolve().name}-{place}", self.path)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the provenance in this directory, if it is about these artifacts."""

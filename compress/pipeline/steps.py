@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
+from compress.pipeline.cache import check_cache
 from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.registry.promotion import check_guarded
@@ -42,7 +43,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
     Raises:
         RecipeError: an unknown stage or key, a wrong value, or a stage that needs what no earlier stage
             gives; with file, line and column. Also a push to what cannot be a registry, a name or a tag, or
-            of what was exported after the last validation.
+            of what was exported after the last validation, and a cache that cannot be one.
     """
     steps: list[Step] = []
     present = {Port.SOURCE, Port.DENSE}
@@ -95,6 +96,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
             f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} "
             f"before it."
         )
+    check_cache(recipe.cache, recipe.file)
     if recipe.push is not None:
         _check_push(recipe.push, recipe.file, proven=Port.EVIDENCE in present)
         _refuse_unproven_push(recipe, steps)
@@ -204,6 +206,8 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         lock["push"] = recipe.push.model_dump(mode="json")
     if recipe.notify:
         lock["notify"] = [each.model_dump(mode="json") for each in recipe.notify]
+    if cache := recipe.cache.model_dump(mode="json", by_alias=True, exclude_none=True):
+        lock["cache"] = cache
     return lock
 
 

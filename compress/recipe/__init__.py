@@ -5,6 +5,7 @@ the meaning of any stage.
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.notify import Notify, filled_in
 from compress.recipe.recipe import (
+    Cache,
     ChampionGates,
     Push,
     Recipe,
@@ -37,6 +38,7 @@ __all__ = [
     "MAX_SIZE",
     "MAX_TOKENS",
     "ByKind",
+    "Cache",
     "ChampionGates",
     "KeyPath",
     "ModelRef",

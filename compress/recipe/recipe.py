@@ -5,7 +5,7 @@ loaded and checks them.
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,6 +74,20 @@ class Push(Spec):
     )
 
 
+class Cache(Spec):
+    """Registries through which machines exchange results of stages. They decide no result."""
+
+    source: str | None = Field(
+        None,
+        alias="from",
+        min_length=1,
+        description="cache that a run pulls from, such as oci://host/path/stages",
+    )
+    target: str | None = Field(
+        None, alias="to", min_length=1, description="cache that a run pushes what it built to"
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     version: int
@@ -83,6 +97,7 @@ class Recipe:
     push: Push | None
     file: str
     notify: tuple[Notify, ...] = ()
+    cache: Cache = field(default_factory=Cache)
 
 
 class _StageHead(BaseModel):
@@ -102,6 +117,7 @@ class _RecipeHead(Spec):
     notify: Notify | tuple[Notify, ...] = Field(
         (), description="a webhook, or a list of webhooks, that get the JSON document of each run"
     )
+    cache: Cache = Field(default_factory=Cache)
 
     @field_validator("version", mode="before")
     @classmethod
@@ -115,8 +131,8 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push)
-            is wrong.
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push,
+            cache) is wrong.
     """
     text = read_source(path, file=str(path), what="recipe", hint="`compress init` writes one to start from.")
     return parse_recipe(text, file=str(path))
@@ -147,7 +163,7 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         for index, raw in enumerate(tree["stages"])
     )
     notify = (head.notify,) if isinstance(head.notify, Notify) else head.notify
-    return Recipe(head.version, head.model, head.seed, stages, head.push, file, notify)
+    return Recipe(head.version, head.model, head.seed, stages, head.push, file, notify, head.cache)
 
 
 def _check_stages(stages: Any, where: SourceMap) -> None:

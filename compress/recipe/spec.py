@@ -129,7 +129,9 @@ def _explain(
     shown = given if len(given) <= 60 else given[:57] + "..."
     match detail["type"]:
         case "extra_forbidden":
-            return path, f"unknown key.{did_you_mean(str(location[-1]), owner.model_fields if owner else ())}"
+            fields = owner.model_fields if owner else {}
+            known = [field.alias or name for name, field in fields.items()]
+            return path, f"unknown key.{did_you_mean(str(location[-1]), known)}"
         case "missing":
             return (*path, location[-1]), "a required key is missing."
         case "union_tag_not_found":

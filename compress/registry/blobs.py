@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -55,15 +55,22 @@ class Meter:
 
 
 def store_image(
-    registry: Registry, image: ImageManifest, config: bytes, files: Path, *, progress: Progress
+    registry: Registry,
+    image: ImageManifest,
+    config: bytes,
+    files: Path,
+    *,
+    progress: Progress,
+    held: Mapping[str, bytes] | None = None,
 ) -> int:
-    """Put what the registry lacks, the manifest last, and return how many blobs that were.
+    """Put what the registry lacks, the manifest last, and return how many blobs that were. Layers are files
+    below `files`, but those that `held` has by their title.
 
     Raises:
         StorageError: a file has changed since it was described, or the registry cannot be written.
     """
     sources: list[tuple[Descriptor, Path | bytes]] = [
-        (layer, files / str(layer.title)) for layer in image.layers
+        (layer, (held or {}).get(str(layer.title), files / str(layer.title))) for layer in image.layers
     ]
     sources.append((image.config, config))
     # two files of one content are one blob

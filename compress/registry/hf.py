@@ -85,6 +85,7 @@ class Hf:
     """The repositories of one user or organization; with a name, one of them."""
 
     num_transfers = 4
+    push_makes = "a commit that replaces the files of main"
 
     def __init__(self, api: "HfApi", owner: str, name: str = "") -> None:
         self._api = api

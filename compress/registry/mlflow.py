@@ -69,6 +69,7 @@ class Mlflow:
     """The registered models of one server; with a name, one of them."""
 
     num_transfers = 4
+    push_makes = "a version of a registered model"
 
     def __init__(self, server: str, store: str | None, name: str = "") -> None:
         self._server = server

@@ -117,6 +117,16 @@ class Committing(Protocol):
         ...
 
 
+@runtime_checkable
+class ModelHub(Protocol):
+    """A registry for people who look for models: each push of a name is listed there for good, so it is no
+    place for a cache of stage results.
+    """
+
+    push_makes: str
+    """The noun for an addition to the list: "a commit"."""
+
+
 REGISTRIES: PluginSet[Callable[[str], Registry]] = PluginSet("registry", "compress.registry")
 
 

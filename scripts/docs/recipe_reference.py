@@ -17,6 +17,7 @@ MEANINGS: Mapping[str, str] = {
     "Recipe.seed": "decides every random draw of the run",
     "Recipe.stages": "what to do, in order",
     "Recipe.push": "where the finished artifact goes; left out, nowhere",
+    "Recipe.cache": "registries that results of stages are pulled from and pushed to; decides no result",
 }
 """Meanings of the keys around the stages, which no Spec has."""
 KINDS: Mapping[str, str] = {
