@@ -1,8 +1,8 @@
 """One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a
 scheduler run the same function.
 
-check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates ->
-push
+check everything -> share the workspace, hold the run directory -> (nothing changed? done) -> lock file -> run
+-> evidence -> gates -> push
 """
 
 import time
@@ -64,7 +64,8 @@ def execute(job: Job, watch: Watch) -> Result:
     Raises:
         RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and
             before the lock.
-        LockHeld: another run has the workspace.
+        LockHeld: another run has the run directory, or a command has the workspace alone; or `rebuild_from`
+            needs the workspace alone, because it removes results that other runs may read.
         Interrupted: at a boundary; the same job resumes there.
         StorageError: the registry, or a file.
     """
@@ -80,7 +81,8 @@ def execute(job: Job, watch: Watch) -> Result:
     directory.check()
     if recipe.push is not None:
         open_registry(recipe.push.to).check_place()
-    with workspace.lock():
+    use = workspace.share() if job.rebuild_from is None else workspace.lock()
+    with use, directory.held():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
             return Result(status, same, directory, None, time.perf_counter() - started_s)
@@ -98,6 +100,7 @@ def execute(job: Job, watch: Watch) -> Result:
             job.stop_signal,
             lambda result: _step_done(job, result),
             lambda sentence: _warn(job, sentence),
+            job.note,
             job.ranks,
         )
         pushed = champion = None

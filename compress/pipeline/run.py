@@ -5,7 +5,8 @@ key.
     step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or
     built end    -> gates decide, then `publish`
 
-A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same
+A run shares the workspace with other runs, and holds the lock of the result that it builds: a run that needs
+the same result waits, and finds it. A signal ends it at the next boundary that a stage declares; the same
 command resumes there.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import Context, OneRank, Progress, Ranks, never
-from compress.errors import GateFailed
+from compress.errors import GateFailed, Interrupted
 from compress.machine import arithmetic_class
 from compress.pipeline.follow import share
 from compress.pipeline.promote import Challenge, Place, challenge
@@ -30,6 +31,9 @@ from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
 from compress.stages import STAGES, Input, Inputs, Port
+
+_LOOK_AGAIN_S = 0.2
+"""Time between two looks at a result that another run builds."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class RunOptions:
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
     warn: Callable[[str], None] = field(default=lambda sentence: None)
+    note: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
 
 
@@ -96,7 +101,7 @@ def run(
     watch: Watch,
     options: RunOptions,
 ) -> RunResult:
-    """Build what is not there yet, let the gates decide, push. The caller holds the workspace's lock.
+    """Build what is not there yet. The caller shares the workspace, or with `rebuild_from` has it alone.
 
     Raises:
         CompressError: of the stage that failed; everything before it stays cached.
@@ -111,15 +116,15 @@ def run(
         key = _key(step, ports, recipe.seed, options.device)
         inputs = _inputs(step, ports, source)
         started_s = time.perf_counter()
-        if (damage := workspace.damage(key)) is not None:
-            aside = workspace.set_aside(key)
-            options.warn(f"{damage} It is set aside as {aside}, and '{step.stage.kind}' is built again.")
-        cached = workspace.get(key)
-        if rebuild and cached is not None:  # resume points of an unfinished result stay: a rebuild goes on
-            workspace.discard(key)
-            cached = None
-        with watch.stage(step.stage.kind, cached=cached is not None) as progress:
-            artifact = cached or _build(step, key, inputs, workspace, recipe.seed, progress, options)
+        cached = None if rebuild else workspace.get(key)
+        if cached is not None:
+            with watch.stage(step.stage.kind, cached=True):
+                artifact = cached
+        else:
+            with workspace.building(key, wait=_Wait(step.stage.kind, options)):
+                cached = _found(step.stage.kind, key, workspace, options, rebuild=rebuild)
+                with watch.stage(step.stage.kind, cached=cached is not None) as progress:
+                    artifact = cached or _build(step, key, inputs, workspace, recipe.seed, progress, options)
         ports[step.stage.gives] = Input(artifact.path, artifact.digest)
         results.append(
             StepResult(step.stage.kind, key, artifact, cached is not None, time.perf_counter() - started_s)
@@ -191,6 +196,42 @@ def cached_keys(
         found.append(artifact is not None)
         if artifact is not None:
             ports[step.stage.gives] = Input(artifact.path, artifact.digest)
+    return found
+
+
+@dataclass
+class _Wait:
+    """Waits a moment for the run that builds a result, and gives up when a signal asks this run to stop."""
+
+    kind: str
+    options: RunOptions
+    told: bool = False
+
+    def __call__(self) -> None:
+        if not self.told:
+            self.told = True
+            self.options.note(f"{self.kind} is being built by another run; waiting for it")
+        time.sleep(_LOOK_AGAIN_S)
+        if (signal_number := self.options.stop_signal()) is not None:
+            raise Interrupted(
+                f"stopped while another run built {self.kind}; the same command resumes here.",
+                signal_number=signal_number,
+            )
+
+
+def _found(
+    kind: str, key: str, workspace: Workspace, options: RunOptions, *, rebuild: bool
+) -> Artifact | None:
+    """Return the finished result of that key, whose lock is held. A damaged one is set aside, and one that is
+    to be built again is removed.
+    """
+    if (damage := workspace.damage(key)) is not None:
+        aside = workspace.set_aside(key)
+        options.warn(f"{damage} It is set aside as {aside}, and '{kind}' is built again.")
+    found = workspace.get(key)
+    if rebuild and found is not None:  # resume points of an unfinished result stay: a rebuild goes on
+        workspace.discard(key)
+        return None
     return found
 
 
