@@ -20,6 +20,7 @@ from compress.cli.output import (
     size_text,
     table,
 )
+from compress.cli.recipes import CaseOption, RecipesArgument, one_recipe
 from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from compress.pipeline import Result, RunDir, StepResult
     from compress.ranks.group import Launch
 
-RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Cache of stage results.")]
 DeviceOption = Annotated[
     str | None,
@@ -43,15 +43,25 @@ DEFAULT_WORKSPACE = Path(".compress")
 
 
 def run(
-    recipe: RecipeArgument,
+    recipes: RecipesArgument,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            "--run-dir", help="Where report and lock go; runs/<recipe> by default.", show_default=False
+            "--run-dir",
+            help="Where report and lock go; runs/<recipe> by default. Of several runs: instead of runs.",
+            show_default=False,
         ),
     ] = None,
     device: DeviceOption = None,
+    case: CaseOption = None,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", min=1, help="Of several runs: so many at a time, each on a GPU of its own."),
+    ] = 1,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Of several runs: when one fails, stop the others.")
+    ] = False,
     until: UntilOption = None,
     rebuild_from: Annotated[
         str | None,
@@ -71,24 +81,33 @@ def run(
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a recipe: build what is missing, validate, let the gates decide, push."""
+    """Run a recipe: build what is missing, validate, let the gates decide, push. Several recipes, and the
+    cases of a matrix, are several runs with one summary.
+    """
     if if_changed and (until is not None or rebuild_from is not None):
         raise UsageError(
             "--if-changed is about the whole recipe; leave out --until and --from, or --if-changed."
         )
-    from compress.pipeline import RunDir
-
-    directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipe)
     options = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
-    code = _execute(
-        recipe,
-        directory,
-        workspace,
-        device,
-        unchanged_exit_code=unchanged_exit_code,
-        as_json=as_json,
-        **options,
-    )
+    if one_recipe(recipes, case) is None:
+        from compress.cli.run_many import ManyRuns, run_many
+
+        chosen = ManyRuns(recipes, workspace, run_dir, device, jobs, fail_fast, unchanged_exit_code, options)
+        code = run_many(chosen, as_json=as_json)
+    else:
+        from compress.pipeline import RunDir
+
+        directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipes[0], case)
+        code = _execute(
+            recipes[0],
+            directory,
+            workspace,
+            device,
+            unchanged_exit_code=unchanged_exit_code,
+            as_json=as_json,
+            case=case,
+            **options,
+        )
     if code:
         raise typer.Exit(code)
 

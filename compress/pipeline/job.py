@@ -38,14 +38,15 @@ from compress.stages import Port
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe to run, and how. `if_changed`: do nothing when neither recipe, model, data nor registry
-    changed.
+    """A recipe to run, and how. `case`: the name of one case, where the recipe has a matrix. `if_changed`: do
+    nothing when neither recipe, model, data nor registry changed.
     """
 
     recipe_file: Path
     directory: RunDir
     workspace: Path
     device: str
+    case: str | None = None
     until: str | None = None
     rebuild_from: str | None = None
     if_changed: bool = False
@@ -71,7 +72,7 @@ def execute(job: Job, watch: Watch) -> Result:
     """
     started_s = time.perf_counter()
     directory = job.directory
-    recipe = load_recipe(job.recipe_file)
+    recipe = load_recipe(job.recipe_file, case=job.case)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline)
@@ -88,7 +89,8 @@ def execute(job: Job, watch: Watch) -> Result:
             return Result(status, same, directory, None, time.perf_counter() - started_s)
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
-        directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
+        started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
+        directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")
         if isinstance(shapes, Arch) and (sentence := unread_note(shapes)) is not None:
             directory.log(f"note: {sentence}")
             job.note(sentence)
@@ -106,7 +108,7 @@ def execute(job: Job, watch: Watch) -> Result:
         pushed = champion = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)
-            evidence = _write_evidence(directory, result, job.recipe_file)
+            evidence = _write_evidence(job, result)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed, champion = publish(recipe.push, result, evidence)
                 _record_push(directory, recipe.push.to, pushed, champion)
@@ -138,16 +140,18 @@ def _warn(job: Job, sentence: str) -> None:
     job.warn(sentence)
 
 
-def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> Path | None:
+def _write_evidence(job: Job, result: RunResult) -> Path | None:
     artifact = result.latest(Port.EVIDENCE)
     if artifact is None:
         return None
+    directory = job.directory
     digests = {each.kind: each.artifact.digest for each in result.steps}
     built = any(not each.cached for each in result.steps)
     known = (
         None if built else directory.provenance_of(digests)
     )  # finding everything cached is not when and where it was made
-    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
+    made = known or provenance(job.recipe_file, result.source, digests, case=job.case)
+    directory.write_evidence(artifact, made)
     return directory.evidence
 
 

@@ -17,7 +17,13 @@ from compress.registry.model_source import ModelSource
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy")
 
 
-def provenance(recipe_file: Path, source: ModelSource, digests: Mapping[str, str]) -> dict[str, Any]:
+def provenance(
+    recipe_file: Path, source: ModelSource, digests: Mapping[str, str], *, case: str | None = None
+) -> dict[str, Any]:
+    """Return where, when, with what, and from which recipe and source the artifacts were made; `case` is that
+    of the recipe's matrix.
+    """
+    of_case = {} if case is None else {"case": case}
     return {
         "schema": 1,
         "tool": {"compress": compress.__version__},
@@ -26,7 +32,7 @@ def provenance(recipe_file: Path, source: ModelSource, digests: Mapping[str, str
         "platform": platform.platform(),
         "command": ["compress", *sys.argv[1:]],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file)},
+        "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file), **of_case},
         "source": {"name": source.name, "revision": source.revision, "digest": source.digest},
         "artifacts": dict(digests),
     }

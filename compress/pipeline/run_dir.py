@@ -53,9 +53,14 @@ class RunDir:
     path: Path
 
     @classmethod
-    def for_recipe(cls, recipe_file: Path) -> "RunDir":
-        """Return the default directory of a recipe: `runs/<name of the file>`."""
-        return cls(Path("runs") / recipe_file.name.removesuffix(".yaml").removesuffix(".yml"))
+    def for_recipe(
+        cls, recipe_file: Path, case: str | None = None, *, parent: Path = Path("runs")
+    ) -> "RunDir":
+        """Return the default directory of a recipe: `runs/<name of the file>`, with `-<case>` for a case of
+        its matrix.
+        """
+        name = recipe_file.name.removesuffix(".yaml").removesuffix(".yml")
+        return cls(parent / (name if case is None else f"{name}-{case}"))
 
     @property
     def lock(self) -> Path:

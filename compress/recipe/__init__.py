@@ -2,13 +2,16 @@
 the meaning of any stage.
 """
 
+from compress.recipe.matrix import MAX_CASES, Case
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.recipe import (
     ChampionGates,
     Push,
     Recipe,
     StageEntry,
+    load_cases,
     load_recipe,
+    parse_cases,
     parse_recipe,
     recipe_schema,
     unknown_kind_error,
@@ -30,12 +33,14 @@ from compress.recipe.spec import (
 
 __all__ = [
     "MAX_BATCH",
+    "MAX_CASES",
     "MAX_FACTOR",
     "MAX_SAMPLES",
     "MAX_SEQ_LEN",
     "MAX_SIZE",
     "MAX_TOKENS",
     "ByKind",
+    "Case",
     "ChampionGates",
     "KeyPath",
     "ModelRef",
@@ -48,7 +53,9 @@ __all__ = [
     "checked_by",
     "dump_yaml",
     "list_to_tuple",
+    "load_cases",
     "load_recipe",
+    "parse_cases",
     "parse_model_ref",
     "parse_recipe",
     "parse_spec",
