@@ -57,6 +57,12 @@ class EndedRun:
     document: Mapping[str, Any] | None
 
     @property
+    def report(self) -> Path | None:
+        """The numbers of the validation of this run; None where there was none."""
+        html = (self.document or {}).get("report")
+        return None if html is None else Path(html).with_suffix(".json")
+
+    @property
     def status(self) -> str:
         if self.ended.exit_code is None:
             return "not_started"
@@ -278,13 +284,13 @@ def _row(run: EndedRun) -> tuple[str, ...]:
         "-" if run.ended.exit_code is None else str(run.ended.exit_code),
         duration_text(run.ended.seconds),
         "-" if artifact is None else size_text(artifact["size_bytes"]),
-        _kl_text(document.get("report")),
+        _kl_text(run.report),
         _gates_text(document.get("gates", [])),
         "-" if artifact is None else artifact["digest"][:_SHOWN_DIGEST],
     )
 
 
-def _kl_text(report: str | None) -> str:
+def _kl_text(report: Path | None) -> str:
     """Return the mean KL of a report; a dash where there is none, or it cannot be read."""
     from compress.pipeline.evidence import read_report
     from compress.validate.compare.evidence import read_evidence
@@ -292,7 +298,7 @@ def _kl_text(report: str | None) -> str:
     if report is None:
         return "-"
     try:
-        readings = read_evidence(read_report(Path(report)), "a run").readings
+        readings = read_evidence(read_report(report), "a run").readings
     except (CompressError, OSError):
         return "-"
     return f"{readings['kl_mean'].estimate.value:.4f}" if "kl_mean" in readings else "-"
