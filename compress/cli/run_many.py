@@ -229,12 +229,9 @@ def _comparisons(chosen: ManyRuns, runs: Sequence[EndedRun]) -> list[dict[str, A
     found = []
     for recipe in dict.fromkeys(each.planned.recipe for each in runs if each.planned.case is not None):
         own = [each for each in runs if each.planned.recipe == recipe]
-        reports = {
-            each.planned.case: each.document.get("report") for each in own if each.document is not None
-        }
-        with_evidence = {str(case): Path(report) for case, report in reports.items() if report}
-        if len(with_evidence) > 1:
-            found.append(_compared(recipe, chosen.run_dir, with_evidence))
+        reports = {str(each.planned.case): each.report for each in own if each.report is not None}
+        if len(reports) > 1:
+            found.append(_compared(recipe, chosen.run_dir, reports))
     return found
 
 
