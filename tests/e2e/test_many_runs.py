@@ -25,11 +25,11 @@ from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
-CALIBRATE, QUANTIZE, EXPORT, VALIDATE = RECIPE["stages"]
+CALIBRATE, _, EXPORT, VALIDATE = RECIPE["stages"]
 QUICK_VALIDATE = {**VALIDATE, "latency": None}
 MATRIX = {
     "matrix": {"round": ["rtn", "gptq"]},
-    "stages": [CALIBRATE, {**QUANTIZE, "round": {"kind": "$(matrix.round)"}}, EXPORT, QUICK_VALIDATE],
+    "stages": [CALIBRATE, {"kind": "quantize", "round": {"kind": "$(matrix.round)"}}, EXPORT, QUICK_VALIDATE],
     "push": {"to": "layout://registry", "name": "tiny-$(matrix.round)"},
 }
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@ soon.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
