@@ -244,6 +244,7 @@ def run(
     device: str | None = None,
     workspace: str | Path = DEFAULT_WORKSPACE,
     run_dir: str | Path | None = None,
+    case: str | None = None,
     until: str | None = None,
     rebuild_from: str | None = None,
     if_changed: bool = False,
@@ -260,6 +261,7 @@ def run(
         workspace: the cache of stage results, shared by all recipes.
         run_dir: where report and lock file go; by default `runs/<name of the file>`, or a name made of the
             recipe's content.
+        case: the case to run, of a recipe with a matrix.
         until: stop after this stage.
         rebuild_from: build this stage and those that follow it again, cached or not.
         if_changed: do nothing when neither recipe, model, data nor registry changed.
@@ -271,16 +273,17 @@ def run(
 
     Raises:
         RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work.
-        LockHeld: another run has the workspace.
+        LockHeld: another run has the run directory, or a command has the workspace alone.
         StorageError: the hub, the registry or a file.
         EnvironmentUnfit: no such device.
     """
-    file, directory = _recipe_file(recipe, None if run_dir is None else Path(run_dir))
+    file, directory = _recipe_file(recipe, None if run_dir is None else Path(run_dir), case)
     job = Job(
         file,
         directory,
         Path(workspace),
         pick_device(device),
+        case=case,
         until=until,
         rebuild_from=rebuild_from,
         if_changed=if_changed,
@@ -310,17 +313,19 @@ def _named(name: str, known: Mapping[str, T], noun: str) -> T:
     return known[name]
 
 
-def _recipe_file(recipe: str | Path | Mapping[str, Any], run_dir: Path | None) -> tuple[Path, RunDir]:
+def _recipe_file(
+    recipe: str | Path | Mapping[str, Any], run_dir: Path | None, case: str | None
+) -> tuple[Path, RunDir]:
     """Return the file of a recipe, written into the run directory where it was given as text or mapping, and
     the run directory.
     """
     if isinstance(recipe, Path) or (isinstance(recipe, str) and "\n" not in recipe):
         path = Path(recipe)
-        return path, RunDir(run_dir or RunDir.for_recipe(path).path)
+        return path, RunDir(run_dir or RunDir.for_recipe(path, case).path)
     text = recipe if isinstance(recipe, str) else dump_yaml(recipe)
     content = text.encode()
     name = f"recipe-{digest_bytes(content).removeprefix('sha256:')[:12]}"
-    directory = RunDir(run_dir or RunDir.for_recipe(Path(name)).path)
+    directory = RunDir(run_dir or RunDir.for_recipe(Path(name), case).path)
     directory.path.mkdir(parents=True, exist_ok=True)
     write_atomic(directory.path / "recipe.yaml", content)
     return directory.path / "recipe.yaml", directory

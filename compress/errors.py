@@ -81,7 +81,7 @@ class StorageError(CompressError):
 
 
 class LockHeld(CompressError):
-    """Another process works on the same workspace; trying again later is right."""
+    """Another process works on the same run, or has the workspace alone; trying again later is right."""
 
     exit_code = 75
 
@@ -92,6 +92,14 @@ class Interrupted(CompressError):
     def __init__(self, message: str, *, signal_number: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = 128 + signal_number
+
+
+class RunsFailed(CompressError):
+    """Some of several runs failed; the exit code is that of the worst of them."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Terminated(BaseException):

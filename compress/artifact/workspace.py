@@ -8,7 +8,8 @@
     root/scratch/<key>/               resume points of unfinished stages
     root/kept/                        intermediate results that several stages reuse, named by their content
     root/runs/<name>-<digest>         a link to each run directory that uses this workspace
-    root/lock, root/lock.holder       one run at a time
+    root/lock, root/holders/          held by all runs, or by one command alone
+    root/locks/<key>                  held by the run that builds this result
 
 A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk;
 there is no other way into `store/`. The key of a result is a digest over everything that decides its bytes,
@@ -25,17 +26,16 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
 from compress.artifact.disk import explained
 from compress.artifact.key_parts import MAX_PARTS_BYTES, KeyParts
 from compress.artifact.leftovers import is_abandoned, owned_name
+from compress.artifact.lock import holders, locked, locked_once, signed
 from compress.artifact.manifest import (
     MANIFEST_NAME,
     Artifact,
@@ -47,7 +47,7 @@ from compress.artifact.manifest import (
 from compress.artifact.seal import SEALS, STORE, seal_of
 from compress.digest import canonical_json, digest_file
 from compress.errors import CompressError, LockHeld, StorageError
-from compress.untrusted.files import read_bytes, read_text
+from compress.untrusted.files import read_bytes
 
 PARTS = "parts"
 _ELSEWHERE = "Free space there, or give another --workspace."
@@ -86,7 +86,9 @@ class ArtifactWriter:
 
 
 class Workspace:
-    """The cache below one root directory. Reads need no lock; a run holds `lock()` while it writes."""
+    """The cache below one root directory. Reads need no lock. Runs hold `share()`, and `building()` for each
+    result while they build it; who removes finished results holds `lock()`.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -282,37 +284,51 @@ class Workspace:
     def drop_scratch(self, key: str) -> None:
         shutil.rmtree(self._place(self._scratch, key), ignore_errors=True)
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Be the only run in this workspace, and clear away what killed runs left in `tmp/`.
+    def lock(self) -> AbstractContextManager[None]:
+        """Be alone in this workspace, with no run active, and clear away what killed runs left in `tmp/`.
 
         Raises:
-            LockHeld: another process holds it; the message names it. The kernel frees the lock of a process
+            LockHeld: another process uses it; the message names it. The kernel frees the lock of a process
                 that died, however it died.
         """
-        holder = self.root / "lock.holder"
-        lock = FileLock(self.root / "lock", timeout=0)
-        try:
-            with explained(self.root, hint=_ELSEWHERE):
-                self.root.mkdir(parents=True, exist_ok=True)
-                lock.acquire()
-        except Timeout as error:
-            try:
-                who = read_text(holder, max_bytes=1 << 12).strip()
-            except (OSError, StorageError):  # it is just starting or just ending
-                who = "another process"
-            raise LockHeld(
-                f"the workspace {self.root} is in use by {who}; wait for that run to end or stop it, or "
-                f"give this run another workspace."
-            ) from error
-        try:
-            write_atomic(holder, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            self._collect()
+        return self._held(shared=False)
+
+    def share(self) -> AbstractContextManager[None]:
+        """Be one of the runs in this workspace, and clear away what killed runs left in `tmp/`.
+
+        Raises:
+            LockHeld: a process has it alone; the message names it.
+        """
+        return self._held(shared=True)
+
+    @contextlib.contextmanager
+    def building(self, key: str, *, wait: Callable[[], None]) -> Iterator[None]:
+        """Be the only run that builds the result of that key; `wait` is called while another one does, and
+        raises to give up. A run holds one at a time, so no two wait for each other.
+        """
+        parent = self.root / "locks"
+        with explained(parent, hint=_ELSEWHERE):
+            parent.mkdir(parents=True, exist_ok=True)
+        with locked_once(self._place(parent, key), wait=wait):
             yield
-        finally:
-            with contextlib.suppress(OSError):
-                holder.unlink(missing_ok=True)
-            lock.release()
+
+    @contextlib.contextmanager
+    def _held(self, *, shared: bool) -> Iterator[None]:
+        listed = self.root / "holders"
+        with contextlib.ExitStack() as stack:
+            try:
+                with explained(self.root, hint=_ELSEWHERE):
+                    self.root.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(self.root / "lock", shared=shared))
+            except BlockingIOError as error:
+                raise LockHeld(
+                    f"the workspace {self.root} is in use by {holders(listed)}; wait for that run to end or "
+                    f"stop it, or give this run another workspace."
+                ) from error
+            with explained(self.root, hint=_ELSEWHERE):
+                stack.enter_context(signed(listed))
+                self._collect()
+            yield
 
     def remove(self, path: Path) -> None:
         """Take something in the workspace away by one rename, then delete it. After a kill the next holder of

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from compress.pipeline.proof import Proof
     from compress.validate.compare.evidence import Evidence
 
+NO_CLAIM = "Nobody dominates another: for no pair do the data show it."
+
 
 def compare(
     models: Annotated[
@@ -74,16 +76,15 @@ def compare(
     if against is not None:
         proof = _proof(against, data, num_samples, seq_len, latency=latency, device=device, offline=offline)
     reports = {label: _report(ref, label, proof, proofs) for label, ref in named.items()}
-    document = compare_document(*_evidence(reports, batch_size), objectives=objectives)
+    document = compare_document(*read_models(reports, batch_size), objectives=objectives)
     for warning in document["warnings"]:
         note(f"warning: {warning}")
     if html is not None:
         from compress.artifact.atomic import write_atomic
 
         write_atomic(html, render_compare_page(document).encode())
-    sentences = claims(document) or ["Nobody dominates another: for no pair do the data show it."]
     page = [] if html is None else [f"page  {html}"]
-    text = "\n".join([table(table_rows(document)), "", *sentences, *page])
+    text = "\n".join([table(table_rows(document)), "", *(claims(document) or [NO_CLAIM]), *page])
     emit({**document, "page": None if html is None else str(html)}, text, as_json=as_json)
 
 
@@ -167,8 +168,10 @@ def _report(ref: str, label: str, proof: "Proof | None", proofs: Path) -> Any:
     return report
 
 
-def _evidence(reports: dict[str, Any], batch_size: int | None) -> "tuple[list[Evidence], list[Evidence]]":
-    """Return the evidence of the models and, once each, of their sources."""
+def read_models(
+    reports: dict[str, Any], batch_size: int | None = None
+) -> "tuple[list[Evidence], list[Evidence]]":
+    """Return the evidence of the models and, once each, of their sources; `reports` are by label."""
     from compress.validate.compare.evidence import read_evidence, source_evidence
 
     models = [read_evidence(report, label, batch_size=batch_size) for label, report in reports.items()]

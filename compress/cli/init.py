@@ -12,7 +12,7 @@ import typer
 from compress.cli.output import note, write_data
 from compress.errors import UsageError, did_you_mean
 
-PRESETS = ("quickstart", "w4a16", "full", "prune-distill", "draft")
+PRESETS = ("quickstart", "w4a16", "full", "prune-distill", "draft", "matrix")
 """The recipes that need no other file and no access to a model: names of files in `recipes/`."""
 PACKAGE = Path(__file__).parents[1]
 

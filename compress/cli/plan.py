@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.output import JsonFlag, count_text, duration_text, emit, size_text, table
-from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption
+from compress.cli.recipes import CaseOption, RecipesArgument, one_recipe
+from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, WorkspaceOption
 from compress.errors import StorageError, UnsupportedArch
 
 if TYPE_CHECKING:
@@ -32,12 +33,13 @@ GPU, for which the disk decides."""
 
 
 def plan(
-    recipe: RecipeArgument,
+    recipes: RecipesArgument,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     device: Annotated[
         str | None,
         typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False),
     ] = None,
+    case: CaseOption = None,
     ranks: Annotated[
         int,
         typer.Option("--ranks", min=1, max=8, help="Plan for so many processes of torchrun, a GPU each."),
@@ -46,15 +48,35 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
-    from compress.pipeline import build_steps, device_kind, estimates, shapes_of
-    from compress.recipe import load_recipe
+    from compress.pipeline import device_kind
+    from compress.recipe import load_cases
 
-    loaded = load_recipe(recipe)
+    loaded = one_recipe(recipes, case)
+    target = device_kind(device) if device is not None else _default_device()
+    if loaded is not None:
+        document = _planned(loaded, workspace, target, ranks=ranks, offline=offline)
+        emit(document, _text(document), as_json=as_json)
+        return
+    plans = [
+        _planned(each, workspace, target, ranks=ranks, offline=offline)
+        for recipe in recipes
+        for each in load_cases(recipe)
+    ]
+    emit({"plans": plans}, _text_of_many(plans), as_json=as_json)
+
+
+def _planned(loaded: "Recipe", workspace: Path, target: str, *, ranks: int, offline: bool) -> dict[str, Any]:
+    """Return the plan of one recipe, or of one case, as a document.
+
+    Raises:
+        CompressError: what cannot work.
+    """
+    from compress.pipeline import build_steps, estimates, shapes_of
+
     steps = build_steps(loaded)
     read, source = model_reader(loaded.model, offline=offline)
     shapes = shapes_of(read)
     directory = None if source is None else source.path
-    target = device_kind(device) if device is not None else _default_device()
     found_by_step = _lookups(loaded, steps, source, workspace, target, offline=offline)
     rows: list[dict[str, Any]] = []
     found = list(estimates(steps, shapes, target, num_ranks=ranks, source=directory))
@@ -72,8 +94,9 @@ def plan(
                 "notes": list(estimate.notes),
             }
         )
-    document = {
-        "recipe": str(recipe),
+    return {
+        "recipe": loaded.file,
+        **({} if loaded.case is None else {"case": loaded.case.name}),
         "model": {"name": loaded.model, **_model_facts(shapes)},
         "device": target,
         "ranks": ranks,
@@ -87,7 +110,6 @@ def plan(
         if target == "cpu"
         else None,
     }
-    emit(document, _text(document), as_json=as_json)
 
 
 def seconds_of(estimate: "Estimate", device: str) -> float:
@@ -280,3 +302,31 @@ def _text(document: dict[str, Any]) -> str:
             f"on one data-centre GPU, at {rate:g} TFLOP/s: about {took}, peak {size_text(gpu['peak_bytes'])}"
         )
     return "\n".join(lines)
+
+
+def _text_of_many(plans: list[dict[str, Any]]) -> str:
+    """Return a row for each run; what several of them begin with is counted in each."""
+    head = ("recipe", "case", "model", "stages", "cached", "peak memory", "writes", "time about")
+    rows = [
+        (
+            plan["recipe"],
+            plan.get("case", "-"),
+            plan["model"]["name"],
+            len(plan["stages"]),
+            sum(row["cached"] is True for row in plan["stages"]),
+            size_text(plan["peak_bytes"]),
+            size_text(plan["disk_bytes"]),
+            duration_text(sum(row["seconds"] for row in plan["stages"] if row["cached"] is not True)),
+        )
+        for plan in plans
+    ]
+    return "\n".join(
+        [
+            table([head, *rows], right=(3, 4, 5, 6, 7)),
+            "",
+            f"{count_text(len(plans), 'run')}; what several of them begin with is built once, and counted in "
+            "each.",
+            "Memory is that of one run: --jobs N takes that of N. `compress plan RECIPE --case CASE` has the "
+            "stages of one.",
+        ]
+    )

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,15 @@ from compress.cli.output import (
     size_text,
     table,
 )
+from compress.cli.recipes import CaseOption, RecipesArgument, one_recipe
 from compress.cli.run_outcome import report_outcome
-from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
+from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from compress.context import Progress, Ranks
     from compress.pipeline import Result, RunDir, StepResult
     from compress.ranks.group import Launch
 
-RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Cache of stage results.")]
 DeviceOption = Annotated[
     str | None,
@@ -44,15 +44,25 @@ DEFAULT_WORKSPACE = Path(".compress")
 
 
 def run(
-    recipe: RecipeArgument,
+    recipes: RecipesArgument,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            "--run-dir", help="Where report and lock go; runs/<recipe> by default.", show_default=False
+            "--run-dir",
+            help="Where report and lock go; runs/<recipe> by default. Of several runs: instead of runs.",
+            show_default=False,
         ),
     ] = None,
     device: DeviceOption = None,
+    case: CaseOption = None,
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", min=1, help="Of several runs: so many at a time, each on a GPU of its own."),
+    ] = 1,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Of several runs: when one fails, stop the others.")
+    ] = False,
     until: UntilOption = None,
     rebuild_from: Annotated[
         str | None,
@@ -73,34 +83,63 @@ def run(
         Path | None,
         typer.Option(
             "--metrics-file",
-            help="Write metrics of the run for Prometheus' node_exporter, .prom.",
+            help="Write metrics of the run for Prometheus' node_exporter, .prom. Of several runs, each "
+            "writes FILE-<run>.prom.",
             show_default=False,
         ),
     ] = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a recipe: build what is missing, validate, let the gates decide, push."""
+    """Run a recipe: build what is missing, validate, let the gates decide, push. Several recipes, and the
+    cases of a matrix, are several runs with one summary.
+    """
     if if_changed and (until is not None or rebuild_from is not None):
         raise UsageError(
             "--if-changed is about the whole recipe; leave out --until and --from, or --if-changed."
         )
-    report_outcome(recipe, recipe.stem, metrics_file=metrics_file)
-    from compress.pipeline import RunDir
-
-    directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipe)
     options = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
-    code = _execute(
-        recipe,
-        directory,
-        workspace,
-        device,
-        unchanged_exit_code=unchanged_exit_code,
-        as_json=as_json,
-        **options,
-    )
+    if not _is_one(recipes, case):
+        from compress.cli.run_many import ManyRuns, run_many
+
+        chosen = ManyRuns(
+            recipes,
+            workspace,
+            run_dir,
+            device,
+            jobs,
+            fail_fast,
+            unchanged_exit_code,
+            metrics_file,
+            options,
+        )
+        code = run_many(chosen, as_json=as_json)
+    else:
+        from compress.pipeline import RunDir
+
+        usual = RunDir.for_recipe(recipes[0], case)
+        report_outcome(recipes[0], usual.path.name, case=case, metrics_file=metrics_file)
+        directory = RunDir(run_dir) if run_dir is not None else usual
+        code = _execute(
+            recipes[0],
+            directory,
+            workspace,
+            device,
+            unchanged_exit_code=unchanged_exit_code,
+            as_json=as_json,
+            case=case,
+            **options,
+        )
     if code:
         raise typer.Exit(code)
+
+
+def _is_one(recipes: Sequence[Path], case: str | None) -> bool:
+    """Return whether one run is asked for; a recipe that cannot be read is one, whose outcome is that error."""
+    try:
+        return one_recipe(recipes, case) is not None
+    except RecipeError:
+        return True
 
 
 def resume(

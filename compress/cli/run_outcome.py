@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from compress.recipe import Notify
 
 
-def report_outcome(recipe_file: Path, name: str, *, metrics_file: Path | None = None) -> None:
+def report_outcome(
+    recipe_file: Path, name: str, *, case: str | None = None, metrics_file: Path | None = None
+) -> None:
     """Have the outcome of this run reported, whatever it will be; of several ranks, rank 0 reports.
 
     Raises:
@@ -27,15 +29,15 @@ def report_outcome(recipe_file: Path, name: str, *, metrics_file: Path | None = 
     if metrics_file is not None:
         check_metrics_file(metrics_file)
     if leads():
-        when_finished(_Report(name, metrics_file, _hooks_of(recipe_file)))
+        when_finished(_Report(name, metrics_file, _hooks_of(recipe_file, case)))
 
 
-def _hooks_of(recipe_file: Path) -> "Sequence[Notify]":
+def _hooks_of(recipe_file: Path, case: str | None) -> "Sequence[Notify]":
     """Return the webhooks of a recipe; none of one that cannot be read, for which the run itself ends."""
     from compress.recipe import load_recipe
 
     try:
-        return load_recipe(recipe_file).notify
+        return load_recipe(recipe_file, case=case).notify
     except (UsageError, OSError):
         return ()
 

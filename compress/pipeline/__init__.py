@@ -2,7 +2,7 @@
 does from lock to push.
 """
 
-from compress.pipeline.device import device_kind, pick_device
+from compress.pipeline.device import device_kind, pick_device, visible_gpus
 from compress.pipeline.follow import follow
 from compress.pipeline.job import Job, execute
 from compress.pipeline.lookup import Lookup, lookups
@@ -57,4 +57,5 @@ __all__ = [
     "run_directories",
     "shapes_of",
     "unchanged",
+    "visible_gpus",
 ]

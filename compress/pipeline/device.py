@@ -1,5 +1,7 @@
 """The device that a run or a model uses: checked before any work."""
 
+from collections.abc import Mapping
+
 from compress.errors import EnvironmentUnfit, UsageError
 
 
@@ -44,3 +46,12 @@ def device_kind(name: str) -> str:
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"'{name}' is not a device; write cpu, cuda or cuda:<index>.")
     return kind
+
+
+def visible_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the `count` GPUs that CUDA finds here, for `CUDA_VISIBLE_DEVICES` of a process that
+    is to have one of them: indices and UUIDs as this process was given them, else indices from 0.
+    """
+    given = environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",") if name.strip()] or [str(idx) for idx in range(count)]
+    return names[:count]

@@ -1,8 +1,8 @@
 """One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a
 scheduler run the same function.
 
-check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates ->
-push
+check everything -> share the workspace, hold the run directory -> (nothing changed? done) -> lock file -> run
+-> evidence -> gates -> push
 """
 
 import time
@@ -39,14 +39,15 @@ from compress.stages import Port
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe to run, and how. `if_changed`: do nothing when neither recipe, model, data nor registry
-    changed.
+    """A recipe to run, and how. `case`: the name of one case, where the recipe has a matrix. `if_changed`: do
+    nothing when neither recipe, model, data nor registry changed.
     """
 
     recipe_file: Path
     directory: RunDir
     workspace: Path
     device: str
+    case: str | None = None
     until: str | None = None
     rebuild_from: str | None = None
     if_changed: bool = False
@@ -65,13 +66,14 @@ def execute(job: Job, watch: Watch) -> Result:
     Raises:
         RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and
             before the lock.
-        LockHeld: another run has the workspace.
+        LockHeld: another run has the run directory, or a command has the workspace alone; or `rebuild_from`
+            needs the workspace alone, because it removes results that other runs may read.
         Interrupted: at a boundary; the same job resumes there.
         StorageError: the registry, or a file.
     """
     started_s = time.perf_counter()
     directory = job.directory
-    recipe = load_recipe(job.recipe_file)
+    recipe = load_recipe(job.recipe_file, case=job.case)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline)
@@ -81,13 +83,15 @@ def execute(job: Job, watch: Watch) -> Result:
     directory.check()
     if recipe.push is not None:
         open_registry(recipe.push.to).check_place()
-    with workspace.lock():
+    use = workspace.share() if job.rebuild_from is None else workspace.lock()
+    with use, directory.held():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
             return Result(status, same, directory, None, time.perf_counter() - started_s)
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
-        directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
+        started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
+        directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")
         if isinstance(shapes, Arch) and (sentence := unread_note(shapes)) is not None:
             directory.log(f"note: {sentence}")
             job.note(sentence)
@@ -99,13 +103,14 @@ def execute(job: Job, watch: Watch) -> Result:
             job.stop_signal,
             lambda result: _step_done(job, result),
             lambda sentence: _warn(job, sentence),
+            job.note,
             job.ranks,
             _cache(job, recipe.cache),
         )
         pushed = champion = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)
-            evidence = _write_evidence(directory, result, job.recipe_file)
+            evidence = _write_evidence(job, result)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed, champion = publish(recipe.push, result, evidence)
                 _record_push(directory, recipe.push.to, pushed, champion)
@@ -150,17 +155,18 @@ def _warn(job: Job, sentence: str) -> None:
     job.warn(sentence)
 
 
-def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> Path | None:
+def _write_evidence(job: Job, result: RunResult) -> Path | None:
     artifact = result.latest(Port.EVIDENCE)
     if artifact is None:
         return None
+    directory = job.directory
     digests = {each.kind: each.artifact.digest for each in result.steps}
     built = any(not each.cached for each in result.steps)
     known = (
         None if built else directory.provenance_of(digests)
     )  # finding everything cached is not when and where it was made
     pulled = [each.kind for each in result.steps if each.pulled]
-    made = known or provenance(recipe_file, result.source, digests, pulled=pulled)
+    made = known or provenance(job.recipe_file, result.source, digests, case=job.case, pulled=pulled)
     directory.write_evidence(artifact, made)
     return directory.evidence
 

@@ -18,9 +18,17 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-t
 
 
 def provenance(
-    recipe_file: Path, source: ModelSource, digests: Mapping[str, str], *, pulled: Sequence[str] = ()
+    recipe_file: Path,
+    source: ModelSource,
+    digests: Mapping[str, str],
+    *,
+    case: str | None = None,
+    pulled: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the provenance of a run; stages that it `pulled` from a cache were made elsewhere."""
+    """Return where, when, with what, and from which recipe and source the artifacts were made; `case` is that
+    of the recipe's matrix; stages that were `pulled` from a cache were made elsewhere.
+    """
+    of_case = {} if case is None else {"case": case}
     return {
         "schema": 1,
         "tool": {"compress": compress.__version__},
@@ -29,7 +37,7 @@ def provenance(
         "platform": platform.platform(),
         "command": ["compress", *sys.argv[1:]],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file)},
+        "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file), **of_case},
         "source": {"name": source.name, "revision": source.revision, "digest": source.digest},
         "artifacts": dict(digests),
         **({"pulled": list(pulled)} if pulled else {}),

@@ -5,7 +5,8 @@ key.
     step   -> key (keys.py) -> found in the workspace, pulled from a cache (cache.py), or built
     end    -> gates decide, then `publish`
 
-A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same
+A run shares the workspace with other runs, and holds the lock of the result that it builds: a run that needs
+the same result waits, and finds it. A signal ends it at the next boundary that a stage declares; the same
 command resumes there.
 """
 
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from compress.artifact.key_parts import KeyParts
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import Context, OneRank, Progress, Ranks, never
-from compress.errors import GateFailed
+from compress.errors import GateFailed, Interrupted
 from compress.pipeline.cache import RunCache
 from compress.pipeline.follow import share
 from compress.pipeline.keys import key_parts, ports_read
@@ -31,6 +33,9 @@ from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
 from compress.stages import STAGES, Input, Inputs, Port
+
+_LOOK_AGAIN_S = 0.2
+"""Time between two looks at a result that another run builds."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class RunOptions:
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
     warn: Callable[[str], None] = field(default=lambda sentence: None)
+    note: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
     cache: RunCache = field(default_factory=RunCache)
 
@@ -111,7 +117,7 @@ def run(
     watch: Watch,
     options: RunOptions,
 ) -> RunResult:
-    """Build what is not there yet, let the gates decide, push. The caller holds the workspace's lock.
+    """Build what is not there yet. The caller shares the workspace, or with `rebuild_from` has it alone.
 
     Raises:
         CompressError: of the stage that failed; everything before it stays cached.
@@ -124,28 +130,22 @@ def run(
     for step in steps:
         rebuild = rebuild or step.stage.kind == options.rebuild_from
         parts = key_parts(step, _digests(ports), recipe.seed, options.device)
-        key = parts.key
-        inputs = _inputs(step, ports, source)
-        started_s = time.perf_counter()
-        if (damage := workspace.damage(key)) is not None:
-            aside = workspace.set_aside(key)
-            options.warn(f"{damage} It is set aside as {aside}, and '{step.stage.kind}' is built again.")
-        cached = workspace.get(key)
-        if rebuild and cached is not None:  # resume points of an unfinished result stay: a rebuild goes on
-            workspace.discard(key)
-            cached = None
         workspace.describe_key(parts)
-        with watch.stage(step.stage.kind, cached=cached is not None) as progress:
-            pulled = None if cached or rebuild else options.cache.pull(parts, workspace, progress)
-            artifact = (
-                cached or pulled or _build(step, key, inputs, workspace, recipe.seed, progress, options)
+        results.append(
+            _step(
+                step,
+                parts,
+                _inputs(step, ports, source),
+                workspace,
+                recipe.seed,
+                watch,
+                options,
+                rebuild=rebuild,
             )
-            options.cache.push(parts, artifact, progress)
-        workspace.mark_used(key)
+        )
+        workspace.mark_used(parts.key)
+        artifact = results[-1].artifact
         ports[step.stage.gives] = Input(artifact.path, artifact.digest)
-        found = cached is not None or pulled is not None
-        seconds = time.perf_counter() - started_s
-        results.append(StepResult(step.stage.kind, key, artifact, found, seconds, pulled=pulled is not None))
         options.step_done(results[-1])
         if step.stage.kind == options.until:
             return RunResult(source, tuple(results), complete=step is steps[-1])
@@ -200,6 +200,76 @@ def unchanged(
     for each in results:
         workspace.mark_used(each.key)
     return result
+
+
+def _step(
+    step: Step,
+    parts: KeyParts,
+    inputs: Inputs,
+    workspace: Workspace,
+    seed: int,
+    watch: Watch,
+    options: RunOptions,
+    *,
+    rebuild: bool,
+) -> StepResult:
+    """Return the result of a step: the one in the workspace, one from a cache, or a new one. The lock of the
+    result is held while it is made.
+    """
+    kind, key = step.stage.kind, parts.key
+    started_s = time.perf_counter()
+    pulled: Artifact | None = None
+    cached = None if rebuild else workspace.get(key)
+    if cached is not None:
+        with watch.stage(kind, cached=True) as progress:
+            options.cache.push(parts, cached, progress)
+        return StepResult(kind, key, cached, cached=True, seconds=time.perf_counter() - started_s)
+    with workspace.building(key, wait=_Wait(kind, options)):
+        cached = _found(kind, key, workspace, options, rebuild=rebuild)
+        with watch.stage(kind, cached=cached is not None) as progress:
+            if cached is None and not rebuild:
+                pulled = options.cache.pull(parts, workspace, progress)
+            artifact = cached or pulled or _build(step, key, inputs, workspace, seed, progress, options)
+            options.cache.push(parts, artifact, progress)
+    found = cached is not None or pulled is not None
+    seconds = time.perf_counter() - started_s
+    return StepResult(kind, key, artifact, found, seconds, pulled=pulled is not None)
+
+
+@dataclass
+class _Wait:
+    """Waits a moment for the run that builds a result, and gives up when a signal asks this run to stop."""
+
+    kind: str
+    options: RunOptions
+    told: bool = False
+
+    def __call__(self) -> None:
+        if not self.told:
+            self.told = True
+            self.options.note(f"{self.kind} is being built by another run; waiting for it")
+        time.sleep(_LOOK_AGAIN_S)
+        if (signal_number := self.options.stop_signal()) is not None:
+            raise Interrupted(
+                f"stopped while another run built {self.kind}; the same command resumes here.",
+                signal_number=signal_number,
+            )
+
+
+def _found(
+    kind: str, key: str, workspace: Workspace, options: RunOptions, *, rebuild: bool
+) -> Artifact | None:
+    """Return the finished result of that key, whose lock is held. A damaged one is set aside, and one that is
+    to be built again is removed.
+    """
+    if (damage := workspace.damage(key)) is not None:
+        aside = workspace.set_aside(key)
+        options.warn(f"{damage} It is set aside as {aside}, and '{kind}' is built again.")
+    found = workspace.get(key)
+    if rebuild and found is not None:  # resume points of an unfinished result stay: a rebuild goes on
+        workspace.discard(key)
+        return None
+    return found
 
 
 def _build(

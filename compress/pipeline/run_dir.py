@@ -7,24 +7,28 @@ run.log            one line for each stage and run
 artifacts/         a link for each stage
 published.json     where the last push put the artifact, by digest, and by commit on a hub
 workspace          a link to the workspace of the last run, where `compress resume` goes on
+run.lock           held by the run that is active, and its process
 """
 
+import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compress.artifact.atomic import write_atomic
+from compress.artifact.lock import locked
 from compress.artifact.manifest import Artifact, file_names
 from compress.artifact.seal import STORE
 from compress.artifact.workspace_sizes import RUNS
 from compress.digest import digest_bytes
-from compress.errors import StorageError
+from compress.errors import LockHeld, StorageError
 from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
-from compress.untrusted.files import append_text, read_bytes
+from compress.untrusted.files import append_text, read_bytes, read_text
 from compress.untrusted.parse import Malformed, read_json
 from compress.untrusted.text import one_line
 
@@ -51,9 +55,14 @@ class RunDir:
     path: Path
 
     @classmethod
-    def for_recipe(cls, recipe_file: Path) -> "RunDir":
-        """Return the default directory of a recipe: `runs/<name of the file>`."""
-        return cls(Path("runs") / recipe_file.name.removesuffix(".yaml").removesuffix(".yml"))
+    def for_recipe(
+        cls, recipe_file: Path, case: str | None = None, *, parent: Path = Path("runs")
+    ) -> "RunDir":
+        """Return the default directory of a recipe: `runs/<name of the file>`, with `-<case>` for a case of
+        its matrix.
+        """
+        name = recipe_file.name.removesuffix(".yaml").removesuffix(".yml")
+        return cls(parent / (name if case is None else f"{name}-{case}"))
 
     @property
     def lock(self) -> Path:
@@ -72,6 +81,28 @@ class RunDir:
         """The workspace of the last run; None when it is gone or there was no run."""
         link = self.path / "workspace"
         return Path(os.path.relpath(link.resolve())) if link.is_dir() else None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only run of this directory while the block runs.
+
+        Raises:
+            LockHeld: another one is active; the message names its process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / "run.lock"
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(file))
+            except BlockingIOError as error:
+                who = read_text(file, max_bytes=1 << 12).strip() or "another process"
+                raise LockHeld(
+                    f"the run directory {self.path} is in use by {one_line(who)}; wait for that run to end "
+                    f"or stop it, or give this run another --run-dir."
+                ) from error
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            yield
+            file.write_text("")
 
     def write_lock(self, document: Mapping[str, Any]) -> None:
         from compress.recipe import dump_yaml

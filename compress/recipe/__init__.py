@@ -2,6 +2,7 @@
 the meaning of any stage.
 """
 
+from compress.recipe.matrix import MAX_CASES, Case
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.notify import Notify, filled_in
 from compress.recipe.recipe import (
@@ -10,7 +11,9 @@ from compress.recipe.recipe import (
     Push,
     Recipe,
     StageEntry,
+    load_cases,
     load_recipe,
+    parse_cases,
     parse_recipe,
     recipe_schema,
     unknown_kind_error,
@@ -32,6 +35,7 @@ from compress.recipe.spec import (
 
 __all__ = [
     "MAX_BATCH",
+    "MAX_CASES",
     "MAX_FACTOR",
     "MAX_SAMPLES",
     "MAX_SEQ_LEN",
@@ -39,6 +43,7 @@ __all__ = [
     "MAX_TOKENS",
     "ByKind",
     "Cache",
+    "Case",
     "ChampionGates",
     "KeyPath",
     "ModelRef",
@@ -53,7 +58,9 @@ __all__ = [
     "dump_yaml",
     "filled_in",
     "list_to_tuple",
+    "load_cases",
     "load_recipe",
+    "parse_cases",
     "parse_model_ref",
     "parse_recipe",
     "parse_spec",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.json_schema import models_json_schema
 
 from compress.errors import RecipeError, did_you_mean
+from compress.recipe.matrix import Case, Matrix, fill, read_cases, refuse_placeholders
 from compress.recipe.model_ref import parse_model_ref
 from compress.recipe.notify import Notify
 from compress.recipe.source import SourceMap, read_source, read_yaml
@@ -90,6 +91,8 @@ class Cache(Spec):
 
 @dataclass(frozen=True)
 class Recipe:
+    """A recipe as its file has it; of one with a matrix, one `case`."""
+
     version: int
     model: str
     seed: int
@@ -98,6 +101,7 @@ class Recipe:
     file: str
     notify: tuple[Notify, ...] = ()
     cache: Cache = field(default_factory=Cache)
+    case: Case | None = None
 
 
 class _StageHead(BaseModel):
@@ -112,6 +116,7 @@ class _RecipeHead(Spec):
         "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias"
     )
     seed: int = Field(0, ge=0, le=_MAX_SEED)
+    matrix: Matrix | None = None
     stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
     push: Push | None = None
     notify: Notify | tuple[Notify, ...] = Field(
@@ -127,26 +132,76 @@ class _RecipeHead(Spec):
         return version
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file.
+def load_recipe(path: Path, *, case: str | None = None) -> Recipe:
+    """Read a recipe file; of one with a matrix, the case of that name.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push,
-            cache) is wrong.
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, matrix, stages,
+            push, notify, cache) is wrong; it has a matrix and no case is named, or not this one.
     """
-    text = read_source(path, file=str(path), what="recipe", hint="`compress init` writes one to start from.")
-    return parse_recipe(text, file=str(path))
+    return parse_recipe(_read(path), file=str(path), case=case)
 
 
-def parse_recipe(text: str, *, file: str) -> Recipe:
+def load_cases(path: Path) -> list[Recipe]:
+    """Read a recipe file, and return the recipe, or one for each case of its matrix; errors are those of
+    `load_recipe`.
+    """
+    return parse_cases(_read(path), file=str(path))
+
+
+def parse_recipe(text: str, *, file: str, case: str | None = None) -> Recipe:
     """Return the recipe in `text`; each stage is kept raw, for its owner to check with `parse_spec`.
 
     Raises:
         RecipeError: as `load_recipe`.
     """
+    recipes = parse_cases(text, file=file)
+    names = [each.case.name for each in recipes if each.case is not None]
+    if case is None and not names:
+        return recipes[0]
+    if not names:
+        raise RecipeError(f"{file}: there is no case {case}: the recipe has no matrix.")
+    if case is None:
+        raise RecipeError(
+            f"{file}: the recipe has a matrix, and one of its {len(names)} cases is wanted here.",
+            hint=f"Name it: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}.",
+        )
+    if case not in names:
+        raise RecipeError(f"{file}: the matrix has no case '{case}'.{did_you_mean(case, names)}")
+    return recipes[names.index(case)]
+
+
+def parse_cases(text: str, *, file: str) -> list[Recipe]:
+    """Return the recipe in `text`, or one for each case of its matrix.
+
+    Raises:
+        RecipeError: as `load_recipe`; or cases that would push to one name.
+    """
     tree, where = read_yaml(text, file=file)
     if not isinstance(tree, dict):
         raise where.error((), "a recipe is a mapping with the keys version, model and stages.")
+    if "matrix" not in tree:
+        refuse_placeholders(tree, where)
+        return [_parsed(tree, where, None)]
+    recipes = []
+    for case in read_cases(tree["matrix"], where):
+        filled, places = fill(tree, case, where)
+        recipes.append(_parsed(filled, places, case))
+    pushed = [(each.push.to, each.push.name) for each in recipes if each.push is not None]
+    if len(set(pushed)) != len(pushed):
+        raise where.error(
+            ("push", "name"),
+            "several cases of the matrix would push to one name, in place of one another; put $(matrix.axis) "
+            "into it.",
+        )
+    return recipes
+
+
+def _read(path: Path) -> str:
+    return read_source(path, file=str(path), what="recipe", hint="`compress init` writes one to start from.")
+
+
+def _parsed(tree: dict[str, Any], where: SourceMap, case: Case | None) -> Recipe:
     _check_stages(tree.get("stages"), where)
     head = parse_spec(_RecipeHead, tree, where)
     try:
@@ -163,7 +218,9 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         for index, raw in enumerate(tree["stages"])
     )
     notify = (head.notify,) if isinstance(head.notify, Notify) else head.notify
-    return Recipe(head.version, head.model, head.seed, stages, head.push, file, notify, head.cache)
+    return Recipe(
+        head.version, head.model, head.seed, stages, head.push, where.file, notify, head.cache, case
+    )
 
 
 def _check_stages(stages: Any, where: SourceMap) -> None:

@@ -66,12 +66,13 @@ class Position:
 @dataclass(frozen=True)
 class SourceMap:
     """The position of every key and list item of a mapping; `prefix` is the path of this mapping in the whole
-    file.
+    file, and `note` ends every error.
     """
 
     file: str
     positions: Mapping[KeyPath, Position]
     prefix: KeyPath = ()
+    note: str = ""
 
     def at(self, path: KeyPath) -> Position:
         """Return the position of `path`, or of its nearest parent that the file has."""
@@ -85,15 +86,14 @@ class SourceMap:
         inner = {
             known[depth:]: position for known, position in self.positions.items() if known[:depth] == path
         }
-        return SourceMap(self.file, {(): self.at(path)} | inner, self.prefix + path)
+        return SourceMap(self.file, {(): self.at(path)} | inner, self.prefix + path, self.note)
 
     def error(self, path: KeyPath, problem: str) -> RecipeError:
         """Return the error `file:line:column: <key path>: problem`."""
         position = self.at(path)
         name = path_text(self.prefix + path)
-        return RecipeError(
-            f"{self.file}:{position.line}:{position.column}: {name + ': ' if name else ''}{problem}"
-        )
+        sentence = f"{name + ': ' if name else ''}{problem}{self.note}"
+        return RecipeError(f"{self.file}:{position.line}:{position.column}: {sentence}")
 
 
 def read_source(path: Path, *, file: str, what: str, hint: str) -> str:

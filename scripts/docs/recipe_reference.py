@@ -15,6 +15,7 @@ Schema = Mapping[str, Any]
 MEANINGS: Mapping[str, str] = {
     "Recipe.version": "the version of the recipe's form",
     "Recipe.seed": "decides every random draw of the run",
+    "Recipe.matrix": "axes of values; the recipe is run once for each combination",
     "Recipe.stages": "what to do, in order",
     "Recipe.push": "where the finished artifact goes; left out, nowhere",
     "Recipe.cache": "registries that results of stages are pulled from and pushed to; decides no result",

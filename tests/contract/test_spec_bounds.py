@@ -14,6 +14,7 @@ from compress.stages import STAGES
 UNBOUNDED = {
     "where": "a value that rows of data are compared with; nothing is computed from it",
     "variables": "a value that a chat template reads; nothing else is computed from it",
+    "Matrix": "a value of an axis goes to keys of the recipe, which have bounds",
     "gates": "a limit that a measured value is compared with; any number is a limit",
 }
 """Keys of numbers without bounds, and why."""

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 
 from compress.cli.app import build_app, main
 from compress.pipeline import build_steps
-from compress.recipe import SourceMap, parse_recipe, parse_spec
+from compress.recipe import SourceMap, parse_cases, parse_spec
 from compress.stages import STAGES
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, commands_of
 
@@ -139,7 +139,8 @@ def test_recipes_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ROOT)
     tree = YAML(typ="safe").load(block.text)
     if isinstance(tree, dict) and "stages" in tree:
-        build_steps(parse_recipe(block.text, file=block.name))
+        for recipe in parse_cases(block.text, file=block.name):
+            build_steps(recipe)
         return
     for raw in tree if isinstance(tree, list) else [tree]:
         settings = {key: value for key, value in raw.items() if key != "kind"}

@@ -173,16 +173,98 @@ def test_a_build_that_describes_nothing_or_nonsense_fails_where_it_is_made(tmp_p
         workspace.get("../outside")
 
 
-def test_the_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
-    with (
-        Workspace(tmp_path).lock(),
-        pytest.raises(LockHeld, match=f"process {os.getpid()} on "),
-        Workspace(tmp_path).lock(),
-    ):
-        pytest.fail("two runs in one workspace")
+ME = f"process {os.getpid()} on "
+
+
+def test_who_is_alone_in_a_workspace_is_named_to_everybody_else(tmp_path: Path) -> None:
+    for other in (Workspace(tmp_path).lock, Workspace(tmp_path).share):
+        with Workspace(tmp_path).lock(), pytest.raises(LockHeld, match=ME), other():
+            pytest.fail("beside one that is alone")
     with Workspace(tmp_path).lock():
-        assert (tmp_path / "lock.holder").exists()
-    assert not (tmp_path / "lock.holder").exists()
+        assert len(list((tmp_path / "holders").iterdir())) == 1
+    assert not list((tmp_path / "holders").iterdir())
+
+
+def test_runs_share_a_workspace_and_nobody_is_alone_until_the_last_has_ended(tmp_path: Path) -> None:
+    with Workspace(tmp_path).share():
+        with Workspace(tmp_path).share(), pytest.raises(LockHeld, match=f"{ME}.*, {ME}"):
+            Workspace(tmp_path).lock().__enter__()
+        with pytest.raises(LockHeld, match=ME):
+            Workspace(tmp_path).lock().__enter__()
+    with Workspace(tmp_path).lock():
+        pass
+
+
+def test_of_many_processes_that_need_one_result_one_builds_it(tmp_path: Path) -> None:
+    code = f"""
+import os, time
+from pathlib import Path
+from compress.artifact.workspace import Workspace
+workspace = Workspace(Path({str(tmp_path)!r}))
+def build(writer):
+    (workspace.root / f"built-{{os.getpid()}}").touch()
+    time.sleep(0.2)
+    (writer.path / "data.bin").write_bytes(bytes(1000))
+    writer.describe(role="checkpoint")
+with workspace.share(), workspace.building({KEY!r}, wait=lambda: time.sleep(0.01)):
+    print(workspace.commit({KEY!r}, "quantize", {{}}, build).digest)
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    digests = {process.communicate()[0] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(digests) == 1
+    assert len(list(tmp_path.glob("built-*"))) == 1
+    assert not list((tmp_path / "locks").iterdir())
+
+
+def test_the_builder_is_waited_for_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from compress.artifact.workspace import Workspace
+workspace = Workspace(Path({str(tmp_path)!r}))
+with workspace.share(), workspace.building({KEY!r}, wait=sys.exit):
+    print("holds", flush=True)
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout.readline() == "holds\n"
+    looks: list[int] = []
+
+    def wait() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            assert holder.stdin is not None
+            holder.stdin.close()
+            holder.wait()
+
+    workspace = Workspace(tmp_path)
+    with workspace.building(KEY, wait=wait):
+        assert len(looks) >= 3
+    with workspace.building("b" * 64, wait=lambda: pytest.fail("another result")):
+        assert [each.name for each in (tmp_path / "locks").iterdir()] == ["b" * 64]
+    with workspace.lock():
+        pass
+    holder.stdout.close()
+
+
+def test_who_waits_may_give_up(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    def give_up() -> None:
+        raise LockHeld("enough")
+
+    with workspace.building(KEY, wait=give_up):
+        with pytest.raises(LockHeld, match="enough"), workspace.building(KEY, wait=give_up):
+            pytest.fail("two builders")
+        assert (tmp_path / "locks" / KEY).exists()
 
 
 def test_an_interrupted_replacement_keeps_the_old_content(
