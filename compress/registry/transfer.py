@@ -34,12 +34,25 @@ from compress.registry.image import (
     EMPTY_CONFIG,
     EVIDENCE,
     PROMOTION,
+    SIGNATURE,
     Descriptor,
     ImageManifest,
     file_layers,
 )
 from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.registry.signatures import (
+    check_place,
+    check_signed,
+    files_of_image,
+    newest_signature,
+    read_signature,
+    signature_beside,
+    signature_manifests,
+    store_signature,
+)
+from compress.sign.bundle import Bundle
+from compress.sign.signature import Signer, Verifier, check_files, make_bundle, signature_path
 from compress.untrusted.text import one_line
 
 SILENT = SilentProgress()
@@ -48,8 +61,9 @@ _ELSEWHERE = "Free space there, or give another destination."
 
 @dataclass(frozen=True)
 class PushResult:
-    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already, and
-    `revision` is the commit that has it, where the registry makes commits.
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already,
+    `revision` is the commit that has it, where the registry makes commits, and `signature_digest` that of the
+    manifest of its signature, where it is signed.
     """
 
     name: str
@@ -60,16 +74,19 @@ class PushResult:
     size_bytes: int
     num_new_blobs: int
     revision: str | None = None
+    signature_digest: str | None = None
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The objects that `verify` read and found whole."""
+    """The objects that `verify` read and found whole; `signed_by` is who signed it, where that was asked."""
 
     ref: Ref
     manifest_digest: str
     artifact_digest: str
     evidence_digests: tuple[str, ...]
+    signature_digests: tuple[str, ...]
+    signed_by: str | None
     num_blobs: int
     size_bytes: int
 
@@ -84,18 +101,20 @@ def push(
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
     progress: Progress = SILENT,
 ) -> PushResult:
-    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
-    it in one step, with `move` where it is given.
+    """Store an artifact, a directory of evidence, and the signature beside the artifact, which refer to it,
+    then move `latest` and the aliases to it in one step, with `move` where it is given.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
             artifact.
+        SignatureRefused: the signature beside it is one of other files.
         StorageError: a file does not match the manifest or the seal of the evidence, or the registry cannot
             be written.
     """
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
     proof = _evidence_files(evidence) if evidence is not None else ()
+    signature = signature_beside(artifact)
     config = artifact.manifest.to_bytes()
     image = ImageManifest(
         ARTIFACT,
@@ -110,6 +129,10 @@ def push(
         attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
         num_new += store_image(registry, attached, b"{}", evidence, progress=progress)
         registry.attach(attached.descriptor, image.descriptor)
+    signed = None
+    if signature is not None:
+        signed, num_new_here = store_signature(registry, signature, image.descriptor)
+        num_new += num_new_here
     if move is None:
         registry.write_tag(name, tags, image.descriptor)
     else:
@@ -123,6 +146,7 @@ def push(
         size_bytes=artifact.size_bytes,
         num_new_blobs=num_new,
         revision=registry.revision if isinstance(registry, Committing) else None,
+        signature_digest=signed.digest if signed else None,
     )
 
 
@@ -169,6 +193,38 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
     return attached.descriptor.digest
 
 
+def sign_pushed(ref: Ref | str, signer: Signer) -> str:
+    """Read every byte of a pushed artifact again, sign it, attach the signature as its newest one, and return
+    the digest of the signature's manifest.
+
+    Raises:
+        UsageError: the reference means nothing, or there is no key.
+        StorageError: a blob is missing or differs from its digest, or the registry cannot be written.
+    """
+    ref = _as_ref(ref)
+    registry = open_repository(ref)
+    subject = _find(registry, ref)
+    image, _ = _read_artifact(registry, subject)
+    for blob in (image.config, *image.layers):
+        copy_blob(registry, blob, None)
+    bundle = make_bundle(files_of_image(image), ref.name, signer)
+    return store_signature(registry, bundle, subject)[0].digest
+
+
+def check_pushed_signature(ref: Ref | str, verifier: Verifier) -> None:
+    """Check that a pushed artifact is signed by whom it must be. Its manifests and signatures are read, and
+    no weights: `pull` compares those with the manifests.
+
+    Raises:
+        UsageError: the reference means nothing.
+        SignatureRefused: it is not.
+    """
+    ref = _as_ref(ref)
+    registry = open_repository(ref)
+    subject = _find(registry, ref)
+    check_signed(registry, _read_artifact(registry, subject)[0], subject, verifier, where=str(ref))
+
+
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
     """Return the digest of the artifact that `name:tag` points to; None when nothing has that tag."""
     registry = registry.repository(name)
@@ -201,20 +257,30 @@ def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
 
 
 def pull(
-    ref: Ref | str, destination: Path, *, evidence: Path | None = None, progress: Progress = SILENT
+    ref: Ref | str,
+    destination: Path,
+    *,
+    evidence: Path | None = None,
+    verifier: Verifier | None = None,
+    progress: Progress = SILENT,
 ) -> Artifact:
-    """Copy an artifact into a new directory, and the newest evidence attached to it into another, checking
-    every byte. Neither appears before both are whole.
+    """Copy an artifact into a new directory, the newest evidence attached to it into another, and its
+    signature beside the first, checking every byte. Nothing appears before all is whole. With `verifier` the
+    artifact must be signed by it, or nothing is fetched; without, the newest signature comes unchecked.
 
     Raises:
         UsageError: the reference means nothing, there is no evidence, or a destination exists and is not an
             empty directory.
+        SignatureRefused: it is not signed by whom it must be.
         StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
             destination is not made.
     """
     ref = _as_ref(ref)
     registry = open_repository(ref)
-    image, manifest = _read_artifact(registry, _find(registry, ref))
+    subject = _find(registry, ref)
+    image, manifest = _read_artifact(registry, subject)
+    signature = _signature_of(registry, image, subject, verifier, where=str(ref))
+    check_place(destination, files_of_image(image))
     if evidence is not None:
         _check_apart(destination, evidence)
         proof = _newest_evidence(registry, ref)
@@ -226,7 +292,21 @@ def pull(
             check_evidence(proving)
         fetch_files(registry, image, building, progress=progress)
         write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
+        if signature is not None:
+            write_atomic(signature_path(destination), signature.data)
     return open_artifact(destination)
+
+
+def _signature_of(
+    registry: Registry, image: ImageManifest, subject: Descriptor, verifier: Verifier | None, *, where: str
+) -> Bundle | None:
+    """Return the signature that is pulled with an artifact; None where it has none and needs none."""
+    if verifier is not None:
+        return check_signed(registry, image, subject, verifier, where=where)
+    bundle = newest_signature(registry, subject)
+    if bundle is not None:
+        check_files(bundle, files_of_image(image), where=where)
+    return bundle
 
 
 def pull_evidence(ref: Ref | str, destination: Path) -> Path:
@@ -245,28 +325,36 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
     return destination
 
 
-def verify(ref: Ref | str) -> VerifyReport:
-    """Read every blob of an artifact and of its evidence again, without copying.
+def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
+    """Read every blob of an artifact, of its evidence and of its signatures again, without copying. With
+    `verifier` the artifact must be signed by it.
 
     Raises:
         UsageError: the reference means nothing.
+        SignatureRefused: it is not signed by whom it must be.
         StorageError: a blob is missing or differs from its digest; the blob and the file are named.
     """
     ref = _as_ref(ref)
     registry = open_repository(ref)
     found = _find(registry, ref)
     image, manifest = _read_artifact(registry, found)
+    if verifier is not None:
+        check_signed(registry, image, found, verifier, where=str(ref))
     attached = _evidence_of(registry, found)
     evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
-    blobs = [blob for each in (image, *evidence) for blob in (each.config, *each.layers)]
+    signatures = signature_manifests(registry, found)
+    signed = [read_signature(registry, descriptor, found)[0] for descriptor in signatures]
+    blobs = [blob for each in (image, *evidence, *signed) for blob in (each.config, *each.layers)]
     for blob in blobs:
         copy_blob(registry, blob, None)
-    whole = [found, *attached, *blobs]
+    whole = [found, *attached, *signatures, *blobs]
     return VerifyReport(
         ref=ref,
         manifest_digest=found.digest,
         artifact_digest=manifest.digest,
         evidence_digests=tuple(descriptor.digest for descriptor in attached),
+        signature_digests=tuple(descriptor.digest for descriptor in signatures),
+        signed_by=None if verifier is None else str(verifier),
         num_blobs=len({blob.digest for blob in whole}),
         size_bytes=sum({blob.digest: blob.size_bytes for blob in whole}.values()),
     )
@@ -281,8 +369,11 @@ def _newest_evidence(registry: Registry, ref: Ref) -> ImageManifest:
 
 
 def _evidence_of(registry: Registry, subject: Descriptor) -> tuple[Descriptor, ...]:
-    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions."""
-    return tuple(each for each in registry.attached(subject) if each.artifact_type != PROMOTION)
+    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions
+    and its signatures.
+    """
+    others = (PROMOTION, SIGNATURE)
+    return tuple(each for each in registry.attached(subject) if each.artifact_type not in others)
 
 
 def _check_apart(one: Path, other: Path) -> None:
