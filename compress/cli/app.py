@@ -30,6 +30,7 @@ from compress.cli import (
     run,
     schema,
     serve,
+    sign,
     validate,
     verify,
 )
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "inspect": inspect.inspect,
     "convert": convert.convert,
+    "sign": sign.sign,
     "push": push.push,
     "rollback": rollback.rollback,
     "pull": pull.pull,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
@@ -21,6 +22,7 @@ from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
+from compress.pipeline.signing import signature_of, signer_of_push
 from compress.pipeline.steps import (
     build_steps,
     check_selection,
@@ -29,10 +31,11 @@ from compress.pipeline.steps import (
     resolve_source,
     shapes_of,
 )
-from compress.recipe import load_recipe
+from compress.recipe import Push, load_recipe
 from compress.registry.protocol import open_registry
 from compress.registry.ref import compose_ref
 from compress.registry.transfer import PushResult
+from compress.sign.bundle import Bundle
 from compress.stages import Port
 
 
@@ -73,13 +76,15 @@ def execute(job: Job, watch: Watch) -> Result:
     recipe = load_recipe(job.recipe_file)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
-    source = resolve_source(recipe.model, offline=job.offline)
+    source = resolve_source(recipe.model, offline=job.offline, signed_by=recipe.signed_by)
     shapes = shapes_of(lambda: open_weights(source.path).arch)
     estimates(steps, shapes, job.device, source=source.path)
     workspace = Workspace(job.workspace)
     directory.check()
     if recipe.push is not None:
         open_registry(recipe.push.to).check_place()
+        if (signer := signer_of_push(recipe.push)) is not None:
+            signer.check()
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
@@ -105,12 +110,19 @@ def execute(job: Job, watch: Watch) -> Result:
             result = run(recipe, steps, source, workspace, watch, options)
             evidence = _write_evidence(directory, result, job.recipe_file)
             if recipe.push is not None and result.complete and not result.gates_failed:
-                pushed, champion = publish(recipe.push, result, evidence)
+                pushed, champion = publish(
+                    recipe.push, result, evidence, sign=_signing(recipe.push, directory)
+                )
                 _record_push(directory, recipe.push.to, pushed, champion)
     failed = result.gates_failed or (champion is not None and champion.failed)
     status = "gate_failed" if failed else "done" if result.complete else "stopped"
     seconds = time.perf_counter() - started_s
     return Result(status, result, directory, pushed, seconds, champion=champion)
+
+
+def _signing(push: Push, directory: RunDir) -> Callable[[Artifact], Bundle | None]:
+    signer = signer_of_push(push)
+    return lambda artifact: signature_of(artifact, signer, directory)
 
 
 def _record_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:

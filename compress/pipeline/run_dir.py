@@ -4,7 +4,7 @@ workspace.
 recipe.lock.yaml   the recipe with everything resolved
 evidence/          report.html, report.json, README.md, provenance.json
 run.log            one line for each stage and run
-artifacts/         a link for each stage
+artifacts/         a link for each stage, and beside it the signature of what was pushed
 published.json     where the last push put the artifact, by digest, and by commit on a hub
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 """
@@ -143,9 +143,13 @@ class RunDir:
                 )
         return names
 
+    def link_of(self, kind: str) -> Path:
+        """Return the place of the link to the artifact that a stage made."""
+        return self.path / "artifacts" / kind
+
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""
-        _point(self.path / "artifacts" / kind, artifact.path)
+        _point(self.link_of(kind), artifact.path)
 
     def link_workspace(self, root: Path) -> None:
         """Remember where a resumed run finds what is built."""

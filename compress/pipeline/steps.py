@@ -11,11 +11,21 @@ from pydantic import ValidationError
 
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
-from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
-from compress.registry.model_source import ModelSource, resolve_model
+from compress.pipeline.signing import signer_of_push
+from compress.recipe import (
+    Push,
+    Recipe,
+    SignedBy,
+    Spec,
+    parse_model_ref,
+    parse_spec,
+    unknown_kind_error,
+)
+from compress.registry.model_source import ModelSource, Required, resolve_model
 from compress.registry.promotion import check_guarded
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG, compose_ref, parse_ref
+from compress.sign.choice import verifier_of
 from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 _OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
@@ -173,15 +183,34 @@ def estimates(
     return found
 
 
-def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
-    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here.
+def resolve_source(model: str, *, offline: bool = False, signed_by: SignedBy | None = None) -> ModelSource:
+    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here, and signed
+    by whom a recipe says it must be.
 
     Raises:
-        UsageError: the reference means nothing.
+        UsageError: the reference means nothing, or there is no such key.
+        SignatureRefused: it is not signed, or not by whom it must be, or has changed since.
         StorageError: the hub cannot be reached or does not have it.
     """
     ref = parse_model_ref(model)
-    return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline)
+    required = None if signed_by is None else _required(signed_by)
+    return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline, required=required)
+
+
+def _required(signed_by: SignedBy) -> Required:
+    verifier = verifier_of(
+        key=_path(signed_by.key),
+        identity=signed_by.identity,
+        issuer=signed_by.issuer,
+        trust_config=_path(signed_by.trust_config),
+    )
+    if verifier is None:
+        raise UsageError("signed_by names nobody: give a public key (key), or an identity with its issuer.")
+    return Required(verifier, _path(signed_by.signature))
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
@@ -199,7 +228,10 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         {"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)}
         for step in steps
     ]
-    lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
+    named: Any = model
+    if recipe.signed_by is not None:
+        named = {"ref": model, "signed_by": recipe.signed_by.model_dump(mode="json", exclude_none=True)}
+    lock: dict[str, Any] = {"version": recipe.version, "model": named, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")
     return lock
@@ -229,6 +261,7 @@ def _check_push(push: Push, file: str, *, proven: bool) -> None:
         if push.gates is not None:
             check_guarded(registry, push.to)
             compose_ref(push.to, push.name, push.gates.against_alias)
+        signer_of_push(push)
         for tag in (DEFAULT_TAG, *push.aliases):
             compose_ref(push.to, push.name, tag)
     except UsageError as error:

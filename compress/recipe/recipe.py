@@ -62,6 +62,44 @@ class ChampionGates(Spec):
         return given | {f"tasks.{name}.accuracy_drop": value for name, value in self.tasks.items()}
 
 
+class SignWith(Spec):
+    """How the artifact is signed before it is pushed: with a private key, or keyless."""
+
+    key: str | None = Field(None, min_length=1, description="private key, a PEM file")
+    password_file: str | None = Field(
+        None, min_length=1, description="file with its password; else COMPRESS_KEY_PASSWORD has it"
+    )
+    keyless: bool = Field(False, description="sign by the identity of this workload, with Sigstore")
+    trust_config: str | None = Field(
+        None, min_length=1, description="roots of trust of a private Sigstore instance"
+    )
+
+
+class SignedBy(Spec):
+    """Who must have signed the model: the owner of a key, or an identity."""
+
+    key: str | None = Field(None, min_length=1, description="public key, a PEM file")
+    identity: str | None = Field(
+        None, min_length=1, description="identity of a keyless signature, such as a mail address"
+    )
+    issuer: str | None = Field(
+        None, min_length=1, description="URL of the OpenID Connect issuer that vouches for it"
+    )
+    trust_config: str | None = Field(
+        None, min_length=1, description="roots of trust of a private Sigstore instance"
+    )
+    signature: str | None = Field(
+        None, min_length=1, description="the signature of a directory; `<directory>.sig` beside it by default"
+    )
+
+
+class SignedModel(Spec):
+    """A model, and who must have signed it."""
+
+    ref: str = Field(min_length=1, description="a directory, or an artifact of a registry")
+    signed_by: SignedBy
+
+
 class Push(Spec):
     """The registry, name and tags that the finished artifact gets."""
 
@@ -71,6 +109,7 @@ class Push(Spec):
     gates: ChampionGates | None = Field(
         None, description="pushed only if it is as good as what an alias of the registry holds"
     )
+    sign: SignWith | None = Field(None, description="signed before the push; the signature travels with it")
 
 
 @dataclass(frozen=True)
@@ -81,6 +120,8 @@ class Recipe:
     stages: tuple[StageEntry, ...]
     push: Push | None
     file: str
+    signed_by: SignedBy | None = None
+    """Who must have signed the model, or nothing runs."""
 
 
 class _StageHead(BaseModel):
@@ -90,9 +131,10 @@ class _StageHead(BaseModel):
 
 class _RecipeHead(Spec):
     version: Literal[1]
-    model: str = Field(
+    model: str | SignedModel = Field(
         description="builtin://reference, ./path, hf://org/name@revision, or an artifact such as "
-        "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias"
+        "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias; "
+        "or a mapping of such a reference and who must have signed it"
     )
     seed: int = Field(0, ge=0, le=_MAX_SEED)
     stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
@@ -128,10 +170,18 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         raise where.error((), "a recipe is a mapping with the keys version, model and stages.")
     _check_stages(tree.get("stages"), where)
     head = parse_spec(_RecipeHead, tree, where)
+    signed = head.model if isinstance(head.model, SignedModel) else None
+    ref = str(head.model) if signed is None else signed.ref
     try:
-        parse_model_ref(head.model)
+        model = parse_model_ref(ref)
     except RecipeError as error:
         raise where.error(("model",), str(error)) from None
+    if signed is not None and model.scheme in ("builtin", "hf"):
+        raise where.error(
+            ("model", "ref"),
+            "a signature covers every file of a model, and of this one only a part is fetched; name a "
+            "directory, or an artifact of a registry.",
+        )
     stages = tuple(
         StageEntry(
             raw["kind"],
@@ -141,7 +191,8 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         )
         for index, raw in enumerate(tree["stages"])
     )
-    return Recipe(head.version, head.model, head.seed, stages, head.push, file)
+    signed_by = None if signed is None else signed.signed_by
+    return Recipe(head.version, ref, head.seed, stages, head.push, file, signed_by)
 
 
 def _check_stages(stages: Any, where: SourceMap) -> None:

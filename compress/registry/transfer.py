@@ -98,11 +98,13 @@ def push(
     name: str,
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
+    sign: Callable[[Artifact], Bundle | None] = signature_beside,
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
     progress: Progress = SILENT,
 ) -> PushResult:
     """Store an artifact, a directory of evidence, and the signature beside the artifact, which refer to it,
     then move `latest` and the aliases to it in one step, with `move` where it is given.
+    `sign` returns the signature, by default the one that lies beside the artifact, or None.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
@@ -114,7 +116,7 @@ def push(
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
     proof = _evidence_files(evidence) if evidence is not None else ()
-    signature = signature_beside(artifact)
+    signature = sign(artifact)
     config = artifact.manifest.to_bytes()
     image = ImageManifest(
         ARTIFACT,
@@ -280,12 +282,12 @@ def pull(
     subject = _find(registry, ref)
     image, manifest = _read_artifact(registry, subject)
     signature = _signature_of(registry, image, subject, verifier, where=str(ref))
-    check_place(destination, files_of_image(image))
     if evidence is not None:
         _check_apart(destination, evidence)
         proof = _newest_evidence(registry, ref)
     with contextlib.ExitStack() as stack:
         building = stack.enter_context(_appearing(destination))
+        check_place(destination, files_of_image(image))
         if evidence is not None:
             proving = stack.enter_context(_appearing(evidence))
             fetch_files(registry, proof, proving, progress=progress)

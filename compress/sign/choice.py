@@ -5,7 +5,7 @@ identity, never both.
 from pathlib import Path
 
 from compress.errors import UsageError
-from compress.sign.key import KeySigner, KeyVerifier, read_password
+from compress.sign.key import KeySigner, KeyVerifier
 from compress.sign.keyless import KeylessSigner, KeylessVerifier
 from compress.sign.signature import Signer, Verifier
 
@@ -28,7 +28,7 @@ def signer_of(
         return KeylessSigner(trust_config)
     if trust_config is not None:
         raise UsageError("roots of trust (trust_config) belong to keyless signing.")
-    return KeySigner(key, read_password(password_file))
+    return KeySigner(key, password_file)
 
 
 def verifier_of(

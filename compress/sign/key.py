@@ -7,7 +7,7 @@
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,25 +27,35 @@ _MAX_KEY_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class KeySigner:
-    """The owner of a private key. The password is in no message and no representation of this object."""
+    """The owner of a private key. Its password is in a file, or in the environment variable
+    COMPRESS_KEY_PASSWORD; it is read when it is needed, and is no argument, which other users could see.
+    """
 
     private_key: Path
-    password: bytes | None = field(default=None, repr=False)
+    password_file: Path | None = None
+
+    def check(self) -> None:
+        self._key()
+
+    def made(self, bundle: Bundle) -> bool:
+        with tempfile.TemporaryDirectory() as scratch:
+            public = Path(scratch) / "key.pub"
+            public.write_bytes(_public_pem(self._key().public_key()))
+            try:
+                check_made_by(bundle, KeyVerifier(public))
+            except SignatureRefused:
+                return False
+        return True
 
     def configure(self, config: "signing.Config") -> None:
-        _private_key(self.private_key, self.password)
-        config.use_elliptic_key_signer(private_key=self.private_key, password=self.password)
+        self.check()
+        config.use_elliptic_key_signer(private_key=self.private_key, password=_password(self.password_file))
 
     def sign(self, config: "signing.Config", model: Path, signature: Path) -> None:
         config.sign(model, signature)
 
-    def public_pem(self) -> bytes:
-        """Return the public half of the key.
-
-        Raises:
-            UsageError: the key cannot be read.
-        """
-        return _public_pem(_private_key(self.private_key, self.password).public_key())
+    def _key(self) -> "EllipticCurvePrivateKey":
+        return _private_key(self.private_key, _password(self.password_file))
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,9 @@ class KeyVerifier:
         config.use_elliptic_key_verifier(public_key=self.public_key)
 
 
-def read_password(file: Path | None) -> bytes | None:
-    """Return the password of a private key: the first line of a file, or the environment variable
-    COMPRESS_KEY_PASSWORD; None where there is neither. It is no argument, which other users could see.
+def _password(file: Path | None) -> bytes | None:
+    """Return the password of a private key: the first line of the file, or what COMPRESS_KEY_PASSWORD has;
+    None where there is neither.
 
     Raises:
         UsageError: the file cannot be read.
@@ -80,22 +90,7 @@ def read_password(file: Path | None) -> bytes | None:
     if file is None:
         password = os.environ.get(PASSWORD_VARIABLE)
         return None if password is None else os.fsencode(password)
-    try:
-        return read_bytes(file, max_bytes=_MAX_KEY_BYTES).split(b"\n", 1)[0].rstrip(b"\r")
-    except OSError as error:
-        raise UsageError(f"the password file {file} cannot be read: {error.strerror}.", where=file) from None
-
-
-def is_made_with(bundle: Bundle, signer: KeySigner) -> bool:
-    """Return whether a bundle is signed by the key of a signer."""
-    with tempfile.TemporaryDirectory() as scratch:
-        public = Path(scratch) / "key.pub"
-        public.write_bytes(signer.public_pem())
-        try:
-            check_made_by(bundle, KeyVerifier(public))
-        except SignatureRefused:
-            return False
-    return True
+    return _read(file, "password file").split(b"\n", 1)[0].rstrip(b"\r")
 
 
 def _private_key(path: Path, password: bytes | None) -> "EllipticCurvePrivateKey":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from compress.errors import EnvironmentUnfit, SignatureRefused, StorageError, UsageError
 from compress.sign.bundle import Bundle
+from compress.sign.signature import check_installed
 from compress.untrusted.text import one_line
 
 if TYPE_CHECKING:
@@ -28,10 +29,30 @@ class KeylessSigner:
 
     trust_config: Path | None = None
 
+    def check(self) -> None:
+        _check_file(self.trust_config)
+        self._token()
+
+    def made(self, bundle: Bundle) -> bool:
+        """Return whether a bundle was made without a key. Whose identity it has is not known before signing;
+        who reads it checks that.
+        """
+        return bundle.key_hint is None
+
     def configure(self, config: "signing.Config") -> None:
+        self.check()
+        with _explained():
+            config.use_sigstore_signer(identity_token=self._token(), trust_config=self.trust_config)
+
+    def sign(self, config: "signing.Config", model: Path, signature: Path) -> None:
+        with _explained():
+            config.sign(model, signature)
+
+    def _token(self) -> str | None:
+        """Return the token of this workload; None at a terminal, where a person signs in."""
+        check_installed()
         from sigstore.oidc import detect_credential
 
-        _check_file(self.trust_config)
         with _explained():
             token = detect_credential()
         if token is None and not sys.stdin.isatty():
@@ -40,12 +61,7 @@ class KeylessSigner:
                 "GitLab, Google Cloud, ...) nor a terminal where a person can sign in.",
                 hint="Sign with --key.",
             )
-        with _explained():
-            config.use_sigstore_signer(identity_token=token, trust_config=self.trust_config)
-
-    def sign(self, config: "signing.Config", model: Path, signature: Path) -> None:
-        with _explained():
-            config.sign(model, signature)
+        return token
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import MANIFEST_NAME, file_names, open_artifact, verify_artifact
 from compress.digest import digest_file
-from compress.errors import SignatureRefused
+from compress.errors import SignatureRefused, UsageError
 from compress.plugins import check_extra
 from compress.sign.bundle import Bundle, parse_bundle, read_bundle
 
@@ -30,6 +30,18 @@ _MAX_HASHERS = 16
 
 class Signer(Protocol):
     """Who signs: configures the package for one way of signing."""
+
+    def check(self) -> None:
+        """Check, before long work, that there is something to sign with.
+
+        Raises:
+            UsageError, EnvironmentUnfit: there is no key, no password of it, or no identity.
+        """
+        ...
+
+    def made(self, bundle: Bundle) -> bool:
+        """Return whether a bundle need not be made again, as far as this signer can tell."""
+        ...
 
     def configure(self, config: "signing.Config") -> None:
         """Have the package sign in this way.
@@ -215,7 +227,7 @@ def digests_of(directory: Path, *, signature: Path | None = None) -> dict[str, s
         verify_artifact(artifact)
         return {each.path: each.digest for each in artifact.manifest.files} | {MANIFEST_NAME: artifact.digest}
     if not directory.is_dir():
-        raise SignatureRefused(f"there is no directory {directory}.", where=directory)
+        raise UsageError(f"there is no directory {directory}.", where=directory)
     inside = None if signature is None else signature.resolve()
     names = [name for name in file_names(directory) if (directory / name).resolve() != inside]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HASHERS)) as pool:
