@@ -17,12 +17,15 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.family import unread_note
+from compress.pipeline.bom import bill_of_materials
+from compress.pipeline.evidence import REPORT_NAME, read_report
 from compress.pipeline.promote import Challenge
-from compress.pipeline.provenance import provenance
+from compress.pipeline.provenance import Inputs, now, provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
-from compress.pipeline.run_dir import RunDir
+from compress.pipeline.run_dir import BOM_NAME, PROVENANCE_NAME, SLSA_NAME, RunDir
 from compress.pipeline.signing import signature_of, signer_of_push
+from compress.pipeline.slsa import slsa_statement
 from compress.pipeline.steps import (
     build_steps,
     check_selection,
@@ -31,6 +34,7 @@ from compress.pipeline.steps import (
     resolve_source,
     shapes_of,
 )
+from compress.pipeline.texts import texts_of
 from compress.recipe import Push, load_recipe
 from compress.registry.protocol import open_registry
 from compress.registry.ref import compose_ref
@@ -89,7 +93,9 @@ def execute(job: Job, watch: Watch) -> Result:
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
             return Result(status, same, directory, None, time.perf_counter() - started_s)
-        directory.write_lock(lock_of(recipe, steps, source))
+        resolved = lock_of(recipe, steps, source)
+        inputs = Inputs(job.recipe_file, resolved, texts_of(steps), now())
+        directory.write_lock(resolved)
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
         if isinstance(shapes, Arch) and (sentence := unread_note(shapes)) is not None:
@@ -108,7 +114,7 @@ def execute(job: Job, watch: Watch) -> Result:
         pushed = champion = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)
-            evidence = _write_evidence(directory, result, job.recipe_file)
+            evidence = _write_evidence(directory, result, inputs)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed, champion = publish(
                     recipe.push, result, evidence, sign=_signing(recipe.push, directory)
@@ -147,16 +153,26 @@ def _warn(job: Job, sentence: str) -> None:
     job.warn(sentence)
 
 
-def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> Path | None:
-    artifact = result.latest(Port.EVIDENCE)
-    if artifact is None:
+def _write_evidence(directory: RunDir, result: RunResult, inputs: Inputs) -> Path | None:
+    evidence = result.latest(Port.EVIDENCE)
+    if evidence is None:
         return None
-    digests = {each.kind: each.artifact.digest for each in result.steps}
+    made = {each.kind: each.artifact for each in result.steps}
+    digests = {kind: each.digest for kind, each in made.items()}
     built = any(not each.cached for each in result.steps)
     known = (
         None if built else directory.provenance_of(digests)
     )  # finding everything cached is not when and where it was made
-    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
+    facts = known or provenance(inputs, result.source, made)
+    documents = {PROVENANCE_NAME: facts}
+    subject = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
+    if subject is not None:
+        report = read_report(evidence.file(REPORT_NAME))
+        documents |= {
+            SLSA_NAME: slsa_statement(facts, subject),
+            BOM_NAME: bill_of_materials(facts, subject, report),
+        }
+    directory.write_evidence(evidence, documents)
     return directory.evidence
 
 

@@ -2,7 +2,7 @@
 workspace.
 
 recipe.lock.yaml   the recipe with everything resolved
-evidence/          report.html, report.json, README.md, provenance.json
+evidence/          report.html, report.json, README.md, provenance.json, provenance.slsa.json, bom.cdx.json
 run.log            one line for each stage and run
 artifacts/         a link for each stage, and beside it the signature of what was pushed
 published.json     where the last push put the artifact, by digest, and by commit on a hub
@@ -21,7 +21,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import Artifact, file_names
 from compress.digest import digest_bytes
 from compress.errors import StorageError
-from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
+from compress.registry.evidence import SEAL_NAME, check_evidence, seal_evidence, sealed_names
 from compress.untrusted.files import append_text, read_bytes
 from compress.untrusted.parse import Malformed, read_json
 from compress.untrusted.text import one_line
@@ -30,6 +30,10 @@ LOCK_NAME = "recipe.lock.yaml"
 EVIDENCE_NAMES = frozenset({"report.html", "report.json", "README.md"})
 """Files of evidence that may be there without their seal, where a kill came between."""
 PROVENANCE_NAME = "provenance.json"
+SLSA_NAME = "provenance.slsa.json"
+BOM_NAME = "bom.cdx.json"
+_WRITTEN_NAMES = frozenset({PROVENANCE_NAME, SLSA_NAME, BOM_NAME, SEAL_NAME})
+"""Files of evidence that no stage makes, written for the run."""
 _LOCK_HEADER = (
     "# Written by `compress run`: the recipe with every default and moving name resolved. "
     "`compress resume` runs it.\n"
@@ -103,8 +107,8 @@ class RunDir:
         if self.evidence.is_dir():
             self._leftover_evidence()
 
-    def write_evidence(self, artifact: Artifact, provenance: Mapping[str, Any]) -> None:
-        """Copy what validation wrote, add where, when and with what it was measured, and seal all of it.
+    def write_evidence(self, artifact: Artifact, documents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Copy what validation wrote, add the JSON documents of the run by their names, and seal all of it.
 
         Raises:
             StorageError: a file of the artifact has changed, or there is one that no run wrote.
@@ -120,8 +124,11 @@ class RunDir:
                     f"{artifact.file(record.path)} has changed since it was stored; run the recipe again."
                 )
             write_atomic(self.evidence / record.path, data)
-        document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
-        write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
+        for name in _WRITTEN_NAMES - documents.keys() - {SEAL_NAME}:
+            (self.evidence / name).unlink(missing_ok=True)
+        for name, document in documents.items():
+            text = json.dumps(dict(document), indent=1, ensure_ascii=False) + "\n"
+            write_atomic(self.evidence / name, text.encode())
         seal_evidence(self.evidence)
 
     def write_published(self, document: Mapping[str, Any]) -> None:
@@ -133,7 +140,7 @@ class RunDir:
 
     def _leftover_evidence(self) -> set[str]:
         """Return the files of the directory of evidence, all of them of an earlier run."""
-        names = set(file_names(self.evidence)) - {PROVENANCE_NAME, SEAL_NAME}
+        names = set(file_names(self.evidence)) - _WRITTEN_NAMES
         known = sealed_names(self.evidence) | EVIDENCE_NAMES
         for name in sorted(names - known):
             if not name.endswith(".tmp"):  # what a killed run was writing
@@ -156,13 +163,17 @@ class RunDir:
         _point(self.path / "workspace", root)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the provenance in this directory, if it is about these artifacts."""
+        """Return the provenance in this directory, if it is about these artifacts, as it was sealed and of
+        the form that is written now.
+        """
         try:
+            check_evidence(self.evidence)
             document = read_json(self.evidence / PROVENANCE_NAME)
         except (OSError, Malformed, StorageError):  # none yet, or damaged: it is written anew
             return None
-        is_of_these = isinstance(document, dict) and document.get("artifacts") == dict(digests)
-        return document if is_of_these else None
+        if not isinstance(document, dict) or document.get("artifacts") != dict(digests):
+            return None
+        return document if "texts" in document else None
 
     def log(self, line: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
