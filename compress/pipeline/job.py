@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
@@ -24,7 +23,7 @@ from compress.pipeline.provenance import Inputs, now, provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import BOM_NAME, PROVENANCE_NAME, SLSA_NAME, RunDir
-from compress.pipeline.signing import signature_of, signer_of_push
+from compress.pipeline.signing import RunSignatures
 from compress.pipeline.slsa import slsa_statement
 from compress.pipeline.steps import (
     build_steps,
@@ -39,7 +38,6 @@ from compress.recipe import Push, load_recipe
 from compress.registry.protocol import open_registry
 from compress.registry.ref import compose_ref
 from compress.registry.transfer import PushResult
-from compress.sign.bundle import Bundle
 from compress.stages import Port
 
 
@@ -87,8 +85,8 @@ def execute(job: Job, watch: Watch) -> Result:
     directory.check()
     if recipe.push is not None:
         open_registry(recipe.push.to).check_place()
-        if (signer := signer_of_push(recipe.push)) is not None:
-            signer.check()
+        if recipe.push.sign is not None:
+            recipe.push.sign.signer().check()
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
@@ -117,7 +115,7 @@ def execute(job: Job, watch: Watch) -> Result:
             evidence = _write_evidence(directory, result, inputs)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed, champion = publish(
-                    recipe.push, result, evidence, sign=_signing(recipe.push, directory)
+                    recipe.push, result, evidence, sign=_signatures(recipe.push, directory)
                 )
                 _record_push(directory, recipe.push.to, pushed, champion)
     failed = result.gates_failed or (champion is not None and champion.failed)
@@ -126,9 +124,8 @@ def execute(job: Job, watch: Watch) -> Result:
     return Result(status, result, directory, pushed, seconds, champion=champion)
 
 
-def _signing(push: Push, directory: RunDir) -> Callable[[Artifact], Bundle | None]:
-    signer = signer_of_push(push)
-    return lambda artifact: signature_of(artifact, signer, directory)
+def _signatures(push: Push, directory: RunDir) -> RunSignatures:
+    return RunSignatures(None if push.sign is None else push.sign.signer(), directory)
 
 
 def _record_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:

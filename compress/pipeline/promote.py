@@ -3,7 +3,7 @@ candidate is pushed, and an alias that moves is moved under the condition that i
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from compress.registry.image import Descriptor
 from compress.registry.promotion import check_guarded, holder, promote
 from compress.registry.protocol import Registry, open_registry
 from compress.registry.ref import Ref, compose_ref
-from compress.registry.signatures import signature_beside
-from compress.sign.bundle import Bundle
+from compress.registry.signatures import BESIDE, Signatures
 from compress.validate.compare.champion import champion_gates
 from compress.validate.compare.evidence import read_evidence
 from compress.validate.gates import GateResult
@@ -59,7 +58,7 @@ def challenge(
     place: Place,
     *,
     evidence: Path | None,
-    sign: Callable[[Artifact], Bundle | None] = signature_beside,
+    sign: Signatures = BESIDE,
 ) -> Challenge:
     """Push an artifact if it is as good as the champion, by its evidence and the newest of the champion;
     `sign` is that of `push`.
@@ -110,7 +109,7 @@ def _push(
     place: Place,
     *,
     evidence: Path,
-    sign: Callable[[Artifact], Bundle | None],
+    sign: Signatures,
 ) -> transfer.PushResult:
     def move(tags: tuple[str, ...], manifest: Descriptor) -> None:
         promote(

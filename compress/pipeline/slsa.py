@@ -1,6 +1,6 @@
 """Provenance as other tools read it: an in-toto statement (https://in-toto.io/Statement/v1) with the
-predicate SLSA provenance v1 (https://slsa.dev/provenance/v1), made from the facts of provenance.py and nothing
-else.
+predicate SLSA provenance v1 (https://slsa.dev/provenance/v1), made from nothing but the facts of
+provenance.py.
 
 The subjects are the files of the artifact with their SHA-256, its manifest among them. Digests that are no
 SHA-256 of one file have names of their own: `compressModelV1` is that of a model's files (the SHA-256 of the

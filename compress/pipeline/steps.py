@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
-from compress.pipeline.signing import signer_of_push
 from compress.recipe import (
     Push,
     Recipe,
@@ -25,7 +24,6 @@ from compress.registry.model_source import ModelSource, Required, resolve_model
 from compress.registry.promotion import check_guarded
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG, compose_ref, parse_ref
-from compress.sign.choice import verifier_of
 from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 _OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
@@ -193,24 +191,11 @@ def resolve_source(model: str, *, offline: bool = False, signed_by: SignedBy | N
         StorageError: the hub cannot be reached or does not have it.
     """
     ref = parse_model_ref(model)
-    required = None if signed_by is None else _required(signed_by)
+    required = None
+    if signed_by is not None:
+        place = None if signed_by.signature is None else Path(signed_by.signature)
+        required = Required(signed_by.verifier(), place)
     return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline, required=required)
-
-
-def _required(signed_by: SignedBy) -> Required:
-    verifier = verifier_of(
-        key=_path(signed_by.key),
-        identity=signed_by.identity,
-        issuer=signed_by.issuer,
-        trust_config=_path(signed_by.trust_config),
-    )
-    if verifier is None:
-        raise UsageError("signed_by names nobody: give a public key (key), or an identity with its issuer.")
-    return Required(verifier, _path(signed_by.signature))
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
@@ -261,7 +246,6 @@ def _check_push(push: Push, file: str, *, proven: bool) -> None:
         if push.gates is not None:
             check_guarded(registry, push.to)
             compose_ref(push.to, push.name, push.gates.against_alias)
-        signer_of_push(push)
         for tag in (DEFAULT_TAG, *push.aliases):
             compose_ref(push.to, push.name, tag)
     except UsageError as error:

@@ -4,19 +4,22 @@ loaded and checks them.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import models_json_schema
 
-from compress.errors import RecipeError, did_you_mean
+from compress.errors import RecipeError, UsageError, did_you_mean
 from compress.recipe.model_ref import parse_model_ref
 from compress.recipe.source import SourceMap, read_source, read_yaml
 from compress.recipe.spec import MAX_FACTOR, Spec, parse_spec
+from compress.sign.choice import signer_of, verifier_of
+from compress.sign.signature import Signer, Verifier
 
+S = TypeVar("S", bound=Spec)
 _MAX_SEED = 2**63 - 1
 _MAX_STAGES = 64
 
@@ -62,6 +65,19 @@ class ChampionGates(Spec):
         return given | {f"tasks.{name}.accuracy_drop": value for name, value in self.tasks.items()}
 
 
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _checked(spec: S, make: Callable[[], object]) -> S:
+    """Return a spec of which `make` makes something; ValueError, which has a place in the file, where not."""
+    try:
+        make()
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return spec
+
+
 class SignWith(Spec):
     """How the artifact is signed before it is pushed: with a private key, or keyless."""
 
@@ -73,6 +89,23 @@ class SignWith(Spec):
     trust_config: str | None = Field(
         None, min_length=1, description="roots of trust of a private Sigstore instance"
     )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SignWith":
+        return _checked(self, self.signer)
+
+    def signer(self) -> Signer:
+        """Return who signs.
+
+        Raises:
+            UsageError: neither or both ways are given.
+        """
+        return signer_of(
+            key=_path(self.key),
+            password_file=_path(self.password_file),
+            keyless=self.keyless,
+            trust_config=_path(self.trust_config),
+        )
 
 
 class SignedBy(Spec):
@@ -91,6 +124,26 @@ class SignedBy(Spec):
     signature: str | None = Field(
         None, min_length=1, description="the signature of a directory; `<directory>.sig` beside it by default"
     )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SignedBy":
+        return _checked(self, self.verifier)
+
+    def verifier(self) -> Verifier:
+        """Return by whom the model must be signed.
+
+        Raises:
+            UsageError: nobody is named, or two are, or half an identity.
+        """
+        found = verifier_of(
+            key=_path(self.key),
+            identity=self.identity,
+            issuer=self.issuer,
+            trust_config=_path(self.trust_config),
+        )
+        if found is None:
+            raise UsageError("give a public key (key), or an identity with its issuer.")
+        return found
 
 
 class SignedModel(Spec):

@@ -5,13 +5,15 @@ it.
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from compress.artifact.manifest import MANIFEST_NAME, Artifact
 from compress.digest import digest_bytes
 from compress.errors import SignatureRefused, StorageError
 from compress.registry.blobs import read_blob
-from compress.registry.image import EMPTY_CONFIG, SIGNATURE, Descriptor, ImageManifest
+from compress.registry.image import ARTIFACT, EMPTY_CONFIG, SIGNATURE, Descriptor, ImageManifest
 from compress.registry.protocol import Registry
 from compress.sign.bundle import BUNDLE_TYPE, MAX_BUNDLE_BYTES, Bundle, parse_bundle, read_bundle
 from compress.sign.signature import Verifier, check_bundle, check_files, signature_path
@@ -22,25 +24,46 @@ _MAX_TRIED = 32
 """Signatures of one artifact that are tried, newest first."""
 
 
-def signature_beside(artifact: Artifact) -> Bundle | None:
-    """Return the signature beside an artifact's directory; None where there is none.
+class Signatures(Protocol):
+    """The signatures that are pushed."""
+
+    def of_artifact(self, artifact: Artifact) -> Bundle | None:
+        """Return the signature of an artifact; None where it is pushed without one."""
+        ...
+
+    def of_evidence(self, directory: Path, files: Mapping[str, str]) -> Bundle | None:
+        """Return the signature of a directory of evidence with these files (path -> digest), or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The signatures that lie beside the directories, where there are any.
 
     Raises:
-        SignatureRefused: it is one of other files.
+        SignatureRefused: from both methods, where one is of other files.
     """
-    place = signature_path(artifact.path)
-    if not place.is_file():
-        return None
-    bundle = read_bundle(place)
-    try:
-        check_files(bundle, files_of_artifact(artifact), where=str(artifact.path))
-    except SignatureRefused as error:
-        raise SignatureRefused(
-            f"{place} is not the signature of {artifact.path} as it is now: {error.message}",
-            where=place,
-            hint="Sign it again with `compress sign`, or remove that file.",
-        ) from None
-    return bundle
+
+    def of_artifact(self, artifact: Artifact) -> Bundle | None:
+        return self.of_evidence(artifact.path, files_of_artifact(artifact))
+
+    def of_evidence(self, directory: Path, files: Mapping[str, str]) -> Bundle | None:
+        place = signature_path(directory)
+        if not place.is_file():
+            return None
+        bundle = read_bundle(place)
+        try:
+            check_files(bundle, files, where=str(directory))
+        except SignatureRefused as error:
+            raise SignatureRefused(
+                f"{place} is not the signature of {directory} as it is now: {error.message}",
+                where=place,
+                hint="Sign it again with `compress sign`, or remove that file.",
+            ) from None
+        return bundle
+
+
+BESIDE = Beside()
 
 
 def files_of_artifact(artifact: Artifact) -> dict[str, str]:
@@ -50,9 +73,11 @@ def files_of_artifact(artifact: Artifact) -> dict[str, str]:
 
 
 def files_of_image(image: ImageManifest) -> dict[str, str]:
-    """Return the digest of each file of an artifact in a registry, by path, its manifest among them."""
+    """Return the digest of each file of an artifact or of evidence in a registry, by path; the manifest of an
+    artifact is among them.
+    """
     files = {str(layer.title): layer.digest for layer in image.layers}
-    return {**files, MANIFEST_NAME: image.config.digest}
+    return {**files, MANIFEST_NAME: image.config.digest} if image.artifact_type == ARTIFACT else files
 
 
 def store_signature(registry: Registry, bundle: Bundle, subject: Descriptor) -> tuple[Descriptor, int]:
@@ -101,8 +126,8 @@ def newest_signature(registry: Registry, subject: Descriptor) -> Bundle | None:
 def check_signed(
     registry: Registry, image: ImageManifest, subject: Descriptor, verifier: Verifier, *, where: str
 ) -> Bundle:
-    """Check that a pushed artifact is signed by whom it must be, and return that signature. Of several the
-    newest one that holds counts.
+    """Check that a pushed artifact, or its evidence, is signed by whom it must be, and return that signature.
+    Of several the newest one that holds counts.
 
     Raises:
         SignatureRefused: it has none, or none of them holds; of the newest it says why.
@@ -112,7 +137,7 @@ def check_signed(
         raise SignatureRefused(
             f"{where} is not signed.",
             where=where,
-            hint="Sign it with `compress sign`, or push it again with its signature beside it.",
+            hint="Sign it with `compress sign` and push it again.",
         )
     reason: SignatureRefused | None = None
     for manifest in found[:_MAX_TRIED]:

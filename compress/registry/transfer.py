@@ -42,12 +42,13 @@ from compress.registry.image import (
 from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
 from compress.registry.signatures import (
+    BESIDE,
+    Signatures,
     check_place,
     check_signed,
     files_of_image,
     newest_signature,
     read_signature,
-    signature_beside,
     signature_manifests,
     store_signature,
 )
@@ -98,13 +99,13 @@ def push(
     name: str,
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
-    sign: Callable[[Artifact], Bundle | None] = signature_beside,
+    sign: Signatures = BESIDE,
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
     progress: Progress = SILENT,
 ) -> PushResult:
-    """Store an artifact, a directory of evidence, and the signature beside the artifact, which refer to it,
+    """Store an artifact, a directory of evidence that refers to it, and the signatures of both,
     then move `latest` and the aliases to it in one step, with `move` where it is given.
-    `sign` returns the signature, by default the one that lies beside the artifact, or None.
+    `sign` returns the signatures, by default those that lie beside the directories.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
@@ -116,7 +117,8 @@ def push(
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
     proof = _evidence_files(evidence) if evidence is not None else ()
-    signature = sign(artifact)
+    signature = sign.of_artifact(artifact)
+    proof_signature = None if evidence is None else sign.of_evidence(evidence, _digests_of(proof))
     config = artifact.manifest.to_bytes()
     image = ImageManifest(
         ARTIFACT,
@@ -131,6 +133,8 @@ def push(
         attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
         num_new += store_image(registry, attached, b"{}", evidence, progress=progress)
         registry.attach(attached.descriptor, image.descriptor)
+        if proof_signature is not None:
+            num_new += store_signature(registry, proof_signature, attached.descriptor)[1]
     signed = None
     if signature is not None:
         signed, num_new_here = store_signature(registry, signature, image.descriptor)
@@ -168,6 +172,10 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
     return records
 
 
+def _digests_of(records: Sequence[FileRecord]) -> dict[str, str]:
+    return {each.path: each.digest for each in records}
+
+
 def resolve(ref: Ref | str) -> Ref:
     """Return a reference pinned to the digest that it means now.
 
@@ -179,7 +187,8 @@ def resolve(ref: Ref | str) -> Ref:
 
 
 def attach_evidence(ref: Ref | str, evidence: Path) -> str:
-    """Store a directory of evidence as the newest one of an artifact, and return the digest of its manifest.
+    """Store a directory of evidence, with the signature beside it, as the newest one of an artifact, and
+    return the digest of its manifest.
 
     Raises:
         UsageError: the reference means nothing, or the directory is no evidence.
@@ -189,9 +198,13 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
     registry = open_repository(ref)
     subject = _find(registry, ref)
     empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
-    attached = ImageManifest(EVIDENCE, empty, file_layers(_evidence_files(evidence)), subject=subject)
+    proof = _evidence_files(evidence)
+    signature = BESIDE.of_evidence(evidence, _digests_of(proof))
+    attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=subject)
     store_image(registry, attached, b"{}", evidence, progress=SILENT)
     registry.attach(attached.descriptor, subject)
+    if signature is not None:
+        store_signature(registry, signature, attached.descriptor)
     return attached.descriptor.digest
 
 
@@ -266,9 +279,10 @@ def pull(
     verifier: Verifier | None = None,
     progress: Progress = SILENT,
 ) -> Artifact:
-    """Copy an artifact into a new directory, the newest evidence attached to it into another, and its
-    signature beside the first, checking every byte. Nothing appears before all is whole. With `verifier` the
-    artifact must be signed by it, or nothing is fetched; without, the newest signature comes unchecked.
+    """Copy an artifact into a new directory, the newest evidence attached to it into another, and their
+    signatures beside them, checking every byte. Nothing appears before all is whole. With `verifier` both
+    must be signed by it, or nothing is fetched; without, the newest signatures come, compared with the files
+    and not with who made them.
 
     Raises:
         UsageError: the reference means nothing, there is no evidence, or a destination exists and is not an
@@ -284,18 +298,23 @@ def pull(
     signature = _signature_of(registry, image, subject, verifier, where=str(ref))
     if evidence is not None:
         _check_apart(destination, evidence)
-        proof = _newest_evidence(registry, ref)
+        found, proof = _newest_evidence(registry, ref)
+        whose = f"the evidence of {ref}"
+        proof_signature = _signature_of(registry, proof, found, verifier, where=whose)
     with contextlib.ExitStack() as stack:
         building = stack.enter_context(_appearing(destination))
         check_place(destination, files_of_image(image))
         if evidence is not None:
             proving = stack.enter_context(_appearing(evidence))
+            check_place(evidence, files_of_image(proof))
             fetch_files(registry, proof, proving, progress=progress)
             check_evidence(proving)
         fetch_files(registry, image, building, progress=progress)
         write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
         if signature is not None:
             write_atomic(signature_path(destination), signature.data)
+        if evidence is not None and proof_signature is not None:
+            write_atomic(signature_path(evidence), proof_signature.data)
     return open_artifact(destination)
 
 
@@ -320,7 +339,7 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
     """
     ref = _as_ref(ref)
     registry = open_repository(ref)
-    image = _newest_evidence(registry, ref)
+    _, image = _newest_evidence(registry, ref)
     with _appearing(destination) as building:
         fetch_files(registry, image, building, progress=SILENT)
         check_evidence(building)
@@ -328,8 +347,8 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
 
 
 def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
-    """Read every blob of an artifact, of its evidence and of its signatures again, without copying. With
-    `verifier` the artifact must be signed by it.
+    """Read every blob of an artifact, of its evidence and of their signatures again, without copying. With
+    `verifier` the artifact must be signed by it, and the newest evidence where that is signed at all.
 
     Raises:
         UsageError: the reference means nothing.
@@ -340,12 +359,17 @@ def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
     registry = open_repository(ref)
     found = _find(registry, ref)
     image, manifest = _read_artifact(registry, found)
-    if verifier is not None:
-        check_signed(registry, image, found, verifier, where=str(ref))
     attached = _evidence_of(registry, found)
     evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
-    signatures = signature_manifests(registry, found)
-    signed = [read_signature(registry, descriptor, found)[0] for descriptor in signatures]
+    if verifier is not None:
+        check_signed(registry, image, found, verifier, where=str(ref))
+        if attached and signature_manifests(registry, attached[-1]):
+            check_signed(registry, evidence[-1], attached[-1], verifier, where=f"the evidence of {ref}")
+    signed_ones = [
+        (each, sign) for each in (found, *attached) for sign in signature_manifests(registry, each)
+    ]
+    signatures = [sign for _, sign in signed_ones]
+    signed = [read_signature(registry, sign, each)[0] for each, sign in signed_ones]
     blobs = [blob for each in (image, *evidence, *signed) for blob in (each.config, *each.layers)]
     for blob in blobs:
         copy_blob(registry, blob, None)
@@ -362,12 +386,12 @@ def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
     )
 
 
-def _newest_evidence(registry: Registry, ref: Ref) -> ImageManifest:
+def _newest_evidence(registry: Registry, ref: Ref) -> tuple[Descriptor, ImageManifest]:
     subject = _find(registry, ref)
     attached = _evidence_of(registry, subject)
     if not attached:
         raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
-    return _read_evidence(registry, attached[-1], subject)
+    return attached[-1], _read_evidence(registry, attached[-1], subject)
 
 
 def _evidence_of(registry: Registry, subject: Descriptor) -> tuple[Descriptor, ...]:
