@@ -150,7 +150,7 @@ class SignedModel(Spec):
     """A model, and who must have signed it."""
 
     ref: str = Field(min_length=1, description="a directory, or an artifact of a registry")
-    signed_by: SignedBy
+    signed_by: SignedBy = Field(description="who must have signed it, or nothing runs")
 
 
 class Push(Spec):

@@ -27,6 +27,7 @@ PACKAGES: Mapping[str, str] = {
     "quant": "schemes, codes, packing",
     "registry": "push and pull",
     "recipe": "YAML and its errors",
+    "sign": "signatures of models",
     "artifact": "manifest, workspace",
     "ranks": "processes that share work",
     "context": "device, seed, progress",
