@@ -28,7 +28,7 @@ def installed_version(package: str) -> str | None:
 
 
 def check_extra(package: str, *, extra: str, needed_by: str) -> None:
-    """Check that an optional package is installed, without importing it; `needed_by` says in the plural what
+    """Check that an optional package is installed, without importing it; `needed_by` names in the plural what
     uses it.
 
     Raises:

@@ -29,7 +29,7 @@ def pull(
     trust_config: TrustConfigOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy an artifact from a registry into a new directory, and its signature beside it; it appears only
+    """Copy an artifact from a registry into a new directory, and its signature next to it; both appear only
     when every digest matched, and the signature where a key or an identity is given.
     """
     from compress.registry.transfer import pull as pull_artifact

@@ -53,7 +53,7 @@ def push(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Store an artifact in a registry, with the signature beside it, unless a gate failed in its evidence;
+    """Store an artifact in a registry, with the signature next to it, unless a gate failed in its evidence;
     only the last step, moving the tags, is visible.
     """
     from compress.artifact.manifest import open_artifact

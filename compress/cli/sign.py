@@ -47,7 +47,7 @@ def sign(
     signature: SignatureOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign every file of an artifact. The signature is written beside it, and `push` takes it along."""
+    """Sign every file of an artifact. The signature is written next to it, and `push` takes it along."""
     from compress.errors import UsageError
     from compress.registry.ref import is_ref
     from compress.sign.choice import signer_of

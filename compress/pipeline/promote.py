@@ -16,7 +16,7 @@ from compress.registry.image import Descriptor
 from compress.registry.promotion import check_guarded, holder, promote
 from compress.registry.protocol import Registry, open_registry
 from compress.registry.ref import Ref, compose_ref
-from compress.registry.signatures import BESIDE, Signatures
+from compress.registry.signatures import KEPT, Signatures
 from compress.validate.compare.champion import champion_gates
 from compress.validate.compare.evidence import read_evidence
 from compress.validate.gates import GateResult
@@ -58,7 +58,7 @@ def challenge(
     place: Place,
     *,
     evidence: Path | None,
-    sign: Signatures = BESIDE,
+    sign: Signatures = KEPT,
 ) -> Challenge:
     """Push an artifact if it is as good as the champion, by its evidence and the newest of the champion;
     `sign` is that of `push`.

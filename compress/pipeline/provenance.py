@@ -1,8 +1,8 @@
 """Provenance of an artifact: where, when, from what and with what it was made. It is kept outside the
 artifact, which must not depend on it.
 
-`provenance.json` has the facts; `provenance.slsa.json` (slsa.py) and `bom.cdx.json` (bom.py) say the same in
-the forms that other tools read.
+`provenance.json` has the facts; `provenance.slsa.json` (slsa.py) and `bom.cdx.json` (bom.py) are the same
+facts in the forms that other tools read.
 """
 
 import platform
@@ -26,7 +26,7 @@ _TIME = "%Y-%m-%dT%H:%M:%S%z"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is given: the recipe's file, its resolved form (pipeline.steps.lock_of), the texts that its
+    """The inputs of a run: the recipe's file, its resolved form (pipeline.steps.lock_of), the texts that its
     stages read, and when it began.
     """
 

@@ -30,7 +30,7 @@ from compress.registry import transfer
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
-from compress.registry.signatures import BESIDE, Signatures
+from compress.registry.signatures import KEPT, Signatures
 from compress.stages import STAGES, Input, Inputs, Port
 
 
@@ -137,7 +137,7 @@ def publish(
     result: RunResult,
     evidence: Path | None,
     *,
-    sign: Signatures = BESIDE,
+    sign: Signatures = KEPT,
 ) -> tuple[transfer.PushResult | None, Challenge | None]:
     """Push the checkpoint, the directory of evidence that refers to it and the signature that `sign` returns,
     and return what was pushed and the outcome against a champion, where the recipe has one. Nothing was

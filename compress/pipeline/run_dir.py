@@ -4,7 +4,7 @@ workspace.
 recipe.lock.yaml   the recipe with everything resolved
 evidence/          report.html, report.json, README.md, provenance.json, provenance.slsa.json, bom.cdx.json
 run.log            one line for each stage and run
-artifacts/         a link for each stage, and beside it the signature of what was pushed
+artifacts/         a link for each stage, and next to it the signature of what was pushed
 published.json     where the last push put the artifact, by digest, and by commit on a hub
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 """

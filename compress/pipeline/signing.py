@@ -1,5 +1,5 @@
 """The signatures of what a recipe pushes, the artifact and its evidence: made once for the same files and the
-same signer, and kept in the run directory, beside the link to the artifact and beside the evidence.
+same signer, and kept in the run directory, next to the link to the artifact and to the evidence.
 """
 
 from collections.abc import Mapping

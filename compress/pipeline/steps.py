@@ -183,7 +183,7 @@ def estimates(
 
 def resolve_source(model: str, *, offline: bool = False, signed_by: SignedBy | None = None) -> ModelSource:
     """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here, and signed
-    by whom a recipe says it must be.
+    by whom a recipe asks.
 
     Raises:
         UsageError: the reference means nothing, or there is no such key.

@@ -17,7 +17,7 @@ from compress.pipeline.steps import Step
 @dataclass(frozen=True)
 class Text:
     """One body of text that a stage reads: its card as the recipe names it, with the digest of the card's
-    file (None for one of the package), and what the card says of it.
+    file (None for one of the package), and what the card states of it.
     """
 
     stage: str
@@ -81,7 +81,7 @@ def _text(stage: str, card: Card) -> Text:
 
 
 def _stated(artifact: Artifact) -> Iterator[Mapping[str, Any]]:
-    """Yield what the artifact of a stage says of texts, by title."""
+    """Yield what the artifact of a stage states of texts, by title."""
     facts = artifact.manifest.facts
     yield facts
     yield from facts.get("cards", ())

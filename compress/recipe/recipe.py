@@ -109,7 +109,7 @@ class SignWith(Spec):
 
 
 class SignedBy(Spec):
-    """Who must have signed the model: the owner of a key, or an identity."""
+    """The one who must have signed the model: the owner of a key, or an identity."""
 
     key: str | None = Field(None, min_length=1, description="public key, a PEM file")
     identity: str | None = Field(
@@ -174,7 +174,7 @@ class Recipe:
     push: Push | None
     file: str
     signed_by: SignedBy | None = None
-    """Who must have signed the model, or nothing runs."""
+    """The one who must have signed the model, or nothing runs."""
 
 
 class _StageHead(BaseModel):

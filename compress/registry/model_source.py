@@ -96,7 +96,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Required:
-    """The signature that a model must have: by whom, and for a directory where it is, if not beside it."""
+    """The signature that a model must have: by whom, and for a directory its file, None for the usual one."""
 
     verifier: Verifier
     signature: Path | None = None

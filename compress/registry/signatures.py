@@ -37,8 +37,8 @@ class Signatures(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The signatures that lie beside the directories, where there are any.
+class KeptSignatures:
+    """The signatures that are kept next to the directories, where there are any.
 
     Raises:
         SignatureRefused: from both methods, where one is of other files.
@@ -63,7 +63,7 @@ class Beside:
         return bundle
 
 
-BESIDE = Beside()
+KEPT = KeptSignatures()
 
 
 def files_of_artifact(artifact: Artifact) -> dict[str, str]:
@@ -130,7 +130,7 @@ def check_signed(
     Of several the newest one that holds counts.
 
     Raises:
-        SignatureRefused: it has none, or none of them holds; of the newest it says why.
+        SignatureRefused: it has none, or none of them holds; the error is that of the newest.
     """
     found = signature_manifests(registry, subject)
     if not found:
@@ -152,7 +152,7 @@ def check_signed(
 
 
 def check_place(destination: Path, files: Mapping[str, str]) -> None:
-    """Check that a pulled signature may be written beside a destination: nothing lies there, or a signature
+    """Check that a pulled signature may be written next to a destination: nothing lies there, or a signature
     of the same files, such as one that a killed pull left.
 
     Raises:

@@ -42,7 +42,7 @@ from compress.registry.image import (
 from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
 from compress.registry.signatures import (
-    BESIDE,
+    KEPT,
     Signatures,
     check_place,
     check_signed,
@@ -99,18 +99,18 @@ def push(
     name: str,
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
-    sign: Signatures = BESIDE,
+    sign: Signatures = KEPT,
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
     progress: Progress = SILENT,
 ) -> PushResult:
     """Store an artifact, a directory of evidence that refers to it, and the signatures of both,
     then move `latest` and the aliases to it in one step, with `move` where it is given.
-    `sign` returns the signatures, by default those that lie beside the directories.
+    `sign` returns the signatures, by default those that are kept next to the directories.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
             artifact.
-        SignatureRefused: the signature beside it is one of other files.
+        SignatureRefused: the signature of one of them is of other files.
         StorageError: a file does not match the manifest or the seal of the evidence, or the registry cannot
             be written.
     """
@@ -187,7 +187,7 @@ def resolve(ref: Ref | str) -> Ref:
 
 
 def attach_evidence(ref: Ref | str, evidence: Path) -> str:
-    """Store a directory of evidence, with the signature beside it, as the newest one of an artifact, and
+    """Store a directory of evidence, with its signature, as the newest one of an artifact, and
     return the digest of its manifest.
 
     Raises:
@@ -199,7 +199,7 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
     subject = _find(registry, ref)
     empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
     proof = _evidence_files(evidence)
-    signature = BESIDE.of_evidence(evidence, _digests_of(proof))
+    signature = KEPT.of_evidence(evidence, _digests_of(proof))
     attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=subject)
     store_image(registry, attached, b"{}", evidence, progress=SILENT)
     registry.attach(attached.descriptor, subject)
@@ -280,7 +280,7 @@ def pull(
     progress: Progress = SILENT,
 ) -> Artifact:
     """Copy an artifact into a new directory, the newest evidence attached to it into another, and their
-    signatures beside them, checking every byte. Nothing appears before all is whole. With `verifier` both
+    signatures next to them, checking every byte. Nothing appears before all is whole. With `verifier` both
     must be signed by it, or nothing is fetched; without, the newest signatures come, compared with the files
     and not with who made them.
 

@@ -1,5 +1,5 @@
-"""What an OpenSSF Model Signing bundle states: the files of a model and their SHA-256 digests, in an in-toto
-statement inside a DSSE envelope inside a Sigstore bundle (v0.3, JSON).
+"""The statement of an OpenSSF Model Signing bundle: the files of a model and their SHA-256 digests, in an
+in-toto statement inside a DSSE envelope inside a Sigstore bundle (v0.3, JSON).
 
     {"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
      "verificationMaterial": {"publicKey": {"hint": <sha256 of the key>}} or {"certificate": ...},
@@ -11,7 +11,7 @@ statement inside a DSSE envelope inside a Sigstore bundle (v0.3, JSON).
               "predicate": {"serialization": {"method": "files", ...},
                             "resources": [{"name": <path>, "algorithm": "sha256", "digest": <hex>}, ...]}}
 
-Reading a bundle proves nothing: that its statement is signed is `check_signed` of signature.py.
+Reading a bundle proves nothing: `check_made_by` of signature.py checks who signed it.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Who signs and who must have signed, from the options of a command or the keys of a recipe: a key or an
+"""The signer and the verifier that the options of a command or the keys of a recipe ask for: a key or an
 identity, never both.
 """
 

@@ -1,9 +1,9 @@
-"""Signatures of a model: made over the digests of all its files, kept beside its directory, and checked
+"""Signatures of a model: made over the digests of all its files, kept next to its directory, and checked
 before anything of the model is used.
 
 A bundle is checked in two steps. The package model-signing checks the signature over the statement of the
 bundle; then the files that the statement names are compared with those that are there: none may be changed,
-missing or added. Nothing is left out of the comparison, also no file that a bundle says is to be ignored.
+missing or added. Nothing is left out of the comparison, also no file that a bundle asks to ignore.
 """
 
 import os
@@ -18,7 +18,8 @@ from compress.artifact.manifest import MANIFEST_NAME, file_names, open_artifact,
 from compress.digest import digest_file
 from compress.errors import SignatureRefused, UsageError
 from compress.plugins import check_extra
-from compress.sign.bundle import Bundle, parse_bundle, read_bundle
+from compress.sign.bundle import MAX_BUNDLE_BYTES, Bundle, parse_bundle, read_bundle
+from compress.untrusted.files import read_bytes
 
 if TYPE_CHECKING:
     from model_signing import hashing, signing, verifying
@@ -29,7 +30,7 @@ _MAX_HASHERS = 16
 
 
 class Signer(Protocol):
-    """Who signs: configures the package for one way of signing."""
+    """A way of signing: configures the package for it."""
 
     def check(self) -> None:
         """Check, before long work, that there is something to sign with.
@@ -57,14 +58,14 @@ class Signer(Protocol):
 
 
 class Verifier(Protocol):
-    """By whom a model must be signed."""
+    """The one by whom a model must be signed."""
 
     def __str__(self) -> str:
         """Return who that is, as it follows `by` in a sentence."""
         ...
 
     def check_hint(self, bundle: Bundle) -> None:
-        """Raise SignatureRefused where a bundle says itself that somebody else made it."""
+        """Raise SignatureRefused where a bundle itself names somebody else as its maker."""
         ...
 
     def configure(self, config: "verifying.Config") -> None:
@@ -83,7 +84,7 @@ def check_installed() -> None:
 
 
 def signature_path(directory: Path) -> Path:
-    """Return where the signature of a directory is: beside it, so that its digest does not depend on it."""
+    """Return where the signature of a directory is: next to it, so that its digest does not depend on it."""
     if directory.name in ("", ".."):
         directory = Path(os.path.abspath(directory))
     return directory.with_name(directory.name + SUFFIX)
@@ -104,18 +105,19 @@ def make_bundle(files: Mapping[str, str], name: str, signer: Signer) -> Bundle:
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch) / f"model{SUFFIX}"
         signer.sign(config, Path(name), written)
-        bundle = parse_bundle(written.read_bytes(), f"the signature of {name}")
+        data = read_bytes(written, max_bytes=MAX_BUNDLE_BYTES)
+    bundle = parse_bundle(data, f"the signature of {name}")
     assert bundle.files == dict(files), "the package signs what it is given"
     return bundle
 
 
 def sign_directory(directory: Path, signer: Signer, *, signature: Path | None = None) -> Bundle:
-    """Sign all files of a directory, write the bundle beside it, or to `signature`, and return it. Each file
+    """Sign all files of a directory, write the bundle next to it, or to `signature`, and return it. Each file
     of an artifact is compared with the manifest first.
 
     Raises:
         UsageError, EnvironmentUnfit: as the signer.
-        StorageError: a file is no plain file or not what the manifest says, or the bundle cannot be written.
+        StorageError: a file is no plain file or differs from the manifest, or the bundle cannot be written.
     """
     check_installed()
     place = signature or signature_path(directory)
@@ -130,7 +132,7 @@ def check_directory(directory: Path, verifier: Verifier, *, signature: Path | No
 
     Raises:
         SignatureRefused: it has no signature, one of somebody else, or one of other files.
-        StorageError: a file is no plain file or not what the manifest says.
+        StorageError: a file is no plain file or differs from the manifest.
     """
     check_installed()
     place = signature or signature_path(directory)
@@ -219,7 +221,7 @@ def digests_of(directory: Path, *, signature: Path | None = None) -> dict[str, s
     signature itself where that lies inside. An artifact is compared with its manifest.
 
     Raises:
-        StorageError: a file is no plain file, or an artifact is not what its manifest says.
+        StorageError: a file is no plain file, or an artifact differs from its manifest.
     """
     manifest = directory / MANIFEST_NAME
     if os.path.lexists(manifest):
