@@ -80,6 +80,10 @@ class StorageError(CompressError):
     exit_code = 5
 
 
+class SignatureRefused(StorageError):
+    """A model is not signed, not by whom it must be, or is not what was signed."""
+
+
 class LockHeld(CompressError):
     """Another process works on the same run, or has the workspace alone; trying again later is right."""
 

@@ -8,11 +8,12 @@ the package's name. Nobody keeps a list.
 
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from compress.errors import UsageError, did_you_mean
+from compress.errors import EnvironmentUnfit, UsageError, did_you_mean
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -24,6 +25,20 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def check_extra(package: str, *, extra: str, needed_by: str) -> None:
+    """Check that an optional package is installed, without importing it; `needed_by` names in the plural what
+    uses it.
+
+    Raises:
+        EnvironmentUnfit: it is not; the error names the extra.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise EnvironmentUnfit(
+            f"{needed_by} need the package {package}, which is not installed.",
+            hint=f"Install it with: pip install 'compress[{extra}]'.",
+        )
 
 
 class PluginSet(Generic[T]):

@@ -36,6 +36,7 @@ from compress.cli import (
     schedule,
     schema,
     serve,
+    sign,
     validate,
     verify,
 )
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "inspect": inspect.inspect,
     "convert": convert.convert,
+    "sign": sign.sign,
     "push": push.push,
     "rollback": rollback.rollback,
     "pull": pull.pull,

@@ -53,8 +53,8 @@ def push(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Store an artifact in a registry, unless a gate failed in its evidence; only the last step, moving the
-    tags, is visible.
+    """Store an artifact in a registry, with the signature next to it, unless a gate failed in its evidence;
+    only the last step, moving the tags, is visible.
     """
     from compress.artifact.manifest import open_artifact
     from compress.registry.protocol import open_registry
@@ -94,7 +94,8 @@ def _pushed(target: "Ref", result: "PushResult") -> tuple[dict[str, Any], str]:
         if result.num_new_blobs
         else "all blobs were there already"
     )
-    text = f"{pinned}\ntags {', '.join(result.tags)}; {size_text(result.size_bytes)}; {new}"
+    signed = "; signed" if result.signature_digest else ""
+    text = f"{pinned}\ntags {', '.join(result.tags)}; {size_text(result.size_bytes)}; {new}{signed}"
     return {"ref": pinned, **asdict(result)}, text
 
 

@@ -16,12 +16,16 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.family import unread_note
+from compress.pipeline.bom import bill_of_materials
 from compress.pipeline.cache import RunCache, opened
+from compress.pipeline.evidence import REPORT_NAME, read_report
 from compress.pipeline.promote import Challenge
-from compress.pipeline.provenance import provenance
+from compress.pipeline.provenance import Inputs, now, provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
-from compress.pipeline.run_dir import RunDir
+from compress.pipeline.run_dir import BOM_NAME, PROVENANCE_NAME, SLSA_NAME, RunDir
+from compress.pipeline.signing import RunSignatures
+from compress.pipeline.slsa import slsa_statement
 from compress.pipeline.steps import (
     build_steps,
     check_selection,
@@ -30,7 +34,8 @@ from compress.pipeline.steps import (
     resolve_source,
     shapes_of,
 )
-from compress.recipe import Cache, load_recipe
+from compress.pipeline.texts import texts_of
+from compress.recipe import Cache, Push, load_recipe
 from compress.registry.protocol import open_registry
 from compress.registry.ref import compose_ref
 from compress.registry.transfer import PushResult
@@ -76,19 +81,23 @@ def execute(job: Job, watch: Watch) -> Result:
     recipe = load_recipe(job.recipe_file, case=job.case)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
-    source = resolve_source(recipe.model, offline=job.offline)
+    source = resolve_source(recipe.model, offline=job.offline, signed_by=recipe.signed_by)
     shapes = shapes_of(lambda: open_weights(source.path).arch)
     estimates(steps, shapes, job.device, source=source.path)
     workspace = Workspace(job.workspace)
     directory.check()
     if recipe.push is not None:
         open_registry(recipe.push.to).check_place()
+        if recipe.push.sign is not None:
+            recipe.push.sign.signer().check()
     use = workspace.share() if job.rebuild_from is None else workspace.lock()
     with use, directory.held():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
             return Result(status, same, directory, None, time.perf_counter() - started_s)
-        directory.write_lock(lock_of(recipe, steps, source))
+        resolved = lock_of(recipe, steps, source)
+        inputs = Inputs(job.recipe_file, resolved, texts_of(steps), now(), job.case)
+        directory.write_lock(resolved)
         directory.link_workspace(job.workspace)
         started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
         directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")
@@ -110,14 +119,20 @@ def execute(job: Job, watch: Watch) -> Result:
         pushed = champion = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)
-            evidence = _write_evidence(job, result)
+            evidence = _write_evidence(directory, result, inputs)
             if recipe.push is not None and result.complete and not result.gates_failed:
-                pushed, champion = publish(recipe.push, result, evidence)
+                pushed, champion = publish(
+                    recipe.push, result, evidence, sign=_signatures(recipe.push, directory)
+                )
                 _record_push(directory, recipe.push.to, pushed, champion)
     failed = result.gates_failed or (champion is not None and champion.failed)
     status = "gate_failed" if failed else "done" if result.complete else "stopped"
     seconds = time.perf_counter() - started_s
     return Result(status, result, directory, pushed, seconds, champion=champion)
+
+
+def _signatures(push: Push, directory: RunDir) -> RunSignatures:
+    return RunSignatures(None if push.sign is None else push.sign.signer(), directory)
 
 
 def _record_push(directory: RunDir, to: str, pushed: PushResult | None, champion: Challenge | None) -> None:
@@ -155,19 +170,27 @@ def _warn(job: Job, sentence: str) -> None:
     job.warn(sentence)
 
 
-def _write_evidence(job: Job, result: RunResult) -> Path | None:
-    artifact = result.latest(Port.EVIDENCE)
-    if artifact is None:
+def _write_evidence(directory: RunDir, result: RunResult, inputs: Inputs) -> Path | None:
+    evidence = result.latest(Port.EVIDENCE)
+    if evidence is None:
         return None
-    directory = job.directory
-    digests = {each.kind: each.artifact.digest for each in result.steps}
+    made = {each.kind: each.artifact for each in result.steps}
+    digests = {kind: each.digest for kind, each in made.items()}
     built = any(not each.cached for each in result.steps)
     known = (
         None if built else directory.provenance_of(digests)
     )  # finding everything cached is not when and where it was made
     pulled = [each.kind for each in result.steps if each.pulled]
-    made = known or provenance(job.recipe_file, result.source, digests, case=job.case, pulled=pulled)
-    directory.write_evidence(artifact, made)
+    facts = known or provenance(inputs, result.source, made, pulled=pulled)
+    documents = {PROVENANCE_NAME: facts}
+    subject = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
+    if subject is not None:
+        report = read_report(evidence.file(REPORT_NAME))
+        documents |= {
+            SLSA_NAME: slsa_statement(facts, subject),
+            BOM_NAME: bill_of_materials(facts, subject, report),
+        }
+    directory.write_evidence(evidence, documents)
     return directory.evidence
 
 

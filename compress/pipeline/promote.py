@@ -16,6 +16,7 @@ from compress.registry.image import Descriptor
 from compress.registry.promotion import check_guarded, holder, promote
 from compress.registry.protocol import Registry, open_registry
 from compress.registry.ref import Ref, compose_ref
+from compress.registry.signatures import KEPT, Signatures
 from compress.validate.compare.champion import champion_gates
 from compress.validate.compare.evidence import read_evidence
 from compress.validate.gates import GateResult
@@ -51,8 +52,16 @@ class Challenge:
         return [each for each in self.gates if not each.passed]
 
 
-def challenge(artifact: Artifact, gates: ChampionGates, place: Place, *, evidence: Path | None) -> Challenge:
-    """Push an artifact if it is as good as the champion, by its evidence and the newest of the champion.
+def challenge(
+    artifact: Artifact,
+    gates: ChampionGates,
+    place: Place,
+    *,
+    evidence: Path | None,
+    sign: Signatures = KEPT,
+) -> Challenge:
+    """Push an artifact if it is as good as the champion, by its evidence and the newest of the champion;
+    `sign` is that of `push`.
 
     Raises:
         UsageError: there is no evidence of one of them, or the registry cannot guard an alias.
@@ -89,12 +98,18 @@ def challenge(artifact: Artifact, gates: ChampionGates, place: Place, *, evidenc
     found = Challenge(alias, None if held is None else held.digest, tuple(results), reason, None)
     if found.failed:
         return found
-    pushed = _push(registry, artifact, found, place, evidence=evidence)
+    pushed = _push(registry, artifact, found, place, evidence=evidence, sign=sign)
     return Challenge(alias, found.champion, found.gates, reason, pushed)
 
 
 def _push(
-    registry: Registry, artifact: Artifact, found: Challenge, place: Place, *, evidence: Path
+    registry: Registry,
+    artifact: Artifact,
+    found: Challenge,
+    place: Place,
+    *,
+    evidence: Path,
+    sign: Signatures,
 ) -> transfer.PushResult:
     def move(tags: tuple[str, ...], manifest: Descriptor) -> None:
         promote(
@@ -108,7 +123,13 @@ def _push(
         )
 
     return transfer.push(
-        registry, artifact, name=place.name, aliases=place.aliases, evidence=evidence, move=move
+        registry,
+        artifact,
+        name=place.name,
+        aliases=place.aliases,
+        evidence=evidence,
+        sign=sign,
+        move=move,
     )
 
 

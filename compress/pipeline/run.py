@@ -26,12 +26,14 @@ from compress.pipeline.cache import RunCache
 from compress.pipeline.follow import share
 from compress.pipeline.keys import key_parts, ports_read
 from compress.pipeline.promote import Challenge, Place, challenge
+from compress.pipeline.signing import is_signed
 from compress.pipeline.steps import Step, check_selection
 from compress.recipe import Push, Recipe
 from compress.registry import transfer
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
+from compress.registry.signatures import KEPT, Signatures
 from compress.stages import STAGES, Input, Inputs, Port
 
 _LOOK_AGAIN_S = 0.2
@@ -153,10 +155,15 @@ def run(
 
 
 def publish(
-    push: Push, result: RunResult, evidence: Path | None
+    push: Push,
+    result: RunResult,
+    evidence: Path | None,
+    *,
+    sign: Signatures = KEPT,
 ) -> tuple[transfer.PushResult | None, Challenge | None]:
-    """Push the checkpoint, and the directory of evidence that refers to it, and return what was pushed and
-    the outcome against a champion, where the recipe has one. Nothing was pushed where that failed.
+    """Push the checkpoint, the directory of evidence that refers to it and the signature that `sign` returns,
+    and return what was pushed and the outcome against a champion, where the recipe has one. Nothing was
+    pushed where that failed.
 
     Raises:
         GateFailed: a gate does not hold; nothing was pushed.
@@ -172,10 +179,12 @@ def publish(
     assert checkpoint is not None, "build_steps checks that push has something to push"
     if push.gates is not None:
         place = Place(push.to, push.name, push.aliases)
-        found = challenge(checkpoint, push.gates, place, evidence=evidence)
+        found = challenge(checkpoint, push.gates, place, evidence=evidence, sign=sign)
         return found.pushed, found
     registry = open_registry(push.to)
-    pushed = transfer.push(registry, checkpoint, name=push.name, aliases=push.aliases, evidence=evidence)
+    pushed = transfer.push(
+        registry, checkpoint, name=push.name, aliases=push.aliases, evidence=evidence, sign=sign
+    )
     return pushed, None
 
 
@@ -315,11 +324,12 @@ def _digests(ports: Mapping[Port, Input]) -> dict[Port, str]:
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:
-    """Return whether every tag of the push points at this very artifact."""
+    """Return whether every tag of the push points at this very artifact, signed where the recipe signs."""
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
     registry = open_registry(push.to)
     return all(
         transfer.tagged_artifact(registry, push.name, tag) == checkpoint.digest
+        and is_signed(push, registry, tag)
         for tag in (DEFAULT_TAG, *push.aliases)
     )

@@ -2,9 +2,9 @@
 workspace.
 
 recipe.lock.yaml   the recipe with everything resolved
-evidence/          report.html, report.json, README.md, provenance.json
+evidence/          report.html, report.json, README.md, provenance.json, provenance.slsa.json, bom.cdx.json
 run.log            one line for each stage and run
-artifacts/         a link for each stage
+artifacts/         a link for each stage, and next to it the signature of what was pushed
 published.json     where the last push put the artifact, by digest, and by commit on a hub
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 run.lock           held by the run that is active, and its process
@@ -27,7 +27,7 @@ from compress.artifact.seal import STORE
 from compress.artifact.workspace_sizes import RUNS
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError
-from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
+from compress.registry.evidence import SEAL_NAME, check_evidence, seal_evidence, sealed_names
 from compress.untrusted.files import append_text, read_bytes, read_text
 from compress.untrusted.parse import Malformed, read_json
 from compress.untrusted.text import one_line
@@ -36,6 +36,10 @@ LOCK_NAME = "recipe.lock.yaml"
 EVIDENCE_NAMES = frozenset({"report.html", "report.json", "README.md"})
 """Files of evidence that may be there without their seal, where a kill came between."""
 PROVENANCE_NAME = "provenance.json"
+SLSA_NAME = "provenance.slsa.json"
+BOM_NAME = "bom.cdx.json"
+_WRITTEN_NAMES = frozenset({PROVENANCE_NAME, SLSA_NAME, BOM_NAME, SEAL_NAME})
+"""Files of evidence that no stage makes, written for the run."""
 _LOCK_HEADER = (
     "# Written by `compress run`: the recipe with every default and moving name resolved. "
     "`compress resume` runs it.\n"
@@ -136,8 +140,8 @@ class RunDir:
         if self.evidence.is_dir():
             self._leftover_evidence()
 
-    def write_evidence(self, artifact: Artifact, provenance: Mapping[str, Any]) -> None:
-        """Copy what validation wrote, add where, when and with what it was measured, and seal all of it.
+    def write_evidence(self, artifact: Artifact, documents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Copy what validation wrote, add the JSON documents of the run by their names, and seal all of it.
 
         Raises:
             StorageError: a file of the artifact has changed, or there is one that no run wrote.
@@ -153,8 +157,11 @@ class RunDir:
                     f"{artifact.file(record.path)} has changed since it was stored; run the recipe again."
                 )
             write_atomic(self.evidence / record.path, data)
-        document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
-        write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
+        for name in _WRITTEN_NAMES - documents.keys() - {SEAL_NAME}:
+            (self.evidence / name).unlink(missing_ok=True)
+        for name, document in documents.items():
+            text = json.dumps(dict(document), indent=1, ensure_ascii=False) + "\n"
+            write_atomic(self.evidence / name, text.encode())
         seal_evidence(self.evidence)
 
     def write_published(self, document: Mapping[str, Any]) -> None:
@@ -166,7 +173,7 @@ class RunDir:
 
     def _leftover_evidence(self) -> set[str]:
         """Return the files of the directory of evidence, all of them of an earlier run."""
-        names = set(file_names(self.evidence)) - {PROVENANCE_NAME, SEAL_NAME}
+        names = set(file_names(self.evidence)) - _WRITTEN_NAMES
         known = sealed_names(self.evidence) | EVIDENCE_NAMES
         for name in sorted(names - known):
             if not name.endswith(".tmp"):  # what a killed run was writing
@@ -183,9 +190,13 @@ class RunDir:
         targets = [link.resolve() for link in links]
         return {target.name for target in targets if target.parent == store}
 
+    def link_of(self, kind: str) -> Path:
+        """Return the place of the link to the artifact that a stage made."""
+        return self.path / "artifacts" / kind
+
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""
-        _point(self.path / "artifacts" / kind, artifact.path)
+        _point(self.link_of(kind), artifact.path)
 
     def link_workspace(self, root: Path) -> None:
         """Link the workspace, where a resumed run finds what is built, and this directory from there, so that
@@ -196,13 +207,17 @@ class RunDir:
         _point(root / RUNS / f"{self.path.resolve().name}-{place}", self.path)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the provenance in this directory, if it is about these artifacts."""
+        """Return the provenance in this directory, if it is about these artifacts, as it was sealed and of
+        the form that is written now.
+        """
         try:
+            check_evidence(self.evidence)
             document = read_json(self.evidence / PROVENANCE_NAME)
         except (OSError, Malformed, StorageError):  # none yet, or damaged: it is written anew
             return None
-        is_of_these = isinstance(document, dict) and document.get("artifacts") == dict(digests)
-        return document if is_of_these else None
+        if not isinstance(document, dict) or document.get("artifacts") != dict(digests):
+            return None
+        return document if "texts" in document else None
 
     def log(self, line: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,16 @@ from pydantic import ValidationError
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.pipeline.cache import check_cache
-from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
-from compress.registry.model_source import ModelSource, resolve_model
+from compress.recipe import (
+    Push,
+    Recipe,
+    SignedBy,
+    Spec,
+    parse_model_ref,
+    parse_spec,
+    unknown_kind_error,
+)
+from compress.registry.model_source import ModelSource, Required, resolve_model
 from compress.registry.promotion import check_guarded
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG, compose_ref, parse_ref
@@ -175,15 +183,21 @@ def estimates(
     return found
 
 
-def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
-    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here.
+def resolve_source(model: str, *, offline: bool = False, signed_by: SignedBy | None = None) -> ModelSource:
+    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here, and signed
+    by whom a recipe asks.
 
     Raises:
-        UsageError: the reference means nothing.
+        UsageError: the reference means nothing, or there is no such key.
+        SignatureRefused: it is not signed, or not by whom it must be, or has changed since.
         StorageError: the hub cannot be reached or does not have it.
     """
     ref = parse_model_ref(model)
-    return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline)
+    required = None
+    if signed_by is not None:
+        place = None if signed_by.signature is None else Path(signed_by.signature)
+        required = Required(signed_by.verifier(), place)
+    return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline, required=required)
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
@@ -201,7 +215,10 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         {"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)}
         for step in steps
     ]
-    lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
+    named: Any = model
+    if recipe.signed_by is not None:
+        named = {"ref": model, "signed_by": recipe.signed_by.model_dump(mode="json", exclude_none=True)}
+    lock: dict[str, Any] = {"version": recipe.version, "model": named, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")
     if recipe.notify:

@@ -4,21 +4,24 @@ loaded and checks them.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import models_json_schema
 
-from compress.errors import RecipeError, did_you_mean
+from compress.errors import RecipeError, UsageError, did_you_mean
 from compress.recipe.matrix import Case, Matrix, fill, read_cases, refuse_placeholders
 from compress.recipe.model_ref import parse_model_ref
 from compress.recipe.notify import Notify
 from compress.recipe.source import SourceMap, read_source, read_yaml
 from compress.recipe.spec import MAX_FACTOR, Spec, parse_spec
+from compress.sign.choice import signer_of, verifier_of
+from compress.sign.signature import Signer, Verifier
 
+S = TypeVar("S", bound=Spec)
 _MAX_SEED = 2**63 - 1
 _MAX_STAGES = 64
 
@@ -64,6 +67,94 @@ class ChampionGates(Spec):
         return given | {f"tasks.{name}.accuracy_drop": value for name, value in self.tasks.items()}
 
 
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _checked(spec: S, make: Callable[[], object]) -> S:
+    """Return a spec of which `make` makes something; ValueError, which has a place in the file, where not."""
+    try:
+        make()
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return spec
+
+
+class SignWith(Spec):
+    """How the artifact is signed before it is pushed: with a private key, or keyless."""
+
+    key: str | None = Field(None, min_length=1, description="private key, a PEM file")
+    password_file: str | None = Field(
+        None, min_length=1, description="file with its password; else COMPRESS_KEY_PASSWORD has it"
+    )
+    keyless: bool = Field(False, description="sign by the identity of this workload, with Sigstore")
+    trust_config: str | None = Field(
+        None, min_length=1, description="roots of trust of a private Sigstore instance"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SignWith":
+        return _checked(self, self.signer)
+
+    def signer(self) -> Signer:
+        """Return who signs.
+
+        Raises:
+            UsageError: neither or both ways are given.
+        """
+        return signer_of(
+            key=_path(self.key),
+            password_file=_path(self.password_file),
+            keyless=self.keyless,
+            trust_config=_path(self.trust_config),
+        )
+
+
+class SignedBy(Spec):
+    """The one who must have signed the model: the owner of a key, or an identity."""
+
+    key: str | None = Field(None, min_length=1, description="public key, a PEM file")
+    identity: str | None = Field(
+        None, min_length=1, description="identity of a keyless signature, such as a mail address"
+    )
+    issuer: str | None = Field(
+        None, min_length=1, description="URL of the OpenID Connect issuer that vouches for it"
+    )
+    trust_config: str | None = Field(
+        None, min_length=1, description="roots of trust of a private Sigstore instance"
+    )
+    signature: str | None = Field(
+        None, min_length=1, description="the signature of a directory; `<directory>.sig` beside it by default"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SignedBy":
+        return _checked(self, self.verifier)
+
+    def verifier(self) -> Verifier:
+        """Return by whom the model must be signed.
+
+        Raises:
+            UsageError: nobody is named, or two are, or half an identity.
+        """
+        found = verifier_of(
+            key=_path(self.key),
+            identity=self.identity,
+            issuer=self.issuer,
+            trust_config=_path(self.trust_config),
+        )
+        if found is None:
+            raise UsageError("give a public key (key), or an identity with its issuer.")
+        return found
+
+
+class SignedModel(Spec):
+    """A model, and who must have signed it."""
+
+    ref: str = Field(min_length=1, description="a directory, or an artifact of a registry")
+    signed_by: SignedBy = Field(description="who must have signed it, or nothing runs")
+
+
 class Push(Spec):
     """The registry, name and tags that the finished artifact gets."""
 
@@ -73,6 +164,7 @@ class Push(Spec):
     gates: ChampionGates | None = Field(
         None, description="pushed only if it is as good as what an alias of the registry holds"
     )
+    sign: SignWith | None = Field(None, description="signed before the push; the signature travels with it")
 
 
 class Cache(Spec):
@@ -102,6 +194,8 @@ class Recipe:
     notify: tuple[Notify, ...] = ()
     cache: Cache = field(default_factory=Cache)
     case: Case | None = None
+    signed_by: SignedBy | None = None
+    """The one who must have signed the model, or nothing runs."""
 
 
 class _StageHead(BaseModel):
@@ -111,9 +205,10 @@ class _StageHead(BaseModel):
 
 class _RecipeHead(Spec):
     version: Literal[1]
-    model: str = Field(
+    model: str | SignedModel = Field(
         description="builtin://reference, ./path, hf://org/name@revision, or an artifact such as "
-        "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias"
+        "oci://host/path/name:tag, s3://bucket/prefix/name:tag, models:/name@alias; "
+        "or a mapping of such a reference and who must have signed it"
     )
     seed: int = Field(0, ge=0, le=_MAX_SEED)
     matrix: Matrix | None = None
@@ -204,10 +299,18 @@ def _read(path: Path) -> str:
 def _parsed(tree: dict[str, Any], where: SourceMap, case: Case | None) -> Recipe:
     _check_stages(tree.get("stages"), where)
     head = parse_spec(_RecipeHead, tree, where)
+    signed = head.model if isinstance(head.model, SignedModel) else None
+    ref = str(head.model) if signed is None else signed.ref
     try:
-        parse_model_ref(head.model)
+        model = parse_model_ref(ref)
     except RecipeError as error:
         raise where.error(("model",), str(error)) from None
+    if signed is not None and model.scheme in ("builtin", "hf"):
+        raise where.error(
+            ("model", "ref"),
+            "a signature covers every file of a model, and of this one only a part is fetched; name a "
+            "directory, or an artifact of a registry.",
+        )
     stages = tuple(
         StageEntry(
             raw["kind"],
@@ -219,7 +322,16 @@ def _parsed(tree: dict[str, Any], where: SourceMap, case: Case | None) -> Recipe
     )
     notify = (head.notify,) if isinstance(head.notify, Notify) else head.notify
     return Recipe(
-        head.version, head.model, head.seed, stages, head.push, where.file, notify, head.cache, case
+        head.version,
+        ref,
+        head.seed,
+        stages,
+        head.push,
+        where.file,
+        notify=notify,
+        cache=head.cache,
+        case=case,
+        signed_by=None if signed is None else signed.signed_by,
     )
 
 

@@ -96,6 +96,12 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
                 len(other) > len(location) and other[: len(location)] == location for other, _ in details
             ):
                 continue  # pydantic counts the items that are right
+            if detail["type"] == "string_type" and isinstance(detail["input"], Mapping):
+                branch = location[-1] == "str"  # a text or a mapping may be given, and the mapping is wrong
+                if branch and any(
+                    other != location and other[: len(location) - 1] == location[:-1] for other, _ in details
+                ):
+                    continue
             path, text = _explain(spec_type, raw, location, detail)
             problems.setdefault(path, []).append(text)
         found = sorted(problems.items(), key=lambda item: (where.at(item[0]).line, where.at(item[0]).column))

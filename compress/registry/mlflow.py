@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from compress.errors import StorageError, UsageError
+from compress.plugins import check_extra
 from compress.registry.blobs import copy_blob, read_blob
-from compress.registry.extra import check_extra
-from compress.registry.image import IMAGE_MANIFEST, Descriptor, ImageManifest
+from compress.registry.image import EVIDENCE, IMAGE_MANIFEST, Descriptor, ImageManifest
 from compress.registry.protocol import REGISTRIES, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
 from compress.untrusted.parse import Malformed, parse_json
@@ -238,7 +238,7 @@ class Mlflow:
 
     def _read_proof(self, manifest: Descriptor) -> "_Proof | None":
         """Return gates and report of the newest evidence of an artifact; None where there is none."""
-        attached = self._store.attached(manifest)
+        attached = [each for each in self._store.attached(manifest) if each.artifact_type == EVIDENCE]
         if not attached:
             return None
         image = ImageManifest.from_bytes(read_blob(self._store, attached[-1]), "evidence")
@@ -314,7 +314,7 @@ def _gates_in(report: bytes) -> list[tuple[str, str, float | None]]:
 
 
 def _open(place: str, *, scheme: str) -> Mlflow:
-    check_extra("mlflow", extra="mlflow")
+    check_extra("mlflow", extra="mlflow", needed_by="registries of this kind")
     match = _PLACE.fullmatch(place)
     if match is None:
         raise UsageError(

@@ -17,7 +17,8 @@ from compress.digest import digest_file, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
 from compress.registry.local_copy import kept_copy, local_copy
 from compress.registry.ref import parse_ref
-from compress.registry.transfer import resolve
+from compress.registry.transfer import check_pushed_signature, resolve
+from compress.sign.signature import Verifier, check_directory
 from compress.untrusted.files import check_within, open_plain
 from compress.untrusted.parse import Malformed, read_json
 
@@ -93,30 +94,53 @@ class ModelSource:
             shutil.copyfile(file, directory / SOURCE_README_NAME)
 
 
-def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
-    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it
-    once.
+@dataclass(frozen=True)
+class Required:
+    """The signature that a model must have: by whom, and for a directory its file, None for the usual one."""
+
+    verifier: Verifier
+    signature: Path | None = None
+
+
+def resolve_model(
+    scheme: str,
+    name: str,
+    revision: str | None,
+    *,
+    offline: bool = False,
+    required: Required | None = None,
+) -> ModelSource:
+    """Return a model with its directory and its digest, fetched if it is not here and signed as required;
+    reads every file of it once, and once more where a signature is required.
 
     Raises:
         UsageError: no such builtin model or directory.
+        SignatureRefused: it is not signed as required; nothing was fetched.
         StorageError: the hub cannot be reached or does not have it.
     """
-    path, commit = locate_model(scheme, name, revision, offline=offline)
+    path, commit = locate_model(scheme, name, revision, offline=offline, required=required)
     return ModelSource(path, f"builtin://{name}" if scheme == "builtin" else name, commit, model_digest(path))
 
 
 def locate_model(
-    scheme: str, name: str, revision: str | None, *, offline: bool = False
+    scheme: str,
+    name: str,
+    revision: str | None,
+    *,
+    offline: bool = False,
+    required: Required | None = None,
 ) -> tuple[Path, str | None]:
-    """Return a model's directory, fetched if it is not here, and the commit of a hub model or the digest of
-    an artifact from a registry.
+    """Return a model's directory, fetched if it is not here and signed as required, and the commit of a hub
+    model or the digest of an artifact from a registry.
 
     Raises:
         UsageError: no such builtin model, directory or reference; or a registry is needed offline.
         StorageError: the hub or the registry cannot be reached or does not have it.
     """
     if scheme == "registry":
-        return _pulled(name, offline=offline)
+        return _pulled(name, offline=offline, required=required)
+    if required is not None and scheme != "path":
+        raise UsageError(f"a signature of '{name}' cannot be required: only a part of it is fetched.")
     if scheme == "builtin":
         if name not in BUILTIN:
             raise UsageError(f"there is no bundled model '{name}'.{did_you_mean(name, BUILTIN)}")
@@ -126,6 +150,8 @@ def locate_model(
     path = Path(name)
     if not path.is_dir():
         raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).")
+    if required is not None:
+        check_directory(path, required.verifier, signature=required.signature)
     return path, None
 
 
@@ -177,18 +203,23 @@ def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
-def _pulled(name: str, *, offline: bool) -> tuple[Path, str]:
+def _pulled(name: str, *, offline: bool, required: Required | None) -> tuple[Path, str]:
     """Return the copy on this machine of an artifact, and the digest of its manifest. Offline, only a
-    directory is a registry, and a reference by digest that was pulled before is found.
+    directory is a registry, and a reference by digest that was pulled before is found, with the signature
+    that it was pulled with.
     """
     ref = parse_ref(name)
     if offline and ref.scheme != "layout":
         if ref.digest is not None and (kept := kept_copy(ref.digest)) is not None:
+            if required is not None:
+                check_directory(kept, required.verifier)
             return kept, ref.digest
         raise UsageError(
             f"'{name}' is in a registry, which cannot be asked offline; write it by digest or pull it."
         )
     pinned = resolve(ref)
+    if required is not None:
+        check_pushed_signature(pinned, required.verifier)
     return local_copy(pinned), str(pinned.digest)
 
 

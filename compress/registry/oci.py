@@ -5,7 +5,8 @@ for each name. Over TLS, or `oci+http://` without it (distribution.py).
     name:tag           the tag of a manifest. Each tag moves in one step; a push that is killed between two
                        of them leaves each on a whole artifact. The API cannot compare a tag first.
     name:tag.modelpack the same files as a ModelPack manifest, which other programs pull (modelpack.py)
-    evidence           by the Referrers API; `evidence-<hex>` names the newest, because the API has no order.
+    evidence           by the Referrers API; `evidence-<hex>` names the newest, because the API has no order,
+                       and `signature-<hex>` the newest signature.
                        Where the API is missing, in the index `sha256-<hex>` of the fallback tag scheme. Of
                        two that attach at once each reads the index again, and repeats where its own is lost.
 """
@@ -22,9 +23,16 @@ from urllib.parse import urljoin
 from compress.artifact.manifest import MAX_MANIFEST_BYTES, Manifest
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UsageError
+from compress.plugins import check_extra
 from compress.registry.distribution import BodySource, Distribution, Request
-from compress.registry.extra import check_extra
-from compress.registry.image import ARTIFACT, IMAGE_INDEX, IMAGE_MANIFEST, Descriptor, ImageManifest
+from compress.registry.image import (
+    ARTIFACT,
+    IMAGE_INDEX,
+    IMAGE_MANIFEST,
+    SIGNATURE,
+    Descriptor,
+    ImageManifest,
+)
 from compress.registry.modelpack import MODELPACK_SUFFIX, modelpack_image
 from compress.registry.protocol import REGISTRIES, Tag
 from compress.registry.ref import check_name, check_tag
@@ -32,7 +40,7 @@ from compress.registry.resuming import ResumingStream, Source
 from compress.registry.upload import Upload, open_source
 
 _COMPONENT = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
-_SERVICE_TAG = re.compile(rf"(?:sha256|evidence)-[0-9a-f]{{40,64}}|.*{re.escape(MODELPACK_SUFFIX)}")
+_SERVICE_TAG = re.compile(rf"(?:sha256|evidence|signature)-[0-9a-f]{{40,64}}|.*{re.escape(MODELPACK_SUFFIX)}")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="?next"?')
 _OURS = "application/vnd.compress."  # others attach signatures and lists of parts
 _MANIFEST_TYPES = (IMAGE_MANIFEST, IMAGE_INDEX)
@@ -133,7 +141,7 @@ class Oci:
             data = self._read_manifest(manifest.digest)
             if data is None:
                 raise StorageError(f"the manifest {manifest.digest} is not in {self}; push again.")
-            self._put_manifest(manifest, data, _newest_tag(subject))
+            self._put_manifest(manifest, data, _newest_tag(subject, manifest.artifact_type))
             return
         for _ in range(_MAX_ATTEMPTS):
             entries = [each for each in self._fallback(subject) if each.digest != manifest.digest]
@@ -146,9 +154,10 @@ class Oci:
         found = self._referrers(subject)
         if found is None:
             found = self._fallback(subject)
-        newest = self._described(self._read_manifest(_newest_tag(subject)))
         proofs = [each for each in found if (each.artifact_type or _OURS).startswith(_OURS)]
-        return tuple(sorted(proofs, key=lambda each: newest is not None and each.digest == newest.digest))
+        tags = {_newest_tag(subject, each.artifact_type) for each in proofs}
+        newest = {digest_bytes(data) for tag in tags if (data := self._read_manifest(tag)) is not None}
+        return tuple(sorted(proofs, key=lambda each: each.digest in newest))
 
     def _request(
         self,
@@ -319,8 +328,9 @@ def _fallback_tag(subject: Descriptor) -> str:
     return subject.digest.replace(":", "-")
 
 
-def _newest_tag(subject: Descriptor) -> str:
-    return f"evidence-{subject.digest.removeprefix('sha256:')}"
+def _newest_tag(subject: Descriptor, artifact_type: str | None) -> str:
+    kind = "signature" if artifact_type == SIGNATURE else "evidence"
+    return f"{kind}-{subject.digest.removeprefix('sha256:')}"
 
 
 def _same_host(path: str, following: str) -> str:
@@ -332,7 +342,7 @@ def _same_host(path: str, following: str) -> str:
 
 
 def _open(place: str, *, plain_http: bool) -> Oci:
-    check_extra("requests", extra="oci")
+    check_extra("requests", extra="oci", needed_by="registries of this kind")
     host, _, path = place.partition("/")
     if not re.fullmatch(r"(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?", host):
         raise UsageError(f"'{host}' is not a host of an OCI registry; write oci://host:port/path/name:tag.")

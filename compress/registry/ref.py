@@ -83,6 +83,11 @@ def compose_ref(registry: str, name: str, tag: str = DEFAULT_TAG) -> Ref:
     return Ref(scheme, place, check_name(name), check_tag(tag))
 
 
+def is_ref(text: str) -> bool:
+    """Return whether a text is meant as a reference to something pushed, and not as a path."""
+    return "://" in text or text.startswith(_MODELS_URI)
+
+
 def parse_ref(text: str) -> Ref:
     """Parse a reference, or a URI of MLflow: `models:/name@alias` or `models:/name/version`, at the server
     that MLFLOW_TRACKING_URI names.

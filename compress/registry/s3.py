@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 from compress.artifact.manifest import MAX_MANIFEST_BYTES
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError, UsageError
-from compress.registry.extra import check_extra
+from compress.plugins import check_extra
+from compress.registry.distribution import is_loopback
 from compress.registry.image import Descriptor
 from compress.registry.index import ImageIndex
 from compress.registry.protocol import REGISTRIES, Tag
@@ -304,7 +305,7 @@ def _code(error: "ClientError") -> str:
 
 
 def _open(place: str, *, plain_http: bool) -> S3:
-    check_extra("boto3", extra="s3")
+    check_extra("boto3", extra="s3", needed_by="registries of this kind")
     import boto3
     from botocore.config import Config
 

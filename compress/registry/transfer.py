@@ -34,12 +34,26 @@ from compress.registry.image import (
     EMPTY_CONFIG,
     EVIDENCE,
     PROMOTION,
+    SIGNATURE,
     Descriptor,
     ImageManifest,
     file_layers,
 )
 from compress.registry.protocol import Committing, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.registry.signatures import (
+    KEPT,
+    Signatures,
+    check_place,
+    check_signed,
+    files_of_image,
+    newest_signature,
+    read_signature,
+    signature_manifests,
+    store_signature,
+)
+from compress.sign.bundle import Bundle
+from compress.sign.signature import Signer, Verifier, check_files, make_bundle, signature_path
 from compress.untrusted.text import one_line
 
 SILENT = SilentProgress()
@@ -48,8 +62,9 @@ _ELSEWHERE = "Free space there, or give another destination."
 
 @dataclass(frozen=True)
 class PushResult:
-    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already, and
-    `revision` is the commit that has it, where the registry makes commits.
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already,
+    `revision` is the commit that has it, where the registry makes commits, and `signature_digest` that of the
+    manifest of its signature, where it is signed.
     """
 
     name: str
@@ -60,16 +75,19 @@ class PushResult:
     size_bytes: int
     num_new_blobs: int
     revision: str | None = None
+    signature_digest: str | None = None
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The objects that `verify` read and found whole."""
+    """The objects that `verify` read and found whole; `signed_by` is who signed it, where that was asked."""
 
     ref: Ref
     manifest_digest: str
     artifact_digest: str
     evidence_digests: tuple[str, ...]
+    signature_digests: tuple[str, ...]
+    signed_by: str | None
     num_blobs: int
     size_bytes: int
 
@@ -81,21 +99,26 @@ def push(
     name: str,
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
+    sign: Signatures = KEPT,
     move: Callable[[tuple[str, ...], Descriptor], None] | None = None,
     progress: Progress = SILENT,
 ) -> PushResult:
-    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
-    it in one step, with `move` where it is given.
+    """Store an artifact, a directory of evidence that refers to it, and the signatures of both,
+    then move `latest` and the aliases to it in one step, with `move` where it is given.
+    `sign` returns the signatures, by default those that are kept next to the directories.
 
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
             artifact.
+        SignatureRefused: the signature of one of them is of other files.
         StorageError: a file does not match the manifest or the seal of the evidence, or the registry cannot
             be written.
     """
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
     proof = _evidence_files(evidence) if evidence is not None else ()
+    signature = sign.of_artifact(artifact)
+    proof_signature = None if evidence is None else sign.of_evidence(evidence, _digests_of(proof))
     config = artifact.manifest.to_bytes()
     image = ImageManifest(
         ARTIFACT,
@@ -110,6 +133,12 @@ def push(
         attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
         num_new += store_image(registry, attached, b"{}", evidence, progress=progress)
         registry.attach(attached.descriptor, image.descriptor)
+        if proof_signature is not None:
+            num_new += store_signature(registry, proof_signature, attached.descriptor)[1]
+    signed = None
+    if signature is not None:
+        signed, num_new_here = store_signature(registry, signature, image.descriptor)
+        num_new += num_new_here
     if move is None:
         registry.write_tag(name, tags, image.descriptor)
     else:
@@ -123,6 +152,7 @@ def push(
         size_bytes=artifact.size_bytes,
         num_new_blobs=num_new,
         revision=registry.revision if isinstance(registry, Committing) else None,
+        signature_digest=signed.digest if signed else None,
     )
 
 
@@ -142,6 +172,10 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
     return records
 
 
+def _digests_of(records: Sequence[FileRecord]) -> dict[str, str]:
+    return {each.path: each.digest for each in records}
+
+
 def resolve(ref: Ref | str) -> Ref:
     """Return a reference pinned to the digest that it means now.
 
@@ -153,7 +187,8 @@ def resolve(ref: Ref | str) -> Ref:
 
 
 def attach_evidence(ref: Ref | str, evidence: Path) -> str:
-    """Store a directory of evidence as the newest one of an artifact, and return the digest of its manifest.
+    """Store a directory of evidence, with its signature, as the newest one of an artifact, and
+    return the digest of its manifest.
 
     Raises:
         UsageError: the reference means nothing, or the directory is no evidence.
@@ -163,10 +198,46 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
     registry = open_repository(ref)
     subject = _find(registry, ref)
     empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
-    attached = ImageManifest(EVIDENCE, empty, file_layers(_evidence_files(evidence)), subject=subject)
+    proof = _evidence_files(evidence)
+    signature = KEPT.of_evidence(evidence, _digests_of(proof))
+    attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=subject)
     store_image(registry, attached, b"{}", evidence, progress=SILENT)
     registry.attach(attached.descriptor, subject)
+    if signature is not None:
+        store_signature(registry, signature, attached.descriptor)
     return attached.descriptor.digest
+
+
+def sign_pushed(ref: Ref | str, signer: Signer) -> str:
+    """Read every byte of a pushed artifact again, sign it, attach the signature as its newest one, and return
+    the digest of the signature's manifest.
+
+    Raises:
+        UsageError: the reference means nothing, or there is no key.
+        StorageError: a blob is missing or differs from its digest, or the registry cannot be written.
+    """
+    ref = _as_ref(ref)
+    registry = open_repository(ref)
+    subject = _find(registry, ref)
+    image, _ = _read_artifact(registry, subject)
+    for blob in (image.config, *image.layers):
+        copy_blob(registry, blob, None)
+    bundle = make_bundle(files_of_image(image), ref.name, signer)
+    return store_signature(registry, bundle, subject)[0].digest
+
+
+def check_pushed_signature(ref: Ref | str, verifier: Verifier) -> None:
+    """Check that a pushed artifact is signed by whom it must be. Its manifests and signatures are read, and
+    no weights: `pull` compares those with the manifests.
+
+    Raises:
+        UsageError: the reference means nothing.
+        SignatureRefused: it is not.
+    """
+    ref = _as_ref(ref)
+    registry = open_repository(ref)
+    subject = _find(registry, ref)
+    check_signed(registry, _read_artifact(registry, subject)[0], subject, verifier, where=str(ref))
 
 
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
@@ -201,32 +272,62 @@ def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
 
 
 def pull(
-    ref: Ref | str, destination: Path, *, evidence: Path | None = None, progress: Progress = SILENT
+    ref: Ref | str,
+    destination: Path,
+    *,
+    evidence: Path | None = None,
+    verifier: Verifier | None = None,
+    progress: Progress = SILENT,
 ) -> Artifact:
-    """Copy an artifact into a new directory, and the newest evidence attached to it into another, checking
-    every byte. Neither appears before both are whole.
+    """Copy an artifact into a new directory, the newest evidence attached to it into another, and their
+    signatures next to them, checking every byte. Nothing appears before all is whole. With `verifier` both
+    must be signed by it, or nothing is fetched; without, the newest signatures come, compared with the files
+    and not with who made them.
 
     Raises:
         UsageError: the reference means nothing, there is no evidence, or a destination exists and is not an
             empty directory.
+        SignatureRefused: it is not signed by whom it must be.
         StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
             destination is not made.
     """
     ref = _as_ref(ref)
     registry = open_repository(ref)
-    image, manifest = _read_artifact(registry, _find(registry, ref))
+    subject = _find(registry, ref)
+    image, manifest = _read_artifact(registry, subject)
+    signature = _signature_of(registry, image, subject, verifier, where=str(ref))
     if evidence is not None:
         _check_apart(destination, evidence)
-        proof = _newest_evidence(registry, ref)
+        found, proof = _newest_evidence(registry, ref)
+        whose = f"the evidence of {ref}"
+        proof_signature = _signature_of(registry, proof, found, verifier, where=whose)
     with contextlib.ExitStack() as stack:
         building = stack.enter_context(_appearing(destination))
+        check_place(destination, files_of_image(image))
         if evidence is not None:
             proving = stack.enter_context(_appearing(evidence))
+            check_place(evidence, files_of_image(proof))
             fetch_files(registry, proof, proving, progress=progress)
             check_evidence(proving)
         fetch_files(registry, image, building, progress=progress)
         write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
+        if signature is not None:
+            write_atomic(signature_path(destination), signature.data)
+        if evidence is not None and proof_signature is not None:
+            write_atomic(signature_path(evidence), proof_signature.data)
     return open_artifact(destination)
+
+
+def _signature_of(
+    registry: Registry, image: ImageManifest, subject: Descriptor, verifier: Verifier | None, *, where: str
+) -> Bundle | None:
+    """Return the signature that is pulled with an artifact; None where it has none and needs none."""
+    if verifier is not None:
+        return check_signed(registry, image, subject, verifier, where=where)
+    bundle = newest_signature(registry, subject)
+    if bundle is not None:
+        check_files(bundle, files_of_image(image), where=where)
+    return bundle
 
 
 def pull_evidence(ref: Ref | str, destination: Path) -> Path:
@@ -238,18 +339,20 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
     """
     ref = _as_ref(ref)
     registry = open_repository(ref)
-    image = _newest_evidence(registry, ref)
+    _, image = _newest_evidence(registry, ref)
     with _appearing(destination) as building:
         fetch_files(registry, image, building, progress=SILENT)
         check_evidence(building)
     return destination
 
 
-def verify(ref: Ref | str) -> VerifyReport:
-    """Read every blob of an artifact and of its evidence again, without copying.
+def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
+    """Read every blob of an artifact, of its evidence and of their signatures again, without copying. With
+    `verifier` the artifact must be signed by it, and the newest evidence where that is signed at all.
 
     Raises:
         UsageError: the reference means nothing.
+        SignatureRefused: it is not signed by whom it must be.
         StorageError: a blob is missing or differs from its digest; the blob and the file are named.
     """
     ref = _as_ref(ref)
@@ -258,31 +361,45 @@ def verify(ref: Ref | str) -> VerifyReport:
     image, manifest = _read_artifact(registry, found)
     attached = _evidence_of(registry, found)
     evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
-    blobs = [blob for each in (image, *evidence) for blob in (each.config, *each.layers)]
+    if verifier is not None:
+        check_signed(registry, image, found, verifier, where=str(ref))
+        if attached and signature_manifests(registry, attached[-1]):
+            check_signed(registry, evidence[-1], attached[-1], verifier, where=f"the evidence of {ref}")
+    signed_ones = [
+        (each, sign) for each in (found, *attached) for sign in signature_manifests(registry, each)
+    ]
+    signatures = [sign for _, sign in signed_ones]
+    signed = [read_signature(registry, sign, each)[0] for each, sign in signed_ones]
+    blobs = [blob for each in (image, *evidence, *signed) for blob in (each.config, *each.layers)]
     for blob in blobs:
         copy_blob(registry, blob, None)
-    whole = [found, *attached, *blobs]
+    whole = [found, *attached, *signatures, *blobs]
     return VerifyReport(
         ref=ref,
         manifest_digest=found.digest,
         artifact_digest=manifest.digest,
         evidence_digests=tuple(descriptor.digest for descriptor in attached),
+        signature_digests=tuple(descriptor.digest for descriptor in signatures),
+        signed_by=None if verifier is None else str(verifier),
         num_blobs=len({blob.digest for blob in whole}),
         size_bytes=sum({blob.digest: blob.size_bytes for blob in whole}.values()),
     )
 
 
-def _newest_evidence(registry: Registry, ref: Ref) -> ImageManifest:
+def _newest_evidence(registry: Registry, ref: Ref) -> tuple[Descriptor, ImageManifest]:
     subject = _find(registry, ref)
     attached = _evidence_of(registry, subject)
     if not attached:
         raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
-    return _read_evidence(registry, attached[-1], subject)
+    return attached[-1], _read_evidence(registry, attached[-1], subject)
 
 
 def _evidence_of(registry: Registry, subject: Descriptor) -> tuple[Descriptor, ...]:
-    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions."""
-    return tuple(each for each in registry.attached(subject) if each.artifact_type != PROMOTION)
+    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions
+    and its signatures.
+    """
+    others = (PROMOTION, SIGNATURE)
+    return tuple(each for each in registry.attached(subject) if each.artifact_type not in others)
 
 
 def _check_apart(one: Path, other: Path) -> None:

@@ -29,6 +29,7 @@ PACKAGES: Mapping[str, str] = {
     "outcome": "webhooks, metrics",
     "registry": "push and pull",
     "recipe": "YAML and its errors",
+    "sign": "signatures of models",
     "artifact": "manifest, workspace",
     "ranks": "processes that share work",
     "context": "device, seed, progress",

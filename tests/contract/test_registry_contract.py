@@ -8,13 +8,27 @@ import pytest
 from compress.artifact.manifest import Artifact, verify_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.digest import digest_bytes
-from compress.errors import StorageError, UsageError
+from compress.errors import SignatureRefused, StorageError, UsageError
 from compress.registry.image import FILE_LAYER, Descriptor
 from compress.registry.promotion import last_move, promote, rollback
-from compress.registry.protocol import REGISTRIES, GuardedRegistry, Registry, open_registry
+from compress.registry.protocol import REGISTRIES, GuardedRegistry, Registry, Tag, open_registry
 from compress.registry.ref import parse_ref
-from compress.registry.transfer import list_tags, pull, pull_evidence, push, resolve, verify
+from compress.registry.signatures import store_signature
+from compress.registry.transfer import (
+    attach_evidence,
+    check_pushed_signature,
+    list_tags,
+    pull,
+    pull_evidence,
+    push,
+    resolve,
+    sign_pushed,
+    verify,
+)
+from compress.sign.key import KeySigner, KeyVerifier
+from compress.sign.signature import check_directory, sign_directory, signature_path
 from tests.support.registries import SAME_BACKEND, place_of
+from tests.support.signing_keys import new_key
 
 
 @pytest.fixture(params=[name for name in REGISTRIES.names() if name not in SAME_BACKEND])
@@ -258,3 +272,92 @@ def test_bad_names_and_aliases_are_refused_before_anything_is_stored(
         push(open_registry(url), artifact, name="model", aliases=[bad])
     with pytest.raises(UsageError):
         list_tags(url)
+
+
+def test_a_signature_travels_with_the_artifact_and_its_evidence(url: str, tmp_path: Path) -> None:
+    key = new_key(tmp_path)
+    verifier = KeyVerifier(key.public)
+    artifact = make_artifact(tmp_path)
+    evidence = make_evidence(tmp_path)
+    registry = open_registry(url)
+    push(registry, artifact, name="model", evidence=evidence)
+    with pytest.raises(SignatureRefused, match="is not signed"):
+        verify(f"{url}/model", verifier=verifier)
+    for directory in (artifact.path, evidence):
+        sign_directory(directory, KeySigner(key.private))
+    pushed = push(registry, artifact, name="model", evidence=evidence)
+    report = verify(f"{url}/model", verifier=verifier)
+    assert len(report.signature_digests) == 2
+    assert pushed.signature_digest in report.signature_digests
+    assert report.evidence_digests == (pushed.evidence_digest,)  # a signature is no evidence
+    pull(f"{url}/model", tmp_path / "out", evidence=tmp_path / "proof", verifier=verifier)
+    assert (tmp_path / "out.sig").read_bytes() == signature_path(artifact.path).read_bytes()
+    for directory in (tmp_path / "out", tmp_path / "proof"):
+        check_directory(directory, verifier)
+    assert push(registry, artifact, name="model", evidence=evidence).num_new_blobs == 0
+
+
+def test_of_several_signatures_that_of_the_right_key_counts(url: str, tmp_path: Path) -> None:
+    first, second, stranger = (new_key(tmp_path, name) for name in ("first", "second", "stranger"))
+    push(open_registry(url), make_artifact(tmp_path), name="model")
+    newer = make_evidence(tmp_path, '{"kl": 0.1}')
+    attach_evidence(f"{url}/model", make_evidence(tmp_path))
+    attach_evidence(f"{url}/model", newer)
+    for key in (first, second):
+        sign_pushed(f"{url}/model", KeySigner(key.private))
+    for key in (first, second):
+        check_pushed_signature(f"{url}/model", KeyVerifier(key.public))
+        pull(f"{url}/model", tmp_path / key.public.stem, verifier=KeyVerifier(key.public))
+        check_directory(tmp_path / key.public.stem, KeyVerifier(key.public))
+    with pytest.raises(SignatureRefused, match="another key"):
+        pull(f"{url}/model", tmp_path / "out", verifier=KeyVerifier(stranger.public))
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.sig").exists()
+    assert _content(pull_evidence(f"{url}/model", tmp_path / "proof")) == _content(newer)
+
+
+def test_a_signature_of_other_files_is_refused_at_both_ends(url: str, tmp_path: Path) -> None:
+    key = new_key(tmp_path)
+    verifier = KeyVerifier(key.public)
+    registry = open_registry(url)
+    old, new = make_artifact(tmp_path, 1), make_artifact(tmp_path, 2)
+    bundle = sign_directory(old.path, KeySigner(key.private))
+    signature_path(new.path).write_bytes(bundle.data)
+    with pytest.raises(SignatureRefused, match="is not the signature of"):
+        push(registry, new, name="model")
+    assert list_tags_or_none(url) == ()
+    signature_path(new.path).unlink()
+    push(registry, new, name="model")
+    repository = registry.repository("model")
+    subject = repository.read_tag("model", "latest")
+    assert subject is not None
+    store_signature(repository, bundle, subject)  # as somebody who can write there may
+    for call in (
+        lambda: verify(f"{url}/model", verifier=verifier),
+        lambda: pull(f"{url}/model", tmp_path / "out", verifier=verifier),
+        lambda: pull(f"{url}/model", tmp_path / "out"),
+        lambda: check_pushed_signature(f"{url}/model", verifier),
+    ):
+        with pytest.raises(SignatureRefused, match="has changed since it was signed"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def list_tags_or_none(url: str) -> tuple[Tag, ...]:
+    """Return the tags of a registry; none where no push has made one."""
+    try:
+        return list_tags(url)
+    except UsageError:
+        return ()
+
+
+def test_evidence_that_is_not_signed_is_not_pulled_as_signed(url: str, tmp_path: Path) -> None:
+    key = new_key(tmp_path)
+    verifier = KeyVerifier(key.public)
+    artifact = make_artifact(tmp_path)
+    sign_directory(artifact.path, KeySigner(key.private))
+    push(open_registry(url), artifact, name="model", evidence=make_evidence(tmp_path))
+    verify(f"{url}/model", verifier=verifier)
+    with pytest.raises(SignatureRefused, match=r"the evidence of .* is not signed"):
+        pull(f"{url}/model", tmp_path / "out", evidence=tmp_path / "proof", verifier=verifier)
+    assert not any((tmp_path / name).exists() for name in ("out", "out.sig", "proof", "proof.sig"))

@@ -27,7 +27,7 @@ def test_evidence_replaces_that_of_an_earlier_recipe_and_nothing_else(tmp_path: 
     directory = RunDir(tmp_path / "run")
     directory.check()
     for name in ("a.svg", "picture.svg"):
-        directory.write_evidence(evidence_of(tmp_path, name), {"artifacts": {}})
+        directory.write_evidence(evidence_of(tmp_path, name), {"provenance.json": {"artifacts": {}}})
         check_evidence(directory.evidence)
     assert not (directory.evidence / "a.svg").exists()
     (directory.evidence / "notes").mkdir()

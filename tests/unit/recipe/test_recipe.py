@@ -419,3 +419,45 @@ def test_the_schema_knows_every_stage_and_closes_every_reference() -> None:
     quantize = schema["$defs"]["stage:quantize"]
     assert set(quantize["required"]) == {"kind", "scheme"}
     assert "damp_frac" in json.dumps(schema)
+
+
+SIGNED = "version: 1\nmodel: {model}\nstages: [{{kind: export}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{ref: ./m, signed_by: {}}", "r.yaml:2:19: model.signed_by: give a public key"),
+        ("{ref: ./m}", "r.yaml:2:1: model.signed_by: a required key is missing."),
+        (
+            "{ref: ./m, signed_by: {kee: a}}",
+            "r.yaml:2:31: model.signed_by.kee: unknown key. Did you mean 'key'?",
+        ),
+        (
+            "{ref: ./m, signed_by: {key: a, issuer: b}}",
+            "r.yaml:2:19: model.signed_by: give either a public key",
+        ),
+        ("{ref: 'hf://a/b', signed_by: {key: a}}", "r.yaml:2:9: model.ref: a signature covers every file"),
+        ("{ref: 'builtin://reference', signed_by: {key: a}}", "r.yaml:2:9: model.ref: a signature covers"),
+    ],
+)
+def test_who_must_have_signed_a_model_is_checked_where_it_is_written(model: str, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(SIGNED.format(model=model), file="r.yaml")
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(message)
+
+
+def test_a_model_may_say_who_must_have_signed_it() -> None:
+    recipe = parse_recipe(SIGNED.format(model="{ref: ./m, signed_by: {key: a.pub}}"), file="r.yaml")
+    assert recipe.model == "./m"
+    assert recipe.signed_by is not None
+    assert str(recipe.signed_by.verifier()) == "the key a.pub"
+    assert parse_recipe(SIGNED.format(model="./m"), file="r.yaml").signed_by is None
+
+
+@pytest.mark.parametrize("sign", ["{}", "{key: a, keyless: true}", "{keyless: true, password_file: a}"])
+def test_how_an_artifact_is_signed_is_checked_where_it_is_written(sign: str) -> None:
+    text = f"{SIGNED.format(model='./m')}push: {{to: 'layout://r', name: b, sign: {sign}}}\n"
+    with pytest.raises(RecipeError, match=r"^r\.yaml:4:\d+: push\.sign: "):
+        parse_recipe(text, file="r.yaml")

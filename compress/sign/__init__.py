@@ -1,0 +1,1 @@
+"""Signatures of models: OpenSSF Model Signing bundles, made and checked with the package model-signing."""
