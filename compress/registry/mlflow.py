@@ -11,7 +11,8 @@ A registered model names its store, so later references may leave it out: `mlflo
     run        the metrics of the evidence, and its report as an artifact of the run
 
 Everything that a version states of its weights is compared with digests when they are pulled. The server's
-credentials are those of its client (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ...).
+credentials are those of its client (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ...). A redirect is not
+followed, because the client would send what it writes to any host.
 """
 
 import contextlib
@@ -117,7 +118,13 @@ class Mlflow:
         if version is None:
             return None
         self._source = self._open_store(_source_of(version).registry).repository(_source_of(version).name)
-        return _manifest_of(version)
+        manifest = _manifest_of(version)
+        if self._source.find(manifest.digest) is None:
+            raise StorageError(
+                f"version {version.version} of '{name}' in {self} names the manifest {manifest.digest}, "
+                "which the store of its weights does not have; push the artifact again."
+            )
+        return manifest
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         model = self.repository(name)
@@ -160,6 +167,7 @@ class Mlflow:
             # or its import reports itself, and the end of a run prints to stdout
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
             os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+            os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
             from mlflow import MlflowClient
 
             self._opened = MlflowClient(tracking_uri=self._server, registry_uri=self._server)
