@@ -1,12 +1,12 @@
-"""Installs the package alone and with each of its extras, in fresh environments, and runs what the extra is for.
+"""Installs the package alone and with each of its extras, in fresh environments, and runs what each is for.
 
     python -m scripts.check_extras --out benchmarks/extras.json
 
-Each environment is made outside of the repository, from a copy of its tracked files and `constraints.txt`, and
-is removed afterwards: about 2 GB and some minutes each. Of the install without extras it is checked that it has
-no package but those that the core needs, directly or through others; that what an extra is for is refused with
-a sentence that names the extra; and how long `compress --help` takes. Servers are those of the tests, in this
-process. Exit code 1 if anything differs.
+Each environment is made outside of the repository, from a copy of its tracked files and `constraints.txt`,
+and is removed afterwards: about 2 GB and some minutes each. Of the install without extras it is checked that
+it has no package but those that the core needs, directly or through others; that what an extra is for is
+refused with a sentence that names the extra; and how long `compress --help` takes. Servers are those of the
+tests, in this process. Exit code 1 if anything differs.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,18 @@ class Extra:
     check: Callable[[Environment], str]
     refused: Callable[[Environment], tuple[str, ...]] | None = None
 
+    def try_out(self, environment: Environment) -> dict[str, Any]:
+        """Return what was imported and run."""
+        environment.run("python", "-c", "import " + ", ".join(self.imports))
+        return {"imports": list(self.imports), "command": self.check(environment)}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--extra", action="append", help="only this one and the core; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, help="environments at a time, beside the core's")
     parser.add_argument("--commit", default=None, help="of the code that is tried")
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
     args = parser.parse_args(argv)
@@ -138,39 +145,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     if unknown := sorted(set(declared) - set(EXTRAS)):
         parser.error(f"no check is known for the extras {', '.join(unknown)}; add them to EXTRAS.")
-    rows: list[dict[str, Any]] = []
-    core: dict[str, Any] = {}
-    for name in (CORE, *(each for each in declared if not args.extra or each in args.extra)):
-        row = try_install(name, declared, core)
-        core = core or row
-        rows.append(row)
-        print(json.dumps({key: value for key, value in row.items() if key != "packages"}), file=sys.stderr)
-        facts = {"failed": sum(each["error"] is not None for each in rows), "help_limit_s": HELP_LIMIT_S}
-        write_results(args.out, rows, device=torch.device("cpu"), commit=args.commit, facts=facts)
+    wanted = [name for name in declared if not args.extra or name in args.extra]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        others = [pool.submit(try_install, name, declared[name], EXTRAS[name].try_out) for name in wanted]
+        core = try_install(CORE, [], lambda environment: check_core(environment, declared, others))
+        rows = [core, *(each.result() for each in others)]
+    for row in rows:
+        row["added"] = sorted(set(row.get("packages", ())) - set(core.get("packages", ())))
+        row["added_bytes"] = row.get("size_bytes", 0) - core.get("size_bytes", 0)
+    facts = {"failed": sum(each["error"] is not None for each in rows), "help_limit_s": HELP_LIMIT_S}
+    write_results(args.out, rows, device=torch.device("cpu"), commit=args.commit, facts=facts)
     print_table(rows)
     return 1 if any(each["error"] for each in rows) else 0
 
 
-def try_install(name: str, declared: Mapping[str, list[str]], core: Mapping[str, Any]) -> dict[str, Any]:
+def try_install(
+    name: str, requires: Sequence[str], check: Callable[[Environment], dict[str, Any]]
+) -> dict[str, Any]:
     """Return what an install of one extra brought and did; `error` is None where everything holds."""
-    row: dict[str, Any] = {"extra": name, "requires": declared.get(name, []), "error": None}
+    row: dict[str, Any] = {"extra": name, "requires": list(requires), "error": None}
     with tempfile.TemporaryDirectory(prefix=f"extra-{name}-") as directory:
-        root = Path(directory)
         try:
             began = time.monotonic()
-            environment = install(name, root)
+            environment = install(name, Path(directory))
             row["install_s"] = round(time.monotonic() - began, 1)
-            row |= contents(environment, core)
+            row |= contents(environment)
             began = time.monotonic()
-            if name == CORE:
-                row |= check_core(environment, declared)
-            else:
-                environment.run("python", "-c", "import " + ", ".join(EXTRAS[name].imports))
-                row["imports"] = list(EXTRAS[name].imports)
-                row["command"] = EXTRAS[name].check(environment)
-            row["command_s"] = round(time.monotonic() - began, 1)
+            row |= check(environment)
+            row["check_s"] = round(time.monotonic() - began, 1)
         except (Failed, subprocess.SubprocessError) as error:
             row["error"] = str(error)[-1000:]
+    print({key: value for key, value in row.items() if key != "packages"}, file=sys.stderr, flush=True)
     return row
 
 
@@ -192,25 +197,20 @@ def install(name: str, root: Path) -> Environment:
     return environment
 
 
-def contents(environment: Environment, core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the packages of an environment, its size, and what it has more than the core."""
+def contents(environment: Environment) -> dict[str, Any]:
+    """Return the packages of an environment and its size."""
     listed = json.loads(
         environment.run("python", "-m", "pip", "list", "--format", "json", "--disable-pip-version-check")
     )
     packages = {normal(each["name"]): each["version"] for each in listed}
     size_bytes = sum(each.lstat().st_size for each in environment.path.rglob("*"))
-    known = core.get("packages", packages)
-    return {
-        "num_packages": len(packages),
-        "size_bytes": size_bytes,
-        "added": sorted(set(packages) - set(known)),
-        "added_bytes": size_bytes - core.get("size_bytes", size_bytes),
-        "packages": packages,
-    }
+    return {"num_packages": len(packages), "size_bytes": size_bytes, "packages": packages}
 
 
-def check_core(environment: Environment, declared: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return what was found of an install without extras.
+def check_core(
+    environment: Environment, declared: Mapping[str, list[str]], others: Sequence["Future[Any]"]
+) -> dict[str, Any]:
+    """Return what was found of an install without extras; `compress --help` is timed after the others.
 
     Raises:
         Failed: it has a package that the core does not need, an extra is missing without a word, or
@@ -239,6 +239,7 @@ def check_core(environment: Environment, declared: Mapping[str, list[str]]) -> d
     environment.run(
         "compress", "plan", str(environment.path.parent / "source/recipes/quickstart.yaml"), "--offline"
     )
+    wait(others)
     timing = time_help(environment)
     if timing["cpu_s"]["median"] > HELP_LIMIT_S:
         raise Failed(f"compress --help takes {timing['cpu_s']} seconds of processor time")
@@ -358,6 +359,20 @@ def fetch(url: str, body: bytes | None = None) -> bytes:
         return bytes(answer.read())
 
 
+def check_sign(environment: Environment) -> str:
+    """Sign an artifact with a key, and verify it with the key's other half."""
+    for command in (
+        ["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "signing.pem"],
+        ["ec", "-in", "signing.pem", "-pubout", "-out", "signing.pub"],
+    ):
+        subprocess.run(["openssl", *command], cwd=environment.place, check=True, capture_output=True)
+    artifact = str(make_artifact(environment.place))
+    environment.run("compress", "sign", artifact, "--key", "signing.pem")
+    environment.run("compress", "push", artifact, "layout://registry/model:stable")
+    environment.run("compress", "verify", "layout://registry/model:stable", "--key", "signing.pub")
+    return "sign, push and verify with a key"
+
+
 def check_docs(environment: Environment) -> str:
     source = environment.path.parent / "source"
     environment.variables |= {"NO_MKDOCS_2_WARNING": "1"}
@@ -396,6 +411,7 @@ EXTRAS: dict[str, Extra] = {
     "mlflow": Extra(
         ("mlflow",), check_mlflow, lambda _: ("compress", "pull", "mlflow+http://127.0.0.1:9/model", "out")
     ),
+    "sign": Extra(("model_signing",), check_sign),
     "eval": Extra(("lm_eval",), check_eval, plan_tasks),
     "serve": Extra(
         ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"),
