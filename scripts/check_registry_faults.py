@@ -15,6 +15,7 @@ server, and its faults are in connections to both. Exit code 1 if anything diffe
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drops", type=int, default=8, help="in pushes, and as many in pulls, a registry")
     parser.add_argument("--rounds", type=int, default=20, help="of 8 pushers to one tag, a registry")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", action="append", help="only this kind; may be repeated")
+    parser.add_argument(
+        "--backend", action="append", help="only this kind, which may be repeated; others keep their rows"
+    )
     parser.add_argument("--moto", help="the program moto_server")
     parser.add_argument("--mlflow", help="the program mlflow, with its server")
     parser.add_argument("--commit", default=None, help="of the code that is tried")
@@ -101,16 +104,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(args: argparse.Namespace, tallies: Sequence[Tally], rounds: Sequence[dict[str, Any]]) -> None:
-    """Write the result file of the kinds that are done."""
-    rows = [{"kind": "injection", **vars(each)} for each in tallies]
+    """Write the result file of the kinds that are done; with --backend, rows of other kinds that are in the
+    file stay.
+    """
+    done = [*({"kind": "injection", **vars(each)} for each in tallies), *rounds]
+    rows = [{**each, "commit": args.commit, "seed": args.seed} for each in done]
+    if args.backend and args.out.is_file():
+        old = json.loads(args.out.read_text())["rows"]
+        rows = [*(each for each in old if each["backend"] not in args.backend), *rows]
     facts = {
-        "seed": args.seed,
-        "injections": sum(each.injected for each in tallies),
-        "corrupt": sum(len(each.corrupt) for each in tallies) + sum(each["wrong"] for each in rounds),
+        "injections": sum(each.get("injected", 0) for each in rows),
+        "corrupt": sum(len(each.get("corrupt", ())) + each.get("wrong", 0) for each in rows),
         "blob_bytes": BLOB_BYTES,
         "chunk_bytes": CHUNK_BYTES,
     }
-    write_results(args.out, [*rows, *rounds], device=torch.device("cpu"), commit=args.commit, facts=facts)
+    write_results(args.out, rows, device=torch.device("cpu"), commit=args.commit, facts=facts)
 
 
 def make_artifact(place: Path, seed: int, num_bytes: int = BLOB_BYTES) -> Path:
