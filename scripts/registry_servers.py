@@ -54,7 +54,7 @@ class Proxy:
         self._left.value = num_bytes
 
     def disarm(self) -> bool:
-        """Return whether a connection was cut."""
+        """Return whether a connection was cut since `arm`, and cut none from now on."""
         was_cut = self._left.value < 0
         self._left.value = -1
         return was_cut

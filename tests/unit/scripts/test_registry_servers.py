@@ -60,6 +60,8 @@ def test_a_relay_counts_bytes_and_cuts_one_connection_where_it_is_told_to(echo: 
     proxy = Proxy(echo)
     assert _echoed(proxy.port, b"x" * 1000) == b"x" * 1000
     assert proxy.num_bytes == 2000
+    proxy.arm(2001)
+    assert _echoed(proxy.port, b"x" * 1000) == b"x" * 1000
     assert not proxy.disarm()
     proxy.arm(1000 + 300)  # all of the way there, and 300 bytes of the way back
     assert _echoed(proxy.port, b"x" * 1000) == b"x" * 300
