@@ -111,6 +111,7 @@ class Generate:
                     raise refusal_of(failure)
                 await _send_events(send, [_json(refusal_of(failure).as_json())])
                 break
+            ended = call.done  # before the chunks are taken: more may come while they are sent
             chunks = await self._chunks(call)
             if chunks and not started:
                 started = True
@@ -118,9 +119,7 @@ class Generate:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             if chunks:
                 await _send_events(send, chunks)
-            if call.done:
-                if call.error is not None:
-                    continue
+            if ended:
                 break
             await call.wait()
             if call.left:

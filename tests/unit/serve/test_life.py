@@ -11,6 +11,7 @@ import openai
 import pytest
 
 import compress
+from compress.serve.call import Call
 from tests.support.http_server import Running, running, wait_until
 
 LONG: dict[str, Any] = {"prompt": "def f", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -40,11 +41,35 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks(server: Running) -> None
     assert after["compress:client_disconnects_total"] == before["compress:client_disconnects_total"] + 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_first_token_frees_its_place(server: Running, stream: bool) -> None:
+def test_a_client_that_leaves_before_the_first_token_frees_its_place(server: Running) -> None:
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.05) as client:
         client.post(server.url + "/v1/completions", json={**LONG, "n": 8, "prompt": [7] * 100})
     wait_until(server.is_idle, 10)
+
+
+def test_a_text_that_ends_while_its_chunks_are_made_is_sent_whole(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Call.chunks
+
+    def slowly(self: Call) -> list[dict[str, Any]]:
+        chunks = make(self)
+        wait_until(lambda: self.done)
+        return chunks
+
+    monkeypatch.setattr(Call, "chunks", slowly)  # those of an echo are made beside the event loop
+    ask: dict[str, Any] = {
+        "model": "reference",
+        "prompt": "def f",
+        "max_tokens": 60,
+        "echo": True,
+        "temperature": 0,
+    }
+    chunks = list(client.completions.create(**ask, stream=True, extra_body={"ignore_eos": True}))
+    assert [each.choices[0].finish_reason for each in chunks][-1] == "length"
+    monkeypatch.undo()
+    whole = client.completions.create(**ask, extra_body={"ignore_eos": True})
+    assert "".join(each.choices[0].text for each in chunks) == whole.choices[0].text
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_stalls_nobody(llm: compress.LLM) -> None:
