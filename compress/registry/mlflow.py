@@ -32,6 +32,7 @@ from compress.registry.extra import check_extra
 from compress.registry.image import IMAGE_MANIFEST, Descriptor, ImageManifest
 from compress.registry.protocol import REGISTRIES, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.registry.resuming import Dropped, persist
 from compress.untrusted.parse import Malformed, parse_json
 from compress.untrusted.text import one_line
 
@@ -204,14 +205,20 @@ class Mlflow:
 
     def _versions(self, name: str) -> list["ModelVersion"]:
         """Return the versions that this program made, newest first."""
-        with self._explained():
-            found = self._client.search_model_versions(f"name='{name}'", max_results=_PAGE)
+        found = persist(lambda: self._search_versions(name))
         ours = [each for each in found if "compress.manifest" in each.tags]
         return sorted(ours, key=lambda each: int(each.version), reverse=True)
+
+    def _search_versions(self, name: str) -> Sequence["ModelVersion"]:
+        with self._explained():
+            return self._client.search_model_versions(f"name='{name}'", max_results=_PAGE)
 
     def _version_of(self, name: str, tag: str) -> "ModelVersion | None":
         if tag == DEFAULT_TAG:
             return next(iter(self._versions(name)), None)
+        return persist(lambda: self._named_version(name, tag))
+
+    def _named_version(self, name: str, tag: str) -> "ModelVersion | None":
         with self._explained((*_MISSING, "INVALID_PARAMETER_VALUE")):
             if tag.isdigit():
                 return self._client.get_model_version(name, tag)
@@ -281,8 +288,10 @@ class Mlflow:
             yield
         except MlflowException as error:
             if error.error_code not in passed:
-                reason = one_line(str(error.message)).partition(" with url")[0][:200]
-                raise StorageError(f"the MLflow server at {self} refuses: {reason.rstrip('.')}.") from None
+                reason = one_line(str(error.message)).partition(" with url")[0][:200].rstrip(".")
+                if " failed with exception " in reason:
+                    raise Dropped(f"the connection to {self} was lost: {reason}.") from None
+                raise StorageError(f"the MLflow server at {self} refuses: {reason}.") from None
 
 
 def _source_of(version: "ModelVersion") -> Ref:
