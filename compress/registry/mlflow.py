@@ -205,7 +205,8 @@ class Mlflow:
 
     def _versions(self, name: str) -> list["ModelVersion"]:
         """Return the versions that this program made, newest first."""
-        found = persist(lambda: self._search_versions(name))
+        # an answer that ends in its headers is an empty one to the client, so that of none is requested twice
+        found = persist(lambda: self._search_versions(name)) or persist(lambda: self._search_versions(name))
         ours = [each for each in found if "compress.manifest" in each.tags]
         return sorted(ours, key=lambda each: int(each.version), reverse=True)
 
@@ -221,8 +222,12 @@ class Mlflow:
     def _named_version(self, name: str, tag: str) -> "ModelVersion | None":
         with self._explained((*_MISSING, "INVALID_PARAMETER_VALUE")):
             if tag.isdigit():
-                return self._client.get_model_version(name, tag)
-            return self._client.get_model_version_by_alias(name, tag)
+                version = self._client.get_model_version(name, tag)
+            else:
+                version = self._client.get_model_version_by_alias(name, tag)
+            if not version.version:  # the client takes an answer that ends in its headers for an empty one
+                raise Dropped(f"the connection to {self} was lost.")
+            return version
         return None
 
     def _find_version(self, manifest: Descriptor, *, newest: bool) -> "ModelVersion | None":

@@ -32,7 +32,8 @@ class Tracking:
         self.experiments: dict[str, str] = {}
         self.artifacts: dict[str, bytes] = {}
         self.num_drops = 0
-        """Answers to GET whose second half is lost with the connection."""
+        """Answers to GET that are lost with the connection, after half of the body or `in_headers`."""
+        self.in_headers = False
         self.lock = threading.RLock()
 
     def call(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -180,14 +181,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()
+        dropped = self.command == "GET" and self.tracking.num_drops > 0
+        self.tracking.num_drops -= dropped
+        self.close_connection |= dropped
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if dropped and self.tracking.in_headers:
+            self.flush_headers()
+            return
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET" and self.tracking.num_drops:
-            self.tracking.num_drops -= 1
+        if dropped:
             body = body[: len(body) // 2]
-            self.close_connection = True
         self.wfile.write(body)
 
 

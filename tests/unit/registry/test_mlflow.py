@@ -20,8 +20,9 @@ def _artifact(root: Path) -> Artifact:
     return Workspace(root / "workspace").commit(Workspace.key("test", 1, {}, {}, 0), "test", {}, build)
 
 
+@pytest.mark.parametrize("in_headers", [False, True])
 def test_an_answer_that_is_cut_is_requested_again_and_given_up_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_headers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("compress.registry.resuming.PAUSES_S", (0.0, 0.0, 0.0))
     for name, value in s3_server.environment(s3_server.start(s3_server.Store())).items():
@@ -30,8 +31,9 @@ def test_an_answer_that_is_cut_is_requested_again_and_given_up_in_the_end(
     url = f"mlflow+{mlflow_server.start(tracking)}/s3://{s3_server.BUCKET}/team"
     artifact = _artifact(tmp_path)
     push(open_registry(url), artifact, name="model", aliases=["stable"])
+    tracking.in_headers = in_headers
     for number, tag in enumerate(("latest", "stable")):
-        tracking.num_drops = 3
+        tracking.num_drops = 1 if in_headers else 3
         assert pull(f"{url}/model:{tag}", tmp_path / str(number)).digest == artifact.digest
         assert tracking.num_drops == 0
     tracking.num_drops = 1000
