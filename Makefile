@@ -18,7 +18,7 @@ FUZZ_JOBS ?= 2
 FUZZ_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers registries schedulers docs lint types format clean
+.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers registries schedulers extras docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,12 +62,16 @@ peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time bes
 	$(BIN)/python -m pytest -m interop
 	$(BIN)/python -m scripts.bench_quality --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
 
-registries: $(VENV)/.installed-dev $(REGISTRIES_VENV)/.installed  ## the contract of registries against real servers of MLflow and of S3 (moto), and the fault matrix (half an hour; needs docker-registry)
+registries: $(VENV)/.installed-dev $(REGISTRIES_VENV)/.installed  ## the contract of registries against real servers of MLflow and of S3 (moto), one artifact in all of them, and the fault matrix (half an hour; needs docker-registry and skopeo)
 	$(BIN)/python -m pytest -m interop tests/interop/test_real_registries.py
+	$(BIN)/python -m scripts.check_registry_copies --moto $(REGISTRIES_VENV)/bin/moto_server --mlflow $(REGISTRIES_VENV)/bin/mlflow --out benchmarks/registry-copies.json
 	$(BIN)/python -m scripts.check_registry_faults --moto $(REGISTRIES_VENV)/bin/moto_server --mlflow $(REGISTRIES_VENV)/bin/mlflow --out benchmarks/registry-faults.json
 
 schedulers: $(VENV)/.installed-dev $(SCHEDULERS_VENV)/.installed $(SKYPILOT_VENV)/.installed  ## rendered schedules before Airflow, SkyPilot and the schemas of Kubernetes and GitHub (two minutes)
 	$(BIN)/python -m pytest tests/interop/test_schedulers.py tests/contract/test_schedule_contract.py
+
+extras: $(VENV)/.installed-dev  ## each extra alone in a fresh environment, and what it is for (about 2 GB a time, half an hour)
+	$(BIN)/python -m scripts.check_extras --out benchmarks/extras.json
 
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export

@@ -8,109 +8,44 @@ After each injection the tag must name the artifact from before or the new one, 
 a pull must not exist or be whole; then the same command must finish undisturbed with the right digest. Blobs
 are 6 MiB, sent in chunks of 1 MiB (S3: in parts of 5 MiB). A fault that comes when the command has ended is
 not counted. Needs docker-registry; without --moto and --mlflow small servers of the tests take their place,
-and the result file says so. The hub is always such a server. Exit code 1 if anything differs.
+and the result file says so. The hub is always such a server. The weights of MLflow's models are in the S3
+server, and its faults are in connections to both. Exit code 1 if anything differs.
 """
 
 import argparse
 import contextlib
 import hashlib
-import multiprocessing
+import json
 import os
 import random
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import torch
 
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
-from compress.errors import CompressError, LockHeld
+from compress.errors import LockHeld
 from compress.registry import s3, upload
 from compress.registry.protocol import open_registry
 from compress.registry.transfer import pull, push, verify
 from scripts.bench_setup import markdown, write_results
-from tests.support import hub_server, mlflow_server, s3_server
-from tests.support.registries import DOCKER_REGISTRY, free_port
+from scripts.registry_servers import FORK, Backend, Proxy, backends, import_clients, run, run_action
 
-FORK = multiprocessing.get_context("fork")
 BLOB_BYTES = 6 << 20
 CHUNK_BYTES, PART_BYTES = 1 << 20, 5 << 20
 NAME = "model"
 TAG = "shared"
 CORRUPT = 3
 NUM_PUSHERS = 8
-START_S = 120.0
-LIMIT_S = 240.0
-
-
-class Proxy:
-    """A relay on the loopback address that cuts a connection after so many bytes, once for each `arm`."""
-
-    def __init__(self, port: int) -> None:
-        self._left: Synchronized[int] = FORK.Value("q", -1)
-        self.port = free_port()
-        process = FORK.Process(target=self._serve, args=(port,), daemon=True)
-        process.start()
-
-    def arm(self, num_bytes: int) -> None:
-        self._left.value = num_bytes
-
-    def disarm(self) -> bool:
-        """Return whether a connection was cut."""
-        was_cut = self._left.value < 0
-        self._left.value = -1
-        return was_cut
-
-    def _serve(self, port: int) -> None:
-        listening = socket.create_server(("127.0.0.1", self.port), backlog=128)
-        while True:
-            near, _ = listening.accept()
-            try:
-                far = socket.create_connection(("127.0.0.1", port))
-            except OSError:
-                near.close()
-                continue
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                with self._left.get_lock():
-                    before = self._left.value
-                    cut = 0 <= before < len(data)
-                    if before >= 0:
-                        self._left.value = -1 if cut else before - len(data)
-                sink.sendall(data[:before] if cut else data)
-                if cut:
-                    break
-        for each in (source, sink):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-
-@dataclass
-class Backend:
-    """A kind of registry: what it runs against, its URL, what a process does first, and its relay."""
-
-    name: str
-    server: str
-    url: str
-    prepare: Callable[[], None] = lambda: None
-    proxy: Proxy | None = None
+MAX_TRIES = 5  # for each injection: a fault that comes too late is none
 
 
 @dataclass
@@ -125,6 +60,11 @@ class Tally:
     survived: int = 0
     corrupt: list[str] = field(default_factory=list)
 
+    def note(self, code: int | None, when: str) -> None:
+        """Take an exit code that should have been 0."""
+        if code != 0:
+            self.corrupt.append(f"{when}: exit code {code}")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -133,28 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=16, help="of pushes, and as many of pulls, a registry")
     parser.add_argument("--drops", type=int, default=8, help="in pushes, and as many in pulls, a registry")
     parser.add_argument("--rounds", type=int, default=20, help="of 8 pushers to one tag, a registry")
-    parser.add_argument("--hub-rounds", type=int, default=20, help="the same of the hub, which are slower")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", action="append", help="only this kind; may be repeated")
+    parser.add_argument(
+        "--backend", action="append", help="only this kind, which may be repeated; others keep their rows"
+    )
     parser.add_argument("--moto", help="the program moto_server")
     parser.add_argument("--mlflow", help="the program mlflow, with its server")
     parser.add_argument("--commit", default=None, help="of the code that is tried")
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
     args = parser.parse_args(argv)
 
+    import_clients()
     upload.CHUNK_BYTES, s3.PART_BYTES = CHUNK_BYTES, PART_BYTES
     rng = random.Random(args.seed)
     tallies: list[Tally] = []
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as servers:
         root = Path(name)
-        for backend in backends(root, args.moto, args.mlflow, servers):
+        for backend in backends(root, servers, moto=args.moto, mlflow=args.mlflow):
             if args.backend and backend.name not in args.backend:
                 continue
             place = root / f"work-{backend.name}"
             tallies += disturb(backend, place, args.kills, args.drops, rng)
-            num_rounds = args.hub_rounds if backend.name == "hf" else args.rounds
-            rounds.append(compete(backend, place, num_rounds, rng))
+            rounds.append(compete(backend, place, args.rounds, rng))
             print(rounds[-1], *tallies[-4:], sep="\n", file=sys.stderr, flush=True)
             if args.out is not None:  # what is done stays where a later kind takes too long
                 write(args, tallies, rounds)
@@ -162,111 +103,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(each.corrupt for each in tallies) or any(each["wrong"] for each in rounds) else 0
 
 
-def write(args: argparse.Namespace, tallies: Sequence["Tally"], rounds: Sequence[dict[str, Any]]) -> None:
-    """Write the result file of the kinds that are done."""
-    rows = [{"kind": "injection", **vars(each)} for each in tallies]
+def write(args: argparse.Namespace, tallies: Sequence[Tally], rounds: Sequence[dict[str, Any]]) -> None:
+    """Write the result file of the kinds that are done; with --backend, rows of other kinds that are in the
+    file stay.
+    """
+    done = [*({"kind": "injection", **vars(each)} for each in tallies), *rounds]
+    rows = [{**each, "commit": args.commit, "seed": args.seed} for each in done]
+    if args.backend and args.out.is_file():
+        old = json.loads(args.out.read_text())["rows"]
+        rows = [*(each for each in old if each["backend"] not in args.backend), *rows]
     facts = {
-        "seed": args.seed,
-        "injections": sum(each.injected for each in tallies),
-        "corrupt": sum(len(each.corrupt) for each in tallies) + sum(each["wrong"] for each in rounds),
+        "injections": sum(each.get("injected", 0) for each in rows),
+        "corrupt": sum(len(each.get("corrupt", ())) + each.get("wrong", 0) for each in rows),
         "blob_bytes": BLOB_BYTES,
         "chunk_bytes": CHUNK_BYTES,
     }
-    write_results(args.out, [*rows, *rounds], device=torch.device("cpu"), commit=args.commit, facts=facts)
-
-
-def backends(
-    root: Path, moto: str | None, mlflow: str | None, servers: contextlib.ExitStack
-) -> Iterator[Backend]:
-    """Start a server for each kind of registry, which ends with the stack, and yield the kinds."""
-    yield Backend("layout", "directory", f"layout://{root / 'layout'}")
-
-    port = free_port()
-    config = root / "registry.yml"
-    config.write_text(DOCKER_REGISTRY.format(root=root / "docker-registry", port=port))
-    servers.enter_context(serving(["docker-registry", "serve", str(config)], port))
-    proxy = Proxy(port)
-    yield Backend("oci", "docker-registry", f"oci://127.0.0.1:{proxy.port}/org", proxy=proxy)
-
-    if moto is not None:
-        port = free_port()
-        servers.enter_context(serving([moto, "-H", "127.0.0.1", "-p", str(port)], port))
-    else:
-        port = in_process(lambda: s3_server.start(s3_server.Store()))
-    s3_proxy = Proxy(port)
-    storage = s3_server.environment(f"http://127.0.0.1:{s3_proxy.port}")
-    if moto is not None:
-        run(lambda: make_bucket(storage))
-    server = "moto" if moto else "small server of the tests"
-    yield Backend("s3", server, f"s3://{s3_server.BUCKET}/a", lambda: os.environ.update(storage), s3_proxy)
-
-    if mlflow is not None:
-        port = free_port()
-        store = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--workers", "2"]
-        artifacts = ["--artifacts-destination", str(root / "mlflow-artifacts")]
-        command = [mlflow, "server", "--host", "127.0.0.1", "--port", str(port), *store, *artifacts]
-        servers.enter_context(serving(command, port))
-    else:
-        port = in_process(lambda: mlflow_server.start(mlflow_server.Tracking()))
-    ml_proxy = Proxy(port)
-    server = "mlflow, SQLite" if mlflow else "small server of the tests"
-    url = f"mlflow+http://127.0.0.1:{ml_proxy.port}/s3://{s3_server.BUCKET}/b"
-    yield Backend("mlflow", server, url, lambda: os.environ.update(storage), ml_proxy)
-
-    hub_proxy = Proxy(in_process(lambda: hub_server.start(hub_server.Hub())))
-    yield Backend(
-        "hf", "small server of the tests", "hf://owner", lambda: use_hub(hub_proxy.port, root), hub_proxy
-    )
-
-
-@contextlib.contextmanager
-def serving(command: Sequence[str], port: int) -> Iterator[None]:
-    """Run a server while the block lasts, which begins when it accepts connections."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        until = time.monotonic() + START_S
-        while process.poll() is None and time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            time.sleep(0.1)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def in_process(start: Callable[[], str]) -> int:
-    """Serve in a process of its own, which ends with this one; return the port."""
-    ours, theirs = FORK.Pipe()
-
-    def serve() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        theirs.send(start())
-        signal.pause()
-
-    FORK.Process(target=serve, daemon=True).start()
-    return int(ours.recv().rpartition(":")[2])
-
-
-def make_bucket(storage: dict[str, str]) -> None:
-    import boto3
-
-    os.environ.update(storage)
-    boto3.client("s3").create_bucket(Bucket=s3_server.BUCKET)
-
-
-def use_hub(port: int, root: Path) -> None:
-    constants = huggingface_hub.constants
-    url = f"http://127.0.0.1:{port}"
-    constants.ENDPOINT = url
-    constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
-    constants.HF_HUB_OFFLINE = False
-    constants.HF_HUB_CACHE = str(root / f"hub-{os.getpid()}")
-    constants.HF_HUB_DISABLE_XET = True
-    os.environ["HF_TOKEN"] = "hf_test"
+    write_results(args.out, rows, device=torch.device("cpu"), commit=args.commit, facts=facts)
 
 
 def make_artifact(place: Path, seed: int, num_bytes: int = BLOB_BYTES) -> Path:
@@ -282,96 +134,102 @@ def make_artifact(place: Path, seed: int, num_bytes: int = BLOB_BYTES) -> Path:
     return Workspace(place / "workspace").commit(key, "fault", {}, build).path
 
 
-def run(action: Callable[[], None], kill_after_s: float | None = None) -> int | None:
-    """Run an action in a process of its own and return its exit code; None where it was killed."""
-    process = FORK.Process(target=_run, args=(action,))
-    process.start()
-    process.join(LIMIT_S if kill_after_s is None else kill_after_s)
-    killed = process.is_alive()
-    if killed:
-        process.kill()
-        process.join()
-    return None if killed and kill_after_s is not None else process.exitcode
+@dataclass(frozen=True)
+class Usual:
+    """An undisturbed command: its seconds, and the bytes that passed each relay."""
+
+    seconds: float
+    num_bytes: dict[Proxy, int]
 
 
-def _run(action: Callable[[], None]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    try:
-        action()
-    except CompressError as error:
-        print(f"  {type(error).__name__}: {error}", flush=True)
-        os._exit(error.exit_code)
-    os._exit(0)
+def measure(backend: Backend, action: Callable[[], None]) -> Usual:
+    """Run a command undisturbed."""
+    before = {proxy: proxy.num_bytes for proxy in backend.proxies}
+    began = time.monotonic()
+    code = run(action)
+    assert code == 0, f"an undisturbed command at {backend.name} ended with exit code {code}"
+    seconds = time.monotonic() - began
+    return Usual(seconds, {proxy: proxy.num_bytes - before[proxy] for proxy in backend.proxies})
 
 
 def disturb(backend: Backend, place: Path, num_kills: int, num_drops: int, rng: random.Random) -> list[Tally]:
     """Inject faults into pushes and pulls of one registry."""
+    run(partial(push_to, backend, make_artifact(place, rng.getrandbits(40))))  # makes repository or model
     current = make_artifact(place, rng.getrandbits(40))
-    began = time.monotonic()
-    assert run(lambda: push_to(backend, current)) == 0, f"an undisturbed push to {backend.name} failed"
-    push_s = time.monotonic() - began
-    began = time.monotonic()
-    assert run(lambda: pull_from(backend, place / "undisturbed")) == 0
-    pull_s = time.monotonic() - began
+    usual_push = measure(backend, partial(push_to, backend, current))
+    usual_pull = measure(backend, partial(pull_from, backend, place / "undisturbed"))
     tallies = []
-    for fault, count in (("kill", num_kills), ("drop", num_drops if backend.proxy else 0)):
-        pushes = Tally(backend.name, backend.server, "push", fault)
-        for _ in range(count):
-            new = make_artifact(place, rng.getrandbits(40))
-            code = inject(backend, partial(push_to, backend, new), fault, push_s, rng)
-            pushes.injected += code != -1
-            pushes.survived += code == 0
-            digests = {open_artifact(each).digest for each in (current, new)}
-            note(pushes, run(partial(look, backend, digests)), "after a fault")
-            note(pushes, run(partial(push_to, backend, new)), "the next push")
-            note(pushes, run(partial(look, backend, {open_artifact(new).digest})), "after it")
-            shutil.rmtree(current, ignore_errors=True)
-            current = new
-        pulls = Tally(backend.name, backend.server, "pull", fault)
-        for number in range(count):
-            target = place / f"{fault}-{number}"
-            code = inject(backend, partial(pull_from, backend, target), fault, pull_s, rng)
-            pulls.injected += code != -1
-            pulls.survived += code == 0
-            digest = open_artifact(current).digest
-            if target.exists():
-                note(pulls, run(partial(compare, target, digest)), "after a fault")
-            else:
-                note(pulls, run(partial(pull_from, backend, target)), "the next pull")
-                note(pulls, run(partial(compare, target, digest)), "after it")
-            shutil.rmtree(target, ignore_errors=True)
+    for fault, count in (("kill", num_kills), ("drop", num_drops if backend.proxies else 0)):
+        pushes, pulls = (Tally(backend.name, backend.server, each, fault) for each in ("push", "pull"))
+        for _ in range(MAX_TRIES * count):
+            if pushes.injected < count:
+                new = make_artifact(place, rng.getrandbits(40))
+                disturb_push(backend, current, new, pushes, inject(backend, pushes, new, usual_push, rng))
+                shutil.rmtree(current)
+                current = new
+        for _ in range(MAX_TRIES * count):
+            if pulls.injected < count:
+                target = place / "pulled"
+                disturb_pull(backend, current, target, pulls, inject(backend, pulls, target, usual_pull, rng))
         tallies += [pushes, pulls] if count else []
     return tallies
 
 
-def inject(
-    backend: Backend, action: Callable[[], None], fault: str, usual_s: float, rng: random.Random
-) -> int | None:
-    """Run an action with one fault; return its exit code, None where it was killed, -1 where the fault came
-    too late to be one.
+def disturb_push(backend: Backend, old: Path, new: Path, tally: Tally, code: int | None) -> None:
+    """Look at the tag after an injection, and push again."""
+    digests = {open_artifact(each).digest for each in (old, new)}
+    tally.note(run(partial(look, backend, digests)), "after a fault")
+    if code == 0:
+        tally.note(run(partial(look, backend, {open_artifact(new).digest})), "a push that went on")
+    tally.note(run(partial(push_to, backend, new)), "the next push")
+    tally.note(run(partial(look, backend, {open_artifact(new).digest})), "after it")
+
+
+def disturb_pull(backend: Backend, current: Path, target: Path, tally: Tally, code: int | None) -> None:
+    """Look at the destination after an injection, and pull again where there is none."""
+    digest = open_artifact(current).digest
+    if code == 0 and not target.exists():
+        tally.corrupt.append("a pull that went on left nothing")
+    if not target.exists():
+        tally.note(run(partial(pull_from, backend, target)), "the next pull")
+    tally.note(run(partial(compare, target, digest)), "after it")
+    left = [each.name for each in target.parent.iterdir() if f".{target.name}." in each.name]
+    if left:
+        tally.corrupt.append(f"left beside the destination: {left}")
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def inject(backend: Backend, tally: Tally, path: Path, usual: Usual, rng: random.Random) -> int | None:
+    """Run a command with one fault, and count it unless it came too late to be one; return the exit code,
+    None where it was killed.
     """
-    if fault == "kill":
-        code = run(action, rng.uniform(0, 0.8 * usual_s))
-        return -1 if code is not None else None
-    assert backend.proxy is not None
-    backend.proxy.arm(rng.randrange(0, BLOB_BYTES))
+    action = partial(push_to if tally.command == "push" else pull_from, backend, path)
+    if tally.fault == "kill":
+        code = run(action, rng.uniform(0, usual.seconds))
+        tally.injected += code is None
+        return code
+    proxy = rng.choice(backend.proxies)
+    proxy.arm(rng.randrange(max(1, usual.num_bytes[proxy])))
     code = run(action)
-    return code if backend.proxy.disarm() else -1
+    if proxy.disarm():
+        tally.injected += 1
+        tally.survived += code == 0
+    return code
 
 
 def push_to(backend: Backend, path: Path) -> None:
-    backend.prepare()
+    backend.begin()
     push(open_registry(backend.url), open_artifact(path), name=NAME, aliases=(TAG,))
 
 
 def pull_from(backend: Backend, target: Path) -> None:
-    backend.prepare()
+    backend.begin()
     pull(f"{backend.url}/{NAME}:{TAG}", target)
 
 
 def look(backend: Backend, digests: set[str]) -> None:
     """Exit with CORRUPT where the tag names anything but one of these artifacts, whole."""
-    backend.prepare()
+    backend.begin()
     if verify(f"{backend.url}/{NAME}:{TAG}").artifact_digest not in digests:
         os._exit(CORRUPT)
 
@@ -380,11 +238,6 @@ def compare(target: Path, digest: str) -> None:
     verify_artifact(open_artifact(target))
     if open_artifact(target).digest != digest:
         os._exit(CORRUPT)
-
-
-def note(tally: Tally, code: int | None, when: str) -> None:
-    if code != 0:
-        tally.corrupt.append(f"{when}: exit code {code}")
 
 
 def compete(backend: Backend, place: Path, num_rounds: int, rng: random.Random) -> dict[str, Any]:
@@ -396,7 +249,9 @@ def compete(backend: Backend, place: Path, num_rounds: int, rng: random.Random) 
     for number in range(num_rounds):
         paths = [make_artifact(place, rng.getrandbits(40), 100_000) for _ in range(NUM_PUSHERS)]
         known |= {open_artifact(path).digest for path in paths}
-        processes = [FORK.Process(target=_run, args=(partial(patiently, backend, path),)) for path in paths]
+        processes = [
+            FORK.Process(target=run_action, args=(partial(patiently, backend, path),)) for path in paths
+        ]
         for process in processes:
             process.start()
         while any(process.is_alive() for process in processes):
@@ -438,7 +293,7 @@ def verified(backend: Backend) -> str:
     ours, theirs = FORK.Pipe()
 
     def read() -> None:
-        backend.prepare()
+        backend.begin()
         theirs.send(verify(f"{backend.url}/{NAME}:{TAG}").artifact_digest)
 
     run(read)

@@ -11,7 +11,8 @@ A registered model names its store, so later references may leave it out: `mlflo
     run        the metrics of the evidence, and its report as an artifact of the run
 
 Everything that a version states of its weights is compared with digests when they are pulled. The server's
-credentials are those of its client (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ...).
+credentials are those of its client (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ...). A redirect is not
+followed, because the client would send what it writes to any host.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from compress.registry.blobs import copy_blob, read_blob
 from compress.registry.image import EVIDENCE, IMAGE_MANIFEST, Descriptor, ImageManifest
 from compress.registry.protocol import REGISTRIES, Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.registry.resuming import Dropped, persist
 from compress.untrusted.parse import Malformed, parse_json
 from compress.untrusted.text import one_line
 
@@ -118,7 +120,13 @@ class Mlflow:
         if version is None:
             return None
         self._source = self._open_store(_source_of(version).registry).repository(_source_of(version).name)
-        return _manifest_of(version)
+        manifest = _manifest_of(version)
+        if self._source.find(manifest.digest) is None:
+            raise StorageError(
+                f"version {version.version} of '{name}' in {self} names the manifest {manifest.digest}, "
+                "which the store of its weights does not have; push the artifact again."
+            )
+        return manifest
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         model = self.repository(name)
@@ -161,6 +169,7 @@ class Mlflow:
             # or its import reports itself, and the end of a run prints to stdout
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
             os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+            os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
             from mlflow import MlflowClient
 
             self._opened = MlflowClient(tracking_uri=self._server, registry_uri=self._server)
@@ -197,18 +206,29 @@ class Mlflow:
 
     def _versions(self, name: str) -> list["ModelVersion"]:
         """Return the versions that this program made, newest first."""
-        with self._explained():
-            found = self._client.search_model_versions(f"name='{name}'", max_results=_PAGE)
+        # an answer that ends in its headers is an empty one to the client, so that of none is requested twice
+        found = persist(lambda: self._search_versions(name)) or persist(lambda: self._search_versions(name))
         ours = [each for each in found if "compress.manifest" in each.tags]
         return sorted(ours, key=lambda each: int(each.version), reverse=True)
+
+    def _search_versions(self, name: str) -> Sequence["ModelVersion"]:
+        with self._explained():
+            return self._client.search_model_versions(f"name='{name}'", max_results=_PAGE)
 
     def _version_of(self, name: str, tag: str) -> "ModelVersion | None":
         if tag == DEFAULT_TAG:
             return next(iter(self._versions(name)), None)
+        return persist(lambda: self._named_version(name, tag))
+
+    def _named_version(self, name: str, tag: str) -> "ModelVersion | None":
         with self._explained((*_MISSING, "INVALID_PARAMETER_VALUE")):
             if tag.isdigit():
-                return self._client.get_model_version(name, tag)
-            return self._client.get_model_version_by_alias(name, tag)
+                version = self._client.get_model_version(name, tag)
+            else:
+                version = self._client.get_model_version_by_alias(name, tag)
+            if not version.version:  # the client takes an answer that ends in its headers for an empty one
+                raise Dropped(f"the connection to {self} was lost.")
+            return version
         return None
 
     def _find_version(self, manifest: Descriptor, *, newest: bool) -> "ModelVersion | None":
@@ -274,8 +294,10 @@ class Mlflow:
             yield
         except MlflowException as error:
             if error.error_code not in passed:
-                reason = one_line(str(error.message)).partition(" with url")[0][:200]
-                raise StorageError(f"the MLflow server at {self} refuses: {reason.rstrip('.')}.") from None
+                reason = one_line(str(error.message)).partition(" with url")[0][:200].rstrip(".")
+                if " failed with exception " in reason:
+                    raise Dropped(f"the connection to {self} was lost: {reason}.") from None
+                raise StorageError(f"the MLflow server at {self} refuses: {reason}.") from None
 
 
 def _source_of(version: "ModelVersion") -> Ref:

@@ -25,7 +25,6 @@ from compress.artifact.manifest import MAX_MANIFEST_BYTES
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError, UsageError
 from compress.plugins import check_extra
-from compress.registry.distribution import is_loopback
 from compress.registry.image import Descriptor
 from compress.registry.index import ImageIndex
 from compress.registry.protocol import REGISTRIES, Tag
@@ -304,6 +303,20 @@ def _code(error: "ClientError") -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
+def _refuse_redirect(response: Any, **details: object) -> None:
+    """Refuse a redirect that names no region. The client finds out where to send a redirected request by
+    HeadBucket, and where that is redirected too it would ask again without an end.
+    """
+    del details
+    if response is None:
+        return
+    status = response[1].get("ResponseMetadata", {}).get("HTTPStatusCode")
+    headers = response[1].get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if status in (301, 302, 303, 307, 308) and "x-amz-bucket-region" not in headers:
+        target = one_line(str(urlsplit(headers.get("location", "")).hostname))[:100]
+        raise StorageError(f"the S3 server redirects to '{target}'; nothing is sent to another host.")
+
+
 def _open(place: str, *, plain_http: bool) -> S3:
     check_extra("boto3", extra="s3", needed_by="registries of this kind")
     import boto3
@@ -319,6 +332,7 @@ def _open(place: str, *, plain_http: bool) -> S3:
         response_checksum_validation="when_required",
     )
     client = boto3.client("s3", config=config)
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", _refuse_redirect)
     endpoint = urlsplit(client.meta.endpoint_url)
     if endpoint.scheme != "https" and not plain_http and not is_loopback(endpoint.hostname):
         raise UsageError(

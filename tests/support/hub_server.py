@@ -34,6 +34,10 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
+        self.requests: list[dict[str, str]] = []
+        """The headers of every request for a file, with names in lower case."""
+        self.files_at: str | None = None
+        """Another host, to which a request for a file of an artifact is redirected."""
         self.lock = threading.Lock()
 
     def create(self, name: str, *, private: bool) -> bool:
@@ -156,10 +160,16 @@ class Handler(BaseHTTPRequestHandler):
             self._missing("EntryNotFound", {"X-Repo-Commit": revision})
             return
         data = files[path]
+        self.hub.requests.append({name.lower(): value for name, value in self.headers.items()})
+        elsewhere = self.hub.files_at
         etag = f'"{hashlib.sha256(data).hexdigest()}"'
         commit = repository.commits[-1][0] if revision == "main" else revision
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if elsewhere and not path.startswith(".") and self.headers["Host"] not in elsewhere:
+            linked = {"X-Linked-ETag": etag, "X-Linked-Size": str(len(data)), "X-Repo-Commit": commit}
+            self._answer(302, b"", {**linked, "Location": f"{elsewhere}{self.path}"})
+            return
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._answer(206 if start else 200, data[start:], headers)
