@@ -406,7 +406,9 @@ EXTRAS: dict[str, Extra] = {
         ("pytest", "hypothesis", "xdist", "mypy", "grimp", "compressed_tensors", "triton"), check_dev
     ),
     "docs": Extra(("mkdocs", "material"), check_docs),
-    "oci": Extra(("requests",), check_oci),
+    "oci": Extra(
+        ("requests",), check_oci, lambda _: ("compress", "pull", "oci://127.0.0.1:9/org/model", "out")
+    ),
     "s3": Extra(("boto3",), check_s3, lambda _: ("compress", "pull", "s3://models/team/model", "out")),
     "mlflow": Extra(
         ("mlflow",), check_mlflow, lambda _: ("compress", "pull", "mlflow+http://127.0.0.1:9/model", "out")

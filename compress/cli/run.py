@@ -135,7 +135,7 @@ def run(
 
 
 def _is_one(recipes: Sequence[Path], case: str | None) -> bool:
-    """Return whether one run is asked for; a recipe that cannot be read is one, and its error is the outcome."""
+    """Return whether one run is asked for; a recipe that cannot be read is one, and ends with an error."""
     try:
         return one_recipe(recipes, case) is not None
     except RecipeError:

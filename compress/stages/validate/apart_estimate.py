@@ -3,7 +3,7 @@
 loaded      the weights in the dtype of the computation, or the codes of a candidate on a GPU
 streamed    the most of: embedding and head as they are read, and the embedding as it is used; one layer as it
             is read and as kernels hold it, two where layers end in a norm; embedding and head as they are
-            read, and the head in two layouts, while it is repacked, beside the last layer where that ends in
+            read, and the head in two layouts, while it is repacked, with the last layer where that ends in
             a norm; and with each the streams of all windows, before and after a layer
 both        a copy of the largest linear group while it is repacked; pages of a batch; float32 logits of a
             batch, their log probabilities and as much again while windows are compared
