@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from torch import Tensor
 
 from compress.artifact.manifest import Artifact, open_artifact
@@ -177,3 +179,21 @@ def subject(root: Path) -> dict[str, Any]:
 @cache
 def _subject(root: Path) -> dict[str, Any]:
     return list_tags(f"layout://{root / 'registry'}")[0].manifest.to_json()
+
+
+def private_key(root: Path) -> Path:
+    """Return the file of a key that everybody knows."""
+    path = root / "key.pem"
+    if not path.exists():
+        plain = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        path.write_bytes(derive_private_key(7, SECP256R1()).private_bytes(*plain))
+    return path
+
+
+def public_key(root: Path) -> Path:
+    """Return the file of its public half."""
+    path = root / "key.pub"
+    if not path.exists():
+        key = derive_private_key(7, SECP256R1()).public_key()
+        path.write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return path

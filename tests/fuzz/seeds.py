@@ -3,6 +3,7 @@
 python -m tests.fuzz.seeds
 """
 
+import base64
 import bz2
 import gzip
 import json
@@ -23,6 +24,8 @@ from compress.data.tokens import TokenSet, save_token_set
 from compress.models.checkpoint import CONFIG_NAME
 from compress.registry.protocol import open_registry
 from compress.registry.transfer import list_tags
+from compress.sign.key import KeySigner
+from compress.sign.signature import make_bundle
 from tests.fuzz import models
 from tests.fuzz.targets import TARGETS
 
@@ -176,6 +179,16 @@ def inputs() -> Iterator[tuple[str, str, bytes]]:
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tools", "template": "{{ tools }}"}]
     yield "chat", "named", json.dumps({**special, "chat_template": named}).encode()
     yield "tokenizer", "bytes", _tokenizer().encode()
+    yield "bundle", "key", _bundle()
+
+
+def _bundle() -> bytes:
+    """Return a signature by the key of models.py, with its statement as JSON in the place of base64."""
+    with tempfile.TemporaryDirectory() as scratch:
+        signer = KeySigner(models.private_key(Path(scratch)))
+        document = json.loads(make_bundle({"a/b.txt": "sha256:" + "1" * 64}, "model", signer).data)
+    payload = document["dsseEnvelope"].pop("payload")
+    return json.dumps({**document, "statement": json.loads(base64.b64decode(payload))}, indent=1).encode()
 
 
 def _tensors(root: Path) -> bytes:

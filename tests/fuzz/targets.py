@@ -2,6 +2,7 @@
 where the reader finds them, below `directory`, and calls it.
 """
 
+import base64
 import contextlib
 import io
 import json
@@ -32,6 +33,9 @@ from compress.registry.image import EVIDENCE, IMAGE_MANIFEST, REF_NAME, SUBJECT
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.transfer import list_tags, pull, pull_evidence, resolve, verify
+from compress.sign.bundle import parse_bundle
+from compress.sign.key import KeyVerifier
+from compress.sign.signature import check_made_by
 from tests.fuzz import models
 from tests.fuzz.documents import Form, Json, JsonLines, Safetensors, Template, Yaml
 
@@ -209,6 +213,18 @@ def tokenizer(data: bytes, directory: Path) -> None:
     tokenize(texts, loaded, num_samples=2, seq_len=4, seed=None, bos=None)
 
 
+def bundle(data: bytes, directory: Path) -> None:
+    """Read a signature whose statement is given as JSON under the key `statement`, and check who made it."""
+    with contextlib.suppress(ValueError, RecursionError):  # no JSON is read as it is
+        document = json.loads(data)
+        if isinstance(document, dict) and isinstance(envelope := document.get("dsseEnvelope"), dict):
+            statement = json.dumps(document.pop("statement", None), indent=2).encode()
+            envelope["payload"] = base64.b64encode(statement).decode()
+            data = json.dumps(document).encode()
+    read = parse_bundle(data, "model.sig")
+    check_made_by(read, KeyVerifier(models.public_key(directory)))
+
+
 TARGETS = {
     target.name: target
     for target in (
@@ -224,5 +240,6 @@ TARGETS = {
         Target("tokens", tokens, Safetensors(), ".safetensors"),
         Target("chat", chat, Template(), ".json"),
         Target("tokenizer", tokenizer, Json(), ".json"),
+        Target("bundle", bundle, Json(), ".json"),
     )
 }
