@@ -18,7 +18,7 @@ and none can be admitted.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
 from compress.runtime.prefix_cache import PrefixCache
 from compress.runtime.request import EngineCounts, Finished, Reason, Request, TopLogprobs
-from compress.runtime.sampler import likeliest
 from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.decoding import SpeculativeDecoding
 from compress.runtime.speculative.proposer import CacheSizes, Proposer
@@ -50,18 +49,12 @@ from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.step_budget import StepBudget
 from compress.runtime.step_queue import LaunchedStep, StepQueue
 from compress.runtime.swap import HostSwap
+from compress.runtime.token_reader import Observer, TokenReader
 from compress.runtime.waiting_queue import WaitingQueue
-
-Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
-"""A function of requests, the positions of the tokens just chosen for them, and the logits [R, V] they were
-chosen from."""
 
 
 class Engine:
     """A loaded model with its KV cache and its queue of requests.
-
-    `observer` is called with the logits of every token; while it is set, no step is launched ahead. `wait_s`
-    is the time spent waiting for the device, in seconds.
 
     Raises:
         UsageError: the sizes in `config` do not fit the model or the cache.
@@ -153,10 +146,24 @@ class Engine:
         )
         self._decoding = decoding
         self._launched = StepQueue(decoding, prefill, cache.copy_blocks)
-        self._eos = frozenset(self.arch.eos_token_ids)
+        self._reader = TokenReader(self.arch.eos_token_ids)
         self._unfinished: dict[str, Generation] = {}
-        self.wait_s = 0.0
-        self.observer: Observer | None = None
+
+    @property
+    def observer(self) -> Observer | None:
+        """The function that is called with the logits of every token, if any. No step is launched ahead while
+        there is one.
+        """
+        return self._reader.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._reader.observer = observer
+
+    @property
+    def wait_s(self) -> float:
+        """The time spent waiting for the device, in seconds."""
+        return self._reader.wait_s
 
     @property
     def has_work(self) -> bool:
@@ -373,6 +380,9 @@ class Engine:
             finished += self._read(step.prefilled.generations, step.prefilled)
         return finished
 
+    def _read(self, generations: Sequence[Generation], pending: PendingTokens) -> list[Finished]:
+        return [self._finish(*each) for each in self._reader.read(generations, pending)]
+
     @torch.inference_mode()
     def _launch_deferred(self, step: LaunchedStep) -> None:
         if step.deferred:
@@ -400,60 +410,6 @@ class Engine:
             )
         facts = (source.arch.family, source.arch.config, self.kv_format, self.max_model_len)
         return PrefixCache(self._pool, block_size=self._block_size, salt="\n".join(map(str, facts)))
-
-    def _read(self, generations: Sequence[Generation], pending: PendingTokens) -> list[Finished]:
-        """Wait for the tokens of a pass and append them to their requests; return the requests that have
-        finished.
-        """
-        started = time.perf_counter()
-        pending.wait()
-        now = time.perf_counter()
-        self.wait_s += now - started
-        tokens = pending.read()
-        logprobs = pending.logprobs
-        likely = self._likeliest(generations, pending)
-        finished = list[Finished]()
-        lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
-        for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
-            if generation.ended:
-                continue  # it ended one step ago: these are the surplus tokens of a step launched ahead
-            ended = generation.append(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
-            if row_idx in likely:
-                count = len(generation.generated) - len(generation.top_logprobs)
-                generation.top_logprobs += likely[row_idx][:count]
-            if ended is not None:
-                finished.append(self._finish(generation, ended))
-        if self.observer is not None:
-            self._observe(self.observer, generations, lengths, pending.logits)
-        return finished
-
-    @staticmethod
-    def _likeliest(generations: Sequence[Generation], pending: PendingTokens) -> dict[int, list[TopLogprobs]]:
-        """Return, for each row that asks for them, the likeliest tokens at its positions."""
-        wanted = {
-            row_idx: each.request.params.top_logprobs
-            for row_idx, each in enumerate(generations)
-            if each.request.params.top_logprobs
-        }
-        return {row_idx: likeliest(pending.logits[row_idx], count) for row_idx, count in wanted.items()}
-
-    def _observe(
-        self,
-        observer: Observer,
-        generations: Sequence[Generation],
-        lengths: Sequence[int],
-        logits_RQV: torch.Tensor,
-    ) -> None:
-        """Call the observer with the tokens that each request has beyond its length before."""
-        new = [
-            (row_idx, position)
-            for row_idx, length in enumerate(lengths)
-            for position in range(length, len(generations[row_idx].tokens))
-        ]
-        rows = [row_idx for row_idx, _ in new]
-        places = [position - lengths[row_idx] for row_idx, position in new]
-        requests = [generations[row_idx].request for row_idx in rows]
-        observer(requests, [position for _, position in new], logits_RQV[rows, places])
 
     def _find(self, request_id: str) -> Generation:
         generation = self._unfinished.get(request_id)

@@ -159,19 +159,32 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
     Raises:
         EnvironmentUnfit: as `load_model`.
     """
+    outer = source.outer()
+    return OuterWeights(embedding(outer, source.arch, deployment), *output(outer, source.arch, deployment))
+
+
+def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
+    """Return the embedding [V, D] of the outer weights.
+
+    Raises:
+        EnvironmentUnfit: as `load_model`.
+    """
     if deployment.dtype not in DENSE_SCHEMES:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
-    outer = source.outer()
-    head = {"head.weight": outer["embed.weight" if source.arch.tied_head else "head.weight"]}
-    return OuterWeights(
-        _scaled(
-            _dense(outer, "embed.weight", deployment), source.arch.embed_scale / stream_scale(source.arch)
-        ),
-        _stream_norm(source.arch, outer, "norm", deployment, scale=source.arch.logit_scale),
-        fuse(("head",), head, deployment),
-    )
+    return _scaled(_dense(outer, "embed.weight", deployment), arch.embed_scale / stream_scale(arch))
+
+
+def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:
+    """Return the last norm and the head of the outer weights.
+
+    Raises:
+        EnvironmentUnfit: no kernel serves the head.
+    """
+    head = {"head.weight": outer["embed.weight" if arch.tied_head else "head.weight"]}
+    norm = _stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
+    return norm, fuse(("head",), head, deployment)
 
 
 def stream_scale(arch: Arch) -> float:

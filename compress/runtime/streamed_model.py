@@ -3,13 +3,14 @@
     for each layer:  read it, and take every batch of sequences through it
 
 So each layer is read once, whatever the number of sequences, and the streams of all sequences are held: N S D
-values. The passes and the kernels are those of `ModelRunner.score`, so logits have the same bits. Where a
-layer ends in a norm, the linear that reads the stream next takes part in it, and two layers are held.
+values. The embedding is held before the layers and the head after them. The passes and the kernels are those
+of `ModelRunner.score`, so logits have the same bits. Where a layer ends in a norm, the linear that reads the
+stream next takes part in it, and two layers are held, or the last one and the head.
 
 Shapes: N sequences, B of a batch, S their length, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
-from compress.runtime.loader import LayerWeights, load_layer, load_outer
+from compress.runtime.loader import LayerWeights, embedding, load_layer, output
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
 
 
@@ -74,15 +75,12 @@ class StreamedModel:
         with torch.inference_mode():
             batches = [each for batch in tokens_NS.split(batch_size) for each in self._at_once(batch)]
             passes = {len(each): self._pass(len(each), length) for each in batches}
-            outer = load_outer(self._source, self._deployment)
-            streams = [
-                Stream(F.embedding(each.to(self._device).reshape(-1), outer.embed_VD)) for each in batches
-            ]
-            head = Reader(outer.norm, outer.head)
+            streams = self._embedded(batches)
             held = [load_layer(self._source, 0, self._deployment)]
+            reader: Reader | None = None
             for idx in range(self.arch.num_layers):
                 done(idx)
-                following, reader = self._reader(idx, head)
+                following, reader = self._reader(idx)
                 for at, each in enumerate(batches):
                     one = passes[len(each)]
                     where = one.positions_T, one.slots_T, one.pages(idx)
@@ -92,6 +90,7 @@ class StreamedModel:
                 held.clear()  # before the next one is read
                 if idx < self.arch.num_layers - 1:
                     held.append(following or load_layer(self._source, idx + 1, self._deployment))
+            head = reader or self._head()
             num_done = 0
             for batch in tokens_NS.split(batch_size):
                 num_parts = len(self._at_once(batch))
@@ -100,13 +99,20 @@ class StreamedModel:
                 )
                 num_done += num_parts
 
-    def _reader(self, layer_idx: int, head: Reader) -> tuple[LayerWeights | None, Reader | None]:
-        """Return the layer after one, if it must be there while that one runs, and what reads the stream in
-        between."""
-        if layer_idx == self.arch.num_layers - 1:
-            return None, head
+    def _embedded(self, batches: Sequence[Tensor]) -> list[Stream]:
+        embed_VD = embedding(self._source.outer(), self.arch, self._deployment)
+        return [Stream(F.embedding(each.to(self._device).reshape(-1), embed_VD)) for each in batches]
+
+    def _head(self) -> Reader:
+        return Reader(*output(self._source.outer(), self.arch, self._deployment))
+
+    def _reader(self, layer_idx: int) -> tuple[LayerWeights | None, Reader | None]:
+        """Return what must be there while a layer runs: the layer after it, and what reads the stream in
+        between, the head after the last one."""
         if self.arch.block not in ("post", "sandwich"):
             return None, None
+        if layer_idx == self.arch.num_layers - 1:
+            return None, self._head()
         following = load_layer(self._source, layer_idx + 1, self._deployment)
         return following, Reader(following.attn_norm, following.qkv)
 

@@ -1,9 +1,10 @@
 """Memory, disk and reading of models that are scored one after the other, from shapes alone.
 
 loaded      the weights in the dtype of the computation, or the codes of a candidate on a GPU
-streamed    embedding and head; one layer as it is read and as kernels hold it, two where layers end in a
-            norm; the streams of all windows, before and after a layer; before the first one, the embedding
-            as it is read and the head in two layouts, while it is repacked
+streamed    the most of: embedding and head as they are read, and the embedding as it is used; one layer as it
+            is read and as kernels hold it, two where layers end in a norm; embedding and head as they are
+            read, and the head in two layouts, while it is repacked, beside the last layer where that ends in
+            a norm; and with each the streams of all windows, before and after a layer
 both        a copy of the largest linear group while it is repacked; pages of a batch; float32 logits of a
             batch, their log probabilities and as much again while windows are compared
 """
@@ -69,13 +70,14 @@ def apart_needs(
 
 def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     """Return the bytes of what a streamed model holds, without those of a batch."""
-    head = arch.vocab_size * arch.hidden_size
-    outer = 2 * width * head  # a tied head is a second copy
-    repacking = (STORED_BYTES + 3 * width) * head
-    num_held = 2 if arch.block in ("post", "sandwich") else 1
+    ends_in_norm = arch.block in ("post", "sandwich")
+    outer = arch.vocab_size * arch.hidden_size
+    stored = STORED_BYTES * outer * (1 if arch.tied_head else 2)
     layer = max(_layer_params(arch, each) for each in arch.layers)
+    of_layers = layer * ((2 if ends_in_norm else 1) * width + STORED_BYTES)
+    of_head = stored + 2 * width * outer + (width * layer if ends_in_norm else 0)
     streams = 2 * width * spec.num_samples * spec.seq_len * arch.hidden_size
-    return max(outer + layer * (num_held * width + STORED_BYTES) + streams, repacking)
+    return max(stored + width * outer, of_layers, of_head) + streams
 
 
 def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:
