@@ -32,7 +32,7 @@ from compress.errors import (
     UsageError,
 )
 from compress.pipeline import build_steps
-from compress.recipe import Spec, load_recipe, parse_model_ref
+from compress.recipe import Spec, load_cases, load_recipe, parse_model_ref
 
 HEAVY = ("torch", "numpy", "pydantic", "ruamel", "transformers", "rich.progress", "matplotlib")
 
