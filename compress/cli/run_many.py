@@ -69,6 +69,11 @@ class EndedRun:
             return "not_started"
         return "killed" if self.document is None else str(self.document.get("status"))
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended before its work was done, or with a gate that failed."""
+        return self.status not in ("done", "unchanged", "stopped")
+
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.planned.name,
@@ -113,15 +118,16 @@ def run_many(chosen: ManyRuns, *, as_json: bool) -> int:
             goes_on=lambda code: not chosen.fail_fast or code in (0, chosen.unchanged_exit_code),
         )
         runs = [EndedRun(*each, _document(each[1])) for each in zip(planned, ended, strict=True)]
-        comparisons = [] if stop.requested else _comparisons(chosen, runs)
-        code = exit_code(runs, stop.received[0] if stop.received else None)
+        received = stop.received[0] if stop.requested and any(each.failed for each in runs) else None
+        comparisons = [] if received is not None else _comparisons(chosen, runs)
+        code = exit_code(runs, received)
         document = {
-            "status": _status(runs, code),
+            "status": _status(runs),
             "runs": [each.as_json() for each in runs],
             "comparisons": comparisons,
             "seconds": round(time.perf_counter() - started_s, 3),
         }
-        failure = _failure(runs, code, stop.received)
+        failure = _failure(runs, code, received)
         emit(document, _summary(document, runs), as_json=as_json, failure=failure)
     return code
 
@@ -214,19 +220,19 @@ def _document(ended: Ended) -> Mapping[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def _status(runs: Sequence[EndedRun], code: int) -> str:
+def _status(runs: Sequence[EndedRun]) -> str:
     """Return the word that all runs share, or `done` where none failed and `failed` where one did."""
     statuses = {each.status for each in runs}
     if len(statuses) == 1 and statuses != {"error"}:
         return statuses.pop()
-    return "failed" if any(each.status not in ("done", "unchanged", "stopped") for each in runs) else "done"
+    return "failed" if any(each.failed for each in runs) else "done"
 
 
-def _failure(runs: Sequence[EndedRun], code: int, received: Sequence[int]) -> CompressError | None:
+def _failure(runs: Sequence[EndedRun], code: int, received: int | None) -> CompressError | None:
     """Return the error of all runs: the signal, or those that failed; None where none did."""
-    if received:
-        return Interrupted("the runs were stopped; the same command resumes them.", signal_number=received[0])
-    failed = [each for each in runs if each.status not in ("done", "unchanged", "stopped")]
+    if received is not None:
+        return Interrupted("the runs were stopped; the same command resumes them.", signal_number=received)
+    failed = [each for each in runs if each.failed]
     if not failed:
         return None
     named = ", ".join(

@@ -168,7 +168,7 @@ def test_a_signal_stops_all_runs_at_a_boundary_and_the_same_command_ends_them(
         if "quantize 0/" in line:
             process.send_signal(signal.SIGTERM)
             break
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 143
     stopped = json.loads(out)
     assert stopped["error"]["kind"] == "Interrupted"

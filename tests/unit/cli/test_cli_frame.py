@@ -32,7 +32,7 @@ from compress.errors import (
     UsageError,
 )
 from compress.pipeline import build_steps
-from compress.recipe import Spec, load_recipe, parse_model_ref
+from compress.recipe import Spec, load_cases, load_recipe, parse_model_ref
 
 HEAVY = ("torch", "numpy", "pydantic", "ruamel", "transformers", "rich.progress", "matplotlib")
 
@@ -193,7 +193,7 @@ def test_a_reader_that_left_is_no_traceback() -> None:
 def test_every_preset_is_a_recipe(preset: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / "recipe.yaml"
     assert main(["init", str(path), "--preset", preset]) == 0
-    recipe = load_recipe(path)
+    recipe, *_ = load_cases(path)
     parse_model_ref(recipe.model)
     assert "quantize" in [stage.kind for stage in recipe.stages]
     assert build_steps(recipe)

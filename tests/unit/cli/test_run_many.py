@@ -150,3 +150,28 @@ def test_every_run_gets_the_words_of_the_command_and_one_document_has_them_all(
     assert document["runs"][1]["document"]["status"] == "gate_failed"
     assert document["runs"][3]["document"] is None
     assert document["runs"][0]["case"] == "W4A16_G128-rtn"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "kind"),
+    [((0, 143), 143, "Interrupted"), ((0, None), 143, "Interrupted"), ((0, 0), 0, None)],
+)
+def test_a_signal_counts_where_it_kept_a_run_from_its_end(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: tuple[int | None, ...],
+    code: int,
+    kind: str | None,
+) -> None:
+    def answered(orders: list[Order], **options: Any) -> list[Ended]:
+        options["stop"].remember(15, None)
+        printed = {0: {"status": "done"}, 143: {"status": "error", "error": {"message": "m.", "hint": None}}}
+        return [Ended(end, "" if end is None else json.dumps(printed[end])) for end in ends]
+
+    monkeypatch.setattr(module, "run_children", answered)
+    Path("q.yaml").write_text(PLAIN)
+    assert main(["run", "p.yaml", "q.yaml", "--device", "cpu", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document.get("error", {}).get("kind") == kind
+    assert document["exit_code"] == code
