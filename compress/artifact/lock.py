@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of a file while the block runs: beside other readers where it is `shared`, else alone.
+    """Hold the lock of a file while the block runs: with other readers where it is `shared`, else alone.
 
     While another process holds it, `wait` is called again and again; it sleeps, or raises to give up.
 

@@ -225,7 +225,8 @@ def _step(
     """Return the result of a step: the one in the workspace, one from a cache, or a new one. The lock of the
     result is held while it is made.
     """
-    kind, key = step.stage.kind, parts.key
+    kind = step.stage.kind
+    key = parts.key
     started_s = time.perf_counter()
     pulled: Artifact | None = None
     cached = None if rebuild else workspace.get(key)

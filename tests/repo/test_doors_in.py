@@ -17,6 +17,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "compress/cli/doctor.py": ({"read_text"}, "what the kernel of the machine says"),
     "compress/cli/init.py": ({"read_text", "read_bytes"}, OWN),
     "compress/cli/output.py": ({"open", "os.open"}, "the null device, for writing"),
+    "compress/cli/run_many.py": ({"json.loads"}, "documents of processes that this command started"),
     "compress/data/corpus.py": ({"read_bytes"}, "sources of the running Python"),
     "compress/data/tokens.py": ({"safe_open"}, "after a look that it is a plain file"),
     "compress/distill/kept.py": ({"safe_open"}, "after its digest was compared"),
