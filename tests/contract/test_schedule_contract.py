@@ -119,7 +119,7 @@ def test_what_no_scheduler_can_be_given_is_refused(target: str, text: str) -> No
 def test_every_target_is_documented(target: str) -> None:
     if target not in OWN:
         pytest.skip("a target from elsewhere has a page of its own")
-    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "schedule.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| `{target}` \|.*", page, flags=re.MULTILINE)
     for name in TARGETS.get(target).takes:
         assert f"`{OPTIONS[name]}`" in row, OPTIONS[name]

@@ -162,7 +162,7 @@ def test_a_label_or_an_image_is_no_expression_of_github() -> None:
 
 
 def test_the_page_shows_the_line_that_its_command_prints(call: Call) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "schedule.md").read_text(encoding="utf-8")
     shown = page.partition("```cron\n")[2].partition("```")[0]
     command = page.partition("```cron\n")[0].rpartition("```sh\n")[2].partition("```")[0]
     code, out, _ = call(*shlex.split(command)[1:])
@@ -172,7 +172,7 @@ def test_the_page_shows_the_line_that_its_command_prints(call: Call) -> None:
 
 def test_the_page_shows_what_was_recorded_of_cron() -> None:
     root = Path(__file__).parents[3]
-    page = (root / "docs" / "operate.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "schedule.md").read_text(encoding="utf-8")
     rows = json.loads((root / "benchmarks" / "schedule.json").read_text())["rows"]
     assert [row["exit_codes"] for row in rows] == [[0], [0], [3], [0, 75]]
     assert [row["wrong"] for row in rows] == [[]] * 4
