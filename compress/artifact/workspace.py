@@ -7,7 +7,7 @@
     root/tmp/<host>-<pid>-<random>/   one build in progress
     root/scratch/<key>/               resume points of unfinished stages
     root/kept/                        intermediate results that several stages reuse, named by their content
-    root/runs/<name>-<digest>         a link to each run directory that uses this workspace
+    root/runs/<name>-<digest>         the path of each run directory that uses this workspace
     root/lock, root/holders/          held by all runs, or by one command alone
     root/locks/<key>                  held by the run that builds this result
 
@@ -45,12 +45,14 @@ from compress.artifact.manifest import (
     verify_artifact,
 )
 from compress.artifact.seal import SEALS, STORE, seal_of
-from compress.digest import canonical_json, digest_file
+from compress.digest import canonical_json, digest_bytes, digest_file
 from compress.errors import CompressError, LockHeld, StorageError
-from compress.untrusted.files import read_bytes
+from compress.untrusted.files import read_bytes, read_text
 
 PARTS = "parts"
+RUNS = "runs"
 _ELSEWHERE = "Free space there, or give another --workspace."
+_MAX_PATH_BYTES = 1 << 14
 _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*(\.[0-9A-Za-z_-]+)?")
 
 
@@ -130,6 +132,29 @@ class Workspace:
             return KeyParts.from_bytes(read_bytes(self._parts_file(key), max_bytes=MAX_PARTS_BYTES), key)
         except (OSError, StorageError):
             return None
+
+    def register_run(self, directory: Path) -> None:
+        """Store the path of a run directory that uses this workspace. A link would lead programs that follow
+        links around in a circle.
+        """
+        path = directory.resolve()
+        place = digest_bytes(str(path).encode()).removeprefix("sha256:")[:12]
+        with explained(self.root, hint=_ELSEWHERE):
+            (self.root / RUNS).mkdir(parents=True, exist_ok=True)
+            write_atomic(self.root / RUNS / f"{path.name}-{place}", f"{path}\n".encode())
+
+    def registered_run(self, record: Path) -> Path | None:
+        """Return the run directory that a record names; None where it is gone, or the record is damaged."""
+        try:
+            path = Path(read_text(record, max_bytes=_MAX_PATH_BYTES).removesuffix("\n"))
+            return path if path.is_dir() else None
+        except (OSError, StorageError, ValueError):
+            return None
+
+    def registered_runs(self) -> list[Path]:
+        """Return the run directories that use this workspace and are still there."""
+        found = (self.registered_run(each) for each in sorted((self.root / RUNS).glob("[!.]*")))
+        return [each for each in found if each is not None]
 
     def result_keys(self) -> list[str]:
         """Return the keys of all finished results, sorted."""

@@ -18,15 +18,15 @@ from compress.artifact.key_parts import KeyParts
 from compress.artifact.leftovers import is_abandoned
 from compress.artifact.manifest import Manifest, open_artifact
 from compress.artifact.seal import SEALS, STORE
-from compress.artifact.workspace import PARTS, Workspace
+from compress.artifact.workspace import PARTS, RUNS, Workspace
 from compress.errors import CompressError
 
 Kind = Literal["result", "resume point", "kept", "damaged", "in progress", "leftover", "record", "other"]
-RUNS = "runs"
 GRACE_S = 60.0
 """Age of a record without its entry that counts as left: a result gets its seal just before its place."""
 _BLOCK_BYTES = 512
-_LOCKS = ("lock", "lock.holder")
+_HOLDERS = "holders"
+_LOCKS = ("lock", "locks")
 _TREES: Mapping[str, Kind] = {
     STORE: "result",
     "scratch": "resume point",
@@ -118,7 +118,7 @@ def measure(workspace: Workspace) -> WorkspaceSizes:
         elif child.name == "tmp":
             _add(records, child)
             entries += (_entry(_kind_of_temporary(each), each) for each in _children(child))
-        elif child.name in (SEALS, PARTS, RUNS):
+        elif child.name in (SEALS, PARTS, RUNS, _HOLDERS):
             _add(records, child)
             for each in _children(child):
                 if _is_left(workspace, each):
@@ -127,6 +127,8 @@ def measure(workspace: Workspace) -> WorkspaceSizes:
                     _add(records, each)
         elif child.name in _LOCKS:
             _add(records, child)
+            for each in _children(child):
+                _add(records, each)
         else:
             entries.append(_entry("leftover" if _is_temporary_file(child) else "other", child))
     entries.append(Entry("record", root, _time_of(root), records))
@@ -221,11 +223,15 @@ def _is_temporary_file(path: Path) -> bool:
 
 
 def _is_left(workspace: Workspace, record: Path) -> bool:
-    """Return whether a seal, the parts of a key or the link to a run outlived what it is of."""
-    if record.parent.name == RUNS:
-        return not record.exists()
+    """Return whether a seal, the parts of a key, the path of a run or the name of a process outlived what it
+    is of.
+    """
     if record.name.startswith("."):
         return _is_temporary_file(record)
+    if record.parent.name == RUNS:
+        return workspace.registered_run(record) is None
+    if record.parent.name == _HOLDERS:
+        return is_abandoned(record, record.name)
     places = [workspace.root / STORE / record.name.partition("@")[0]]
     if record.parent.name == PARTS:
         key = record.name.removesuffix(".json")

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.artifact.workspace_sizes import RUNS, Entry, WorkspaceSizes
+from compress.artifact.workspace import Workspace
+from compress.artifact.workspace_sizes import Entry, WorkspaceSizes
 from compress.digest import canonical_json
 from compress.errors import CompressError
 from compress.pipeline.run_dir import LOCK_NAME, RunDir
@@ -22,7 +23,7 @@ def run_directories(root: Path, beside: Path) -> list[RunDir]:
     """Return the run directories that use a workspace: those that registered there, and those in a directory
     of runs that link it.
     """
-    registered = [link.resolve() for link in sorted((root / RUNS).glob("*")) if link.exists()]
+    registered = Workspace(root).registered_runs()
     near = sorted(beside.iterdir()) if beside.is_dir() else []
     home = root.resolve()
     found = {path.resolve() for path in (*registered, *near) if (path / "workspace").resolve() == home}

@@ -24,7 +24,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.lock import locked
 from compress.artifact.manifest import Artifact, file_names
 from compress.artifact.seal import STORE
-from compress.artifact.workspace_sizes import RUNS
+from compress.artifact.workspace import Workspace
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError
 from compress.registry.evidence import SEAL_NAME, check_evidence, seal_evidence, sealed_names
@@ -199,12 +199,11 @@ class RunDir:
         _point(self.link_of(kind), artifact.path)
 
     def link_workspace(self, root: Path) -> None:
-        """Link the workspace, where a resumed run finds what is built, and this directory from there, so that
-        nothing which it links is collected.
+        """Link the workspace, where a resumed run finds what is built, and register this directory there, so
+        that nothing which it links is collected.
         """
         _point(self.path / "workspace", root)
-        place = digest_bytes(str(self.path.resolve()).encode()).removeprefix("sha256:")[:12]
-        _point(root / RUNS / f"{self.path.resolve().name}-{place}", self.path)
+        Workspace(root).register_run(self.path)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the provenance in this directory, if it is about these artifacts, as it was sealed and of

@@ -188,7 +188,7 @@ def test_blocks_that_need_more_are_skipped_by_name(block: Block) -> None:
 def cron_commands() -> Iterator[list[str]]:
     for block in of("cron"):
         for line in block.text.splitlines():
-            yield line.partition("&& { ")[2].partition(" > ")[0].split()
+            yield line.partition("&& ")[2].removeprefix("{ ").partition(" > ")[0].split()
 
 
 def test_lines_of_cron_name_commands_that_exist() -> None:

@@ -77,7 +77,7 @@ def test_records_without_their_entry_are_leftovers_once_they_are_old(workspace: 
     key = workspace.result_keys()[0]
     shutil.rmtree(workspace.root / "store" / key)
     (workspace.root / "runs").mkdir()
-    (workspace.root / "runs" / "gone").symlink_to("nowhere")
+    (workspace.root / "runs" / "gone").write_text("/nowhere")
     (workspace.root / "parts" / ".x.json.abcd.tmp").write_text("half")
 
     def names() -> set[str]:
