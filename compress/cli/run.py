@@ -40,6 +40,15 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the ne
 UntilOption = Annotated[
     str | None, typer.Option("--until", help="Stop after this stage.", show_default=False)
 ]
+MetricsFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--metrics-file",
+        help="Write metrics of the run for Prometheus' node_exporter, .prom. Of several runs, each writes "
+        "FILE-<run>.prom.",
+        show_default=False,
+    ),
+]
 DEFAULT_WORKSPACE = Path(".compress")
 
 
@@ -79,15 +88,7 @@ def run(
     unchanged_exit_code: Annotated[
         int, typer.Option("--unchanged-exit-code", help="Exit code of `--if-changed` when nothing changed.")
     ] = 0,
-    metrics_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--metrics-file",
-            help="Write metrics of the run for Prometheus' node_exporter, .prom. Of several runs, each "
-            "writes FILE-<run>.prom.",
-            show_default=False,
-        ),
-    ] = None,
+    metrics_file: MetricsFileOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -153,6 +154,7 @@ def resume(
         ),
     ] = None,
     device: DeviceOption = None,
+    metrics_file: MetricsFileOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -165,7 +167,7 @@ def resume(
             f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one."
         )
     directory.check_lock()
-    report_outcome(directory.lock, directory.path.resolve().name)
+    report_outcome(directory.lock, directory.path.resolve().name, metrics_file=metrics_file)
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
     code = _execute(directory.lock, directory, root, device, as_json=as_json, offline=offline)
     if code:

@@ -131,11 +131,14 @@ def check_directory(directory: Path, verifier: Verifier, *, signature: Path | No
     """Check that a directory holds what was signed, file by file, and return the bundle.
 
     Raises:
+        UsageError: there is no such directory.
         SignatureRefused: it has no signature, one of somebody else, or one of other files.
         StorageError: a file is no plain file or differs from the manifest.
     """
     check_installed()
     place = signature or signature_path(directory)
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}.", where=directory)
     if signature is None and not os.path.lexists(place):
         raise SignatureRefused(
             f"{directory} is not signed: there is no {place}.",

@@ -74,7 +74,7 @@ def test_every_outcome_of_a_run_is_measured_and_sent(recipe: Recipe, command: Co
         assert last["compress_run_last_timestamp_seconds"] > third["compress_run_last_timestamp_seconds"]
 
 
-def test_the_document_is_sent_without_json_and_by_resume_as_well(
+def test_resume_reports_as_run_does_and_the_document_is_sent_without_json(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
     with hook_server() as server:
@@ -83,8 +83,9 @@ def test_the_document_is_sent_without_json_and_by_resume_as_well(
         assert code == 0
         assert out.startswith("status")
         assert sent(server)["status"] == "done"
-        code, _, _ = command("resume", work / "runs" / "recipe")
+        code, _, _ = command("resume", work / "runs" / "recipe", "--metrics-file", "m.prom")
         assert code == 0
+        assert metrics(work / "m.prom")["compress_run_status done"] == 1
         assert sent(server)["status"] == "done"
 
 

@@ -124,6 +124,8 @@ def test_another_key_and_no_signature_are_refused(model: Path, key: KeyPair, tmp
     signature_path(model).unlink()
     with pytest.raises(SignatureRefused, match="is not signed: there is no"):
         check_directory(model, KeyVerifier(key.public))
+    with pytest.raises(UsageError, match="there is no directory"):
+        check_directory(tmp_path / "nowhere", KeyVerifier(key.public))
 
 
 def test_a_signature_of_another_key_under_the_hint_of_this_one_is_refused(
