@@ -175,7 +175,8 @@ def _references(prop: Schema) -> Iterator[str]:
     """Yield the names of the definitions that a property may hold."""
     if "$ref" in prop:
         yield prop["$ref"].rpartition("/")[2]
-    for choice in [*prop.get("anyOf", ()), *prop.get("oneOf", ())]:
+    items = [prop["items"]] if isinstance(prop.get("items"), Mapping) else []
+    for choice in [*prop.get("anyOf", ()), *prop.get("oneOf", ()), *items]:
         yield from _references(choice)
 
 
@@ -206,7 +207,10 @@ def _bounds(prop: Schema) -> str:
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return text for a cell of a table: one line, and no tags where it is not code."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    parts = line.split("`")
+    return "`".join(part if idx % 2 else part.replace("<", "&lt;") for idx, part in enumerate(parts))
 
 
 def _sentence(text: str) -> str:

@@ -66,6 +66,24 @@ def test_links_and_pictures_lead_to_files() -> None:
     assert broken == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the names that links to headings of a page have, as the site and its host make them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_to_headings_lead_to_headings() -> None:
+    broken = []
+    for page in [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+            target = page.parent / name if name else page
+            if anchor not in anchors(target):
+                broken.append(f"{page.relative_to(ROOT)}: {name}#{anchor}")
+    assert broken == []
+
+
 def test_files_that_the_tree_in_readme_names_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = text.partition("```text\ncompress/\n")[2].partition("```")[0]
