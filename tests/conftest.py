@@ -12,7 +12,11 @@ from hypothesis import settings
 from compress import machine
 from tests.support.slow import PART_VARIABLE, in_part
 
-settings.register_profile("repeatable", derandomize=True)  # a red run is red again on the next machine
+settings.register_profile(
+    "repeatable",
+    derandomize=True,  # a red run is red again on the next machine
+    deadline=None,  # no test is about how fast the machine is
+)
 settings.load_profile("repeatable")
 machine.READ_BYTES["cpu"] = 1 << 24  # a rate, which no test depends on: reading 1 GiB takes seconds
 ROOT = Path(__file__).parent.parent
