@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,9 @@ from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_dev
 
 
 class Rounded:
-    """A `WeightSource` whose linears are rounded from another's whenever a layer is asked for. Tensors are on
-    the CPU, as those of a checkpoint are."""
+    """A `WeightSource` whose linears are rounded from another's whenever a layer is asked for. Tensors are made
+    on the GPU, so that its peak has what a checkpoint's would take of the CPU: embedding and head as they are
+    read, and a layer while it is rounded."""
 
     kv_format = None
 
@@ -53,30 +53,16 @@ class Rounded:
         return self._source.arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: _on_cpu(value) for name, value in self._source.outer().items()}
+        return self._source.outer()
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         linears = self.arch.layers[layer_idx].linears
         return {
-            name: _on_cpu(
-                nearest_weight(value.float(), self._scheme, value.dtype)
-                if isinstance(value, Tensor) and name.removesuffix(".weight") in linears
-                else value
-            )
+            name: nearest_weight(value.float(), self._scheme, value.dtype)
+            if isinstance(value, Tensor) and name.removesuffix(".weight") in linears
+            else value
             for name, value in self._source.layer(layer_idx).items()
         }
-
-
-def _on_cpu(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    zero_OG = value.zero_point_OG
-    return replace(
-        value,
-        codes_OI=value.codes_OI.cpu(),
-        scale_OG=value.scale_OG.cpu(),
-        zero_point_OG=None if zero_OG is None else zero_OG.cpu(),
-    )
 
 
 def peak_after(device: torch.device, start: bool) -> int:

@@ -2,7 +2,7 @@
 and a line that states how they were measured.
 
 A table on a page holds rows of one run only: one command at one commit. Files whose rows come from several
-runs name commit and command in the rows; `ResultFile.runs` separates them.
+runs name commit, command and, where it is another, date in the rows; `ResultFile.runs` separates them.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 Row = Mapping[str, Any]
+_OF_A_RUN = ("commit", "command", "date")
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,15 @@ class ResultFile:
     @cached_property
     def runs(self) -> list[Run]:
         """The runs that the rows come from, the file's own first."""
-        groups: dict[tuple[str, str], list[Row]] = {(self.facts["commit"], self.facts["command"]): []}
+        own = tuple(self.facts[name] for name in _OF_A_RUN)
+        groups: dict[tuple[str, ...], list[Row]] = {own: []}
         for row in self._document["rows"]:
-            key = (row.get("commit", self.facts["commit"]), row.get("command", self.facts["command"]))
+            key = tuple(row.get(name, self.facts[name]) for name in _OF_A_RUN)
             groups.setdefault(key, []).append(row)
         name = self.path.relative_to(ROOT).as_posix()
         return [
-            Run(name, {**self.facts, "commit": commit, "command": command}, tuple(rows))
-            for (commit, command), rows in groups.items()
+            Run(name, {**self.facts, **dict(zip(_OF_A_RUN, key, strict=True))}, tuple(rows))
+            for key, rows in groups.items()
             if rows
         ]
 

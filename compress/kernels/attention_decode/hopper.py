@@ -26,6 +26,8 @@ CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 """Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
 block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
 rest of the group is idle (`linear/stream_plan.py`)."""
+TWO_BLOCKS_BYTES = 78 * 1024
+"""Shared memory of a block of which a multiprocessor holds two, and not three."""
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
@@ -222,10 +224,13 @@ def attend(
         ),
         scale,
     )
+    shared_bytes = variant.shared_bytes(q_len * group)
+    if not variant.coded and cluster * num_requests * num_kv_heads <= 2 * CLUSTERS[1]:
+        shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
         threads=WARPS * 32,
-        shared_bytes=variant.shared_bytes(q_len * group),
+        shared_bytes=shared_bytes,
         cluster=cluster,
         overlap=True,
     )
@@ -238,7 +243,7 @@ def _function(variant: Variant, device: torch.device) -> Function:
     return Function(
         variant.source,
         device=device,
-        shared_bytes=variant.shared_bytes(8 * variant.row_eights),
+        shared_bytes=max(variant.shared_bytes(8 * variant.row_eights), TWO_BLOCKS_BYTES),
         sm=compute_capability(device),
     )
 

@@ -18,8 +18,7 @@ TOKEN_TILES = (1, 2, 4, 8)
 """Tiles of 8 tokens that one instruction takes; more rows take several blocks."""
 MOST_TOKEN_TILES = 16
 """Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
-weights need the registers to become numbers. Of decode rows, two blocks share them (`Plan.paired`) where no
-two share the chunks of a unit: clusters of four leave multiprocessors idle."""
+weights need the registers to become numbers."""
 _STAGES_OF_MOST = {True: 2, False: 3}
 """Stages of such a block at least, of e4m3 weights and of 16 bits: products of the latter are still under way
 in one stage while the next begins, so that two leave nothing to load into."""
@@ -54,8 +53,7 @@ class Plan:
     arguments): `tiles` row tiles of 16 make a unit, `places` chunks of columns a stage, and a unit
     with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
     prepare the raw row themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS,
-    0 for decode rows. `paired`: two blocks with neighbouring units share the rows that they read, and an
-    item is both units'."""
+    0 for decode rows."""
 
     token_tiles: int
     tiles: int
@@ -72,7 +70,6 @@ class Plan:
     keep: int | None
     launch: Launch
     prompts: int = 0
-    paired: bool = False
 
     @property
     def row_groups(self) -> int:
@@ -92,7 +89,6 @@ class Plan:
             ("SEGMENTS", self.segments),
             ("RAW", int(self.keep is not None)),
             ("PROMPTS", self.prompts),
-            ("PAIRED", int(self.paired)),
             ("REGISTERS", REGISTERS[self.row_groups * self.k_slots]),
             ("KEEP", self.keep or 1),
             *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),
@@ -204,9 +200,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     parts = k_slots * segments
     units = -(-shape.num_tiles // tiles)
     token_blocks = -(-num_rows // tokens)
-    paired = token_tiles == MOST_TOKEN_TILES and segments == 1
-    sharers = 2 if paired else 1
-    num_items = _rounds(units, sharers) * token_blocks
+    num_items = units * token_blocks
     num_chunks = shape.k // shape.stage_k
     deep = 2 if shape.four_bits and token_tiles <= 4 else 1
     trades_registers = shape.four_bits or (shape.e4m3 and token_tiles == MOST_TOKEN_TILES)
@@ -223,11 +217,10 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     stage_bytes = _aligned(
         places * (tiles * tile_bytes + (tokens * shape.stage_k * row_bytes if keep is None else 0))
     )
-    cluster = segments * sharers
-    blocks = cluster * (  # sums of parts lie where the ring was: one item a block
-        min(num_items, gpu.num_sms // cluster) if parts == 1 else num_items
-    )
-    in_all = steps * _rounds(num_items * cluster, blocks)
+    blocks = (
+        min(num_items, gpu.num_sms) if parts == 1 else num_items * segments
+    )  # sums of parts lie where the ring was: one item a block
+    in_all = steps * -(-num_items * segments // blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
     is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
     window = min(stages, (2 if is_short else 4) // deep)
@@ -236,7 +229,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         grid=(blocks, 1),
         threads=_consumers_of(tiles) + (128 if trades_registers else 32),
         shared_bytes=max(around + max(stages * stage_bytes, sums_bytes), ALONE_BYTES),
-        cluster=cluster,
+        cluster=segments,
         overlap=True,
     )
     return Plan(
@@ -254,7 +247,6 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         scale_bytes,
         keep,
         launch,
-        paired=paired,
     )
 
 
