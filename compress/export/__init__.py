@@ -157,6 +157,13 @@ def format_by_name(name: str) -> FormatByName:
     return form
 
 
+def dense_itemsize(name: str) -> int:
+    """Return the bytes of a dense weight in the format of that name: those of 16 bits, if it keeps the dtype of
+    the model."""
+    form = FORMATS.get(name)
+    return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
+
+
 def codecs() -> Mapping[str, ForeignCodec]:
     """Return the codec of every format by `quant_method`."""
     return {each.quant_method: each.codec for _, each in FORMATS.items()}
@@ -254,9 +261,10 @@ def write_format(
     scheme: ModelScheme | None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> Arch:
     """Write a quantized model as a Hugging Face directory in the format of that name, with its graph if the
-    format has one; without a scheme, a dense one with its KV cache.
+    format has one; without a scheme, a dense one with its KV cache. Return the facts of what was written,
+    whose dtype may be the format's.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -296,6 +304,7 @@ def write_format(
     )
     if isinstance(form, GraphFormat):
         form.write_graph(directory, source.arch, scheme)
+    return source.arch
 
 
 def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:

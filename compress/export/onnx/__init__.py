@@ -209,6 +209,16 @@ class Onnx:
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = [rule for each in scheme.all if (rule := unwritten(each)) is not None]
+        if self.dtype != torch.float32:
+            rules += [
+                Rule(
+                    "rounded-inputs",
+                    f"{each.name}: the last bit of a 16-bit input decides its code, so that the graph would "
+                    "compute other numbers than the scheme; the format onnx computes in float32.",
+                )
+                for each in scheme.all
+                if each.activation is not None and each.type == "int"
+            ]
         rules += layout_rules(arch, scheme, self.quant_method)
         for name, (_, in_features) in sorted(quantized_shapes(arch, scheme).items()):
             sizes = {each.group_size for each in scheme.all if each.group_size is not None}
@@ -268,7 +278,7 @@ class Onnx:
         `scheme` has canonical names."""
         family = family_of({"model_type": arch.family}).in_format(self.quant_method)
         graph = Graph(TensorFiles(directory))
-        linears = Linears(graph, arch, family, scheme, self.dtype)
+        linears = Linears(graph, arch, family, scheme)
         DecoderGraph(graph, arch, linears, self.dtype).add()
         graph.save(directory / GRAPH_NAME, producer="compress", version=compress.__version__)
         write_genai_config(directory, arch, GRAPH_NAME)

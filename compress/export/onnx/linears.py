@@ -42,14 +42,11 @@ FLOAT32_SUMS = 1
 class Linears:
     """The weights of a model in the layout of its family, and the linears that read them."""
 
-    def __init__(
-        self, graph: Graph, arch: Arch, family: Family, scheme: ModelScheme | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, graph: Graph, arch: Arch, family: Family, scheme: ModelScheme | None) -> None:
         self._graph = graph
         self._arch = arch
         self._family = family
         self._scheme = scheme
-        self._dtype = dtype
 
     def weight(self, name: str) -> str:
         """Return the initializer of a dense parameter, by its canonical name."""
@@ -112,18 +109,17 @@ class Linears:
 
     def _dynamic(self, x: str, module: str) -> str:
         """Round each row to codes by its largest number, as the runtime does (`kernels/operands/rows.py`),
-        and multiply codes."""
+        and multiply codes; rows are float32."""
         graph = self._graph
         num_rows, num_columns = self._shape(f"{module}.weight")
 
         def number(value: float) -> str:
             return graph.constant(value, torch.float32)
 
-        wide = x if self._dtype == torch.float32 else graph.op("Cast", x, to=element_type(torch.float32))
         last = graph.constant([-1], torch.int64)
-        largest = graph.op("ReduceMax", graph.op("Abs", wide), last, keepdims=1)
+        largest = graph.op("ReduceMax", graph.op("Abs", x), last, keepdims=1)
         scale_T1 = graph.op("Max", graph.op("Div", largest, number(LARGEST_CODE)), number(SMALLEST_SCALE))
-        scaled = graph.op("Div", wide, scale_T1)
+        scaled = graph.op("Div", x, scale_T1)
         rounded = graph.op("Round", graph.op("Clip", scaled, number(-LARGEST_CODE), number(LARGEST_CODE)))
         codes = graph.op(
             "Cast", graph.op("Add", rounded, number(UNSIGNED_ZERO)), to=element_type(torch.uint8)
@@ -132,15 +128,8 @@ class Linears:
         zero = graph.constant(UNSIGNED_ZERO, torch.uint8)
         sums = graph.op("MatMulInteger", codes, weight, zero, zero)
         scale_O = self._leaf(module, SCALE, (num_rows,))
-        if self._dtype != torch.float32:
-            scale_O = graph.op("Cast", scale_O, to=element_type(torch.float32))
         product = graph.op("Mul", graph.op("Cast", sums, to=element_type(torch.float32)), scale_T1)
-        product = graph.op("Mul", product, scale_O)
-        return (
-            product
-            if self._dtype == torch.float32
-            else graph.op("Cast", product, to=element_type(self._dtype))
-        )
+        return graph.op("Mul", product, scale_O)
 
     def _leaf(self, module: str, leaf: str, shape: tuple[int, ...]) -> str:
         """Return the initializer of one tensor of a quantized weight."""
