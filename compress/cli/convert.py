@@ -20,7 +20,10 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", help="compressed-tensors, fp8, gptq, awq, onnx or onnx-float16.", show_default=False)
+        str,
+        typer.Option(
+            "--to", help="compressed-tensors, fp8, gptq, awq, onnx or onnx-float16.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="New directory for the checkpoint.", show_default=False)],
     offline: OfflineOption = False,

@@ -158,8 +158,8 @@ def format_by_name(name: str) -> FormatByName:
 
 
 def dense_itemsize(name: str) -> int:
-    """Return the bytes of a dense weight in the format of that name: those of 16 bits, if it keeps the dtype of
-    the model."""
+    """Return the bytes of a dense weight in the format of that name: two where it keeps the dtype of the
+    model."""
     form = FORMATS.get(name)
     return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
 

@@ -36,8 +36,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
 
     Raises:
         UsageError: no such format, or the directory exists and is not empty.
-        UnsupportedFormat: the model is dense and the format has no graph, is not supported in every part, or the format cannot express it
-            exactly.
+        UnsupportedFormat: the model is dense and the format has no graph, or the model is not supported in
+            every part, or the format cannot express it exactly.
         StorageError: the artifact does not match its manifest.
     """
     form = FORMATS.get(name)

@@ -142,13 +142,23 @@ def float16_scales(scale_OG: Tensor) -> Tensor:
     Raises:
         UnsupportedFormat: a scale is no number of float16.
     """
-    changed = count_changed(scale_OG, torch.float16)
+    return exact_scales(scale_OG, torch.float16).t().contiguous()
+
+
+def exact_scales(scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert scales to a dtype, each number exactly.
+
+    Raises:
+        UnsupportedFormat: a scale is no number of that dtype.
+    """
+    changed = count_changed(scale_OG, dtype)
     if changed:
+        name = str(dtype).removeprefix("torch.")
         raise UnsupportedFormat(
             f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of "
-            "float16."
+            f"{name}."
         )
-    return scale_OG.to(torch.float16).t().contiguous()
+    return scale_OG.to(dtype).contiguous()
 
 
 def start_of(part: str) -> str:

@@ -14,7 +14,15 @@ from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.errors import UsageError
-from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, check_rules, dense_itemsize, kv_note, write_format
+from compress.export import (
+    DRAFT_FOLDER,
+    FORMATS,
+    PROPOSED,
+    check_rules,
+    dense_itemsize,
+    kv_note,
+    write_format,
+)
 from compress.export.speculators import write_speculators
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore

@@ -20,12 +20,10 @@ from scripts.interop_families import FAMILIES
 from scripts.interop_families import SMALL as SMALL_128
 from scripts.plain_twin import twin
 from tests.golden.test_families import tolerance
+from tests.support.onnx_session import logits_of
 from tests.support.tiny_hf import CASES, saved, tokens
 
 pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-from tests.support.onnx_session import logits_of
-
 CPU = torch.device("cpu")
 SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
@@ -72,9 +70,7 @@ QUICK = (
     "llama-llama3-rope",
 )
 """Cases that hold every fact of the graph once; the others repeat them in other families."""
-EACH_CASE = [
-    case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in WRITTEN
-]
+EACH_CASE = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in WRITTEN]
 
 
 @pytest.mark.parametrize("case", EACH_CASE)

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
+import pytest
 import torch
 from torch import Tensor
 
 from compress.export.onnx import GRAPH_NAME
+
+onnxruntime = pytest.importorskip("onnxruntime")
 
 
 def logits_of(

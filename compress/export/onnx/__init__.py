@@ -35,7 +35,7 @@ from torch import Tensor
 import compress
 from compress.artifact.tensors import TensorFiles
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, Consumer, Rule, count_changed
+from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import CompressedTensors
 from compress.export.onnx.decoder import DecoderGraph
 from compress.export.onnx.genai import refusal_of_genai, write_genai_config
@@ -49,7 +49,7 @@ from compress.export.onnx.linears import (
     ZERO_POINT,
     Linears,
 )
-from compress.export.rules import layout_rules, quantized_shapes
+from compress.export.rules import exact_scales, layout_rules, quantized_shapes
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.plugins import check_extra
@@ -76,7 +76,7 @@ class OnnxCodec:
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         scheme = weight.scheme
         codes_OI = weight.codes_OI
-        leaves = {SCALE: exact_scale(weight.scale_OG, self.scale_dtype)}
+        leaves = {SCALE: exact_scales(weight.scale_OG, self.scale_dtype)}
         if scheme.num_bits == 4:
             stored = in_nibbles(codes_OI)
             leaves[NIBBLES] = stored.view(len(codes_OI), weight.scale_OG.shape[1], -1)
@@ -107,9 +107,7 @@ class OnnxCodec:
         zero_OG = None
         if not scheme.symmetric:
             shape_of_zeros = (out_features, -(-num_groups // 2))
-            zero_OG = from_nibbles(
-                check_leaf(leaves, ZERO_POINT, torch.uint8, shape_of_zeros), num_groups
-            )
+            zero_OG = from_nibbles(check_leaf(leaves, ZERO_POINT, torch.uint8, shape_of_zeros), num_groups)
         return QuantizedWeight(scheme, codes_OI, leaves[SCALE], zero_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
@@ -147,20 +145,6 @@ def from_nibbles(stored: Tensor, size: int) -> Tensor:
     return both.to(torch.int8) - 8
 
 
-def exact_scale(scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales in a dtype, each number exactly.
-
-    Raises:
-        UnsupportedFormat: a scale is no number of that dtype.
-    """
-    changed = count_changed(scale_OG, dtype)
-    if changed:
-        raise UnsupportedFormat(
-            f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of {dtype}."
-        )
-    return scale_OG.to(dtype).contiguous()
-
-
 def unwritten(scheme: Scheme) -> Rule | None:
     """Return why weights of this scheme are not written, None where they are."""
     if scheme.type == "float":
@@ -172,7 +156,9 @@ def unwritten(scheme: Scheme) -> Rule | None:
         return Rule("bits", f"{scheme.num_bits} bits; 4 (MatMulNBits) and 8 (DequantizeLinear) are written.")
     if scheme.num_bits == 4 and scheme.group_size not in BLOCK_SIZES:
         groups = "channels" if scheme.group_size is None else f"groups of {scheme.group_size}"
-        return Rule("block-size", f"four bits in {groups}; MatMulNBits is written in blocks of 32, 64 and 128.")
+        return Rule(
+            "block-size", f"four bits in {groups}; MatMulNBits is written in blocks of 32, 64 and 128."
+        )
     if scheme.num_bits == 8 and (scheme.group_size is not None or not scheme.symmetric):
         return Rule(
             "channel-scales",
@@ -233,13 +219,15 @@ class Onnx:
         """Return the facts of a model, dense or quantized, that the graph does not express."""
         rules = []
         if arch.has_experts:
-            rules.append(Rule("experts", "layers have a mixture of experts, and the graph has one FFN a layer."))
+            rules.append(
+                Rule("experts", "layers have a mixture of experts, and the graph has one FFN a layer.")
+            )
         if family_of({"model_type": arch.family}).untouched:
             rules.append(
                 Rule(
                     "language-model-only",
-                    f"{arch.family} models have other parts than a language model, and the graph takes tokens "
-                    "only.",
+                    f"{arch.family} models have other parts than a language model, and the graph takes "
+                    "tokens only.",
                 )
             )
         if arch.attn_sinks:
@@ -252,8 +240,8 @@ class Onnx:
             rules.append(
                 Rule(
                     "longrope",
-                    "the frequencies of a longrope depend on the length of the sequence, those of the graph do "
-                    "not.",
+                    "the frequencies of a longrope depend on the length of the sequence, those of the graph "
+                    "do not.",
                 )
             )
         return rules

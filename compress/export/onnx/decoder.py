@@ -4,13 +4,13 @@
              past_key_values.N.key and .value [B, K, P, C]
     outputs  logits [B, S, V], present.N.key and .value [B, K, P + S, C]
 
-These are the names and shapes that ONNX Runtime GenAI passes. Keys are stored normed and rotated. Masks follow
-from the places of tokens in the row, rotations from `position_ids`, so that padding on either side is left
-out. Linears take rows [T, I], T = B * S. Norms, angles, scores and softmax are float32 whatever the dtype of
-the graph, as in the decoder.
+These are the names and shapes that ONNX Runtime GenAI passes. Keys are stored normed and rotated. Masks
+follow from the places of tokens in the row, rotations from `position_ids`, so that padding on either side is
+left out. Linears take rows [T, I], T = B * S. Norms, angles, scores and softmax are float32 whatever the
+dtype of the graph, as in the decoder.
 
-Shapes: B batch, S sequence, P past, T tokens, D hidden, H heads, K kv heads, R query heads of a kv head, C head
-dimension, V vocabulary.
+Shapes: B batch, S sequence, P past, T tokens, D hidden, H heads, K kv heads, R query heads of a kv head, C
+head dimension, V vocabulary.
 """
 
 import torch
@@ -25,7 +25,12 @@ F32 = torch.float32
 I64 = torch.int64
 HIDDEN_SCORE = float(torch.finfo(F32).min)
 """Score of a key that a query does not see; finite, so that a row without keys has no NaN."""
-BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+BATCH, SEQUENCE, PAST, TOTAL = (
+    "batch_size",
+    "sequence_length",
+    "past_sequence_length",
+    "total_sequence_length",
+)
 PAST_NAME = "past_key_values.%d.{}"
 PRESENT_NAME = "present.%d.{}"
 
@@ -159,9 +164,7 @@ class DecoderGraph:
         order = self._linear.order(name)
         if order is None:
             return x_THC
-        return self._graph.op(
-            "Gather", x_THC, self._graph.constant(order[: shape.head_dim], I64), axis=-1
-        )
+        return self._graph.op("Gather", x_THC, self._graph.constant(order[: shape.head_dim], I64), axis=-1)
 
     def _rotation(self, rope: Rope, head_dim: int) -> tuple[str, str]:
         """Return cos and sin [T, 1, C/2] of the positions."""
@@ -213,9 +216,7 @@ class DecoderGraph:
             zero, one = graph.constant(0, I64), graph.constant(1, I64)
             total = graph.op("Gather", graph.op("Shape", self._mask_BP), one)
             past = graph.op("Sub", total, graph.op("Gather", self._shape_BS, one))
-            queries_S1 = graph.op(
-                "Unsqueeze", graph.op("Range", past, total, one), graph.constant([1], I64)
-            )
+            queries_S1 = graph.op("Unsqueeze", graph.op("Range", past, total, one), graph.constant([1], I64))
             keys_P = graph.op("Range", zero, total, one)
             seen = graph.op("LessOrEqual", keys_P, queries_S1)
             if window is not None:

@@ -138,4 +138,3 @@ def element_type(dtype: torch.dtype) -> int:
     import onnx
 
     return int(getattr(onnx.TensorProto, DTYPES[dtype]))
-

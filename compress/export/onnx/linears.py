@@ -1,7 +1,7 @@
 """The weights of a checkpoint as initializers of a graph, and its linears as operators, by scheme.
 
     dense         Gemm(x, W^T, bias)
-    W4A16_G...    MatMulNBits(x, nibbles, scales, zero points): (code - zero point) * scale in blocks of inputs
+    W4A16_G...    MatMulNBits(x, nibbles, scales, zero points): (code - zero point) * scale by block
     W8A16         Gemm(x, DequantizeLinear(codes, scales)^T, bias)
     INT8_DYNAMIC  MatMulInteger(codes of x, codes) * scale of the row * scale of the channel
 
@@ -141,9 +141,7 @@ class Linears:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         outer, layers = parameter_names(self._arch)
         return outer | {
-            f"layers.{idx}.{name}": shape
-            for idx, layer in enumerate(layers)
-            for name, shape in layer.items()
+            f"layers.{idx}.{name}": shape for idx, layer in enumerate(layers) for name, shape in layer.items()
         }
 
     def _has_bias(self, module: str) -> bool:

@@ -1,5 +1,5 @@
-"""The parts of an ONNX export: how codes lie in bytes, what one linear computes in ONNX Runtime, the config of
-ONNX Runtime GenAI, and what is refused.
+"""The parts of an ONNX export: how codes lie in bytes, what one linear computes in ONNX Runtime, the config
+of ONNX Runtime GenAI, and what is refused.
 """
 
 import json
@@ -18,6 +18,8 @@ from compress.errors import EnvironmentUnfit, UnsupportedFormat
 from compress.export import FORMATS, check_rules, dense_itemsize, open_checkpoint, write_format
 from compress.export.conversion import convert
 from compress.export.onnx.genai import genai_config, refusal_of_genai
+from compress.export.onnx.graph import MICROSOFT, Graph
+from compress.export.onnx.linears import Linears
 from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
@@ -30,9 +32,6 @@ from tests.contract.test_formats_contract import CONFIG, arch, random_weight
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
-from compress.export.onnx.graph import MICROSOFT, Graph
-from compress.export.onnx.linears import Linears
-
 CPU = torch.device("cpu")
 
 
@@ -72,9 +71,7 @@ def linear_in_onnx_runtime(directory: Path, weight: QuantizedWeight, x_TI: Tenso
     y = Linears(graph, facts, family, ModelScheme(weight.scheme))(x, name)
     graph.output(y, "y", torch.float32, ["rows", weight.shape[0]])
     graph.save(directory / "linear.onnx", producer="test", version="0")
-    session = onnxruntime.InferenceSession(
-        str(directory / "linear.onnx"), providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(str(directory / "linear.onnx"), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(["y"], {"x": x_TI.numpy()})[0])
 
 
