@@ -2,6 +2,7 @@
 prefill, cached decode and padded rows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from compress.models.family import family_of
 from compress.models.random_source import RandomSource
 from compress.models.weights import build_decoder
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from scripts.check_interop import LIMITS, Answer, ask_runtime, compare
+from scripts.consumer_logprobs import ask_onnxruntime_genai
 from scripts.interop_families import FAMILIES
 from scripts.interop_families import SMALL as SMALL_128
 from scripts.plain_twin import twin
@@ -180,6 +183,23 @@ def test_rounded_inputs_and_float16_stay_within_the_limits_of_interop(
         apart = (found - expected).gather(-1, chosen).abs()
         assert apart.mean() <= 0.02
         assert apart.max() <= 0.15
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A16_G64_ASYM"), ("phi3", "W8A16")])
+def test_onnx_runtime_genai_writes_the_tokens_of_this_runtime(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    quantized(tmp_path, family, scheme)
+    prompts = [tuple(row) for row in tokens(3, 12).tolist()]
+    asked = {"model": str(tmp_path), "max_tokens": 12, "prompts": prompts}
+    theirs = [Answer(**each) for each in ask_onnxruntime_genai(asked)]
+    for mine, other in zip(ask_runtime(tmp_path, prompts, 12), theirs, strict=True):
+        end = len(other.tokens)  # a text may end early there
+        cut = replace(mine, tokens=mine.tokens[:end], logprobs=mine.logprobs[:end])
+        row = compare(cut, other)
+        assert row.verdict(*LIMITS["float32"]) is None
+        assert row.num_generated == end > 0
 
 
 def test_codes_of_inputs_are_refused_where_16_bits_would_decide_them(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def genai_config(arch: Arch, graph_name: str) -> dict[str, Any]:
     ends = list(arch.eos_token_ids)
     begin = _token(text.get("bos_token_id"))
     pad = _token(text.get("pad_token_id"))
-    end: int | list[int] = ends if len(ends) > 1 else (ends[0] if ends else -1)
+    end: int | list[int] = ends[0] if len(ends) == 1 else ends
     return {
         "model": {
             "type": DECODER,
