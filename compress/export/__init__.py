@@ -202,16 +202,16 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
     """
     form = FORMATS.get(name)
     broken = [] if scheme is None else form.broken_rules(arch, scheme)
-    is_graph = isinstance(form, GraphFormat)
+    has_graph = isinstance(form, GraphFormat)
     if isinstance(form, GraphFormat):
         form.check()
         broken += form.broken_facts(arch)
         if kv_format is not None:
             problem = f"the graph keeps keys and values as they are, not in {kv_format}."
             broken.append(Rule("kv-cache", problem))
-    if scheme is None and form.static_kv is None and not is_graph:
+    if scheme is None and form.static_kv is None and not has_graph:
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
-    if kv_format == FP8_STATIC and form.static_kv is None and not is_graph:
+    if kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
         broken.append(
             Rule(
                 "kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."
@@ -332,9 +332,18 @@ def _experts_of(linear: str) -> str:
     return f"{block if named else linear.rpartition('.')[0]}.experts"
 
 
-def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:
-    """Return the command by which vLLM serves a checkpoint; with a draft in it, by the method of that name
-    and `k` proposed tokens a step."""
+def is_graph(name: str | None) -> bool:
+    """Return whether that is the name of a format with a graph."""
+    return name in FORMATS.names() and isinstance(FORMATS.get(str(name)), GraphFormat)
+
+
+def serve_command(
+    kv_format: str | None, *, form: str | None = None, method: str | None = None, k: int = PROPOSED
+) -> str:
+    """Return the command by which vLLM serves a checkpoint of the format `form`, or by which this project
+    does where vLLM cannot; with a draft in it, by the method of that name and `k` proposed tokens a step."""
+    if is_graph(form):
+        return "compress serve <this directory>"
     words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
     if method is not None:
         config = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
