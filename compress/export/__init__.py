@@ -113,7 +113,7 @@ class FormatByName(Protocol):
 
 @runtime_checkable
 class GraphFormat(Protocol):
-    """A checkpoint format with a graph of the model's computation beside the weights. It writes dense models,
+    """A checkpoint format with a graph of the model's computation over its weights. It writes dense models,
     too; all dense weights are stored in `dtype`."""
 
     @property
@@ -139,7 +139,8 @@ FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
 DRAFT_FOLDER = "draft"
 """Folder of a checkpoint that holds its draft."""
 GRAPH_SHARD_BYTES = 1_000_000_000
-"""Largest shard beside a graph, and so the memory that writing takes; a larger tensor has one of its own."""
+"""Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
+own."""
 PROPOSED = 4
 """Tokens that a draft proposes in a step by default."""
 

@@ -28,8 +28,7 @@ def render_markdown_card(
     library_name: str | None = "transformers",
 ) -> str:
     """Return the card, without the sections whose part the report lacks; `license_id` is the base model's,
-    such as `apache-2.0`. `library_name` is the library by which the hub says to load the artifact, None for
-    none.
+    such as `apache-2.0`. `library_name` is the library that the hub recommends for loading, None for none.
     """
     artifact: Json = report.get("artifact", {})
     parts = parts_in_order()

@@ -255,7 +255,7 @@ class Onnx:
             Consumer(
                 "ONNX Runtime GenAI",
                 loads=refusal is None,
-                note=refusal or "by genai_config.json, with the tokenizer beside it",
+                note=refusal or "by genai_config.json, with the tokenizer of the directory",
             ),
             Consumer("transformers", loads=False, note=f"it knows no quant_method {self.quant_method}"),
             Consumer("vLLM", loads=False, note=f"it knows no quant_method {self.quant_method}"),

@@ -25,12 +25,11 @@ F32 = torch.float32
 I64 = torch.int64
 HIDDEN_SCORE = float(torch.finfo(F32).min)
 """Score of a key that a query does not see; finite, so that a row without keys has no NaN."""
-BATCH, SEQUENCE, PAST, TOTAL = (
-    "batch_size",
-    "sequence_length",
-    "past_sequence_length",
-    "total_sequence_length",
-)
+BATCH = "batch_size"
+SEQUENCE = "sequence_length"
+PAST = "past_sequence_length"
+TOTAL = "total_sequence_length"
+"""Names of the sizes that are free."""
 PAST_NAME = "past_key_values.%d.{}"
 PRESENT_NAME = "present.%d.{}"
 
@@ -172,7 +171,8 @@ class DecoderGraph:
             graph = self._graph
             frequencies = inverse_frequencies(rope, head_dim)
             angles = graph.op("Mul", self._positions_T11, graph.constant(frequencies, F32))
-            cos, sin = graph.op("Cos", angles), graph.op("Sin", angles)
+            cos = graph.op("Cos", angles)
+            sin = graph.op("Sin", angles)
             if rope.attention_factor != 1:
                 num_rotated = (rope.rotary_dim or head_dim) // 2
                 factors = torch.ones(head_dim // 2)
@@ -213,7 +213,8 @@ class DecoderGraph:
         """Return what is added to scores [B, 1, 1, S, P + S]: 0 for keys that a query sees."""
         if window not in self._masks:
             graph = self._graph
-            zero, one = graph.constant(0, I64), graph.constant(1, I64)
+            zero = graph.constant(0, I64)
+            one = graph.constant(1, I64)
             total = graph.op("Gather", graph.op("Shape", self._mask_BP), one)
             past = graph.op("Sub", total, graph.op("Gather", self._shape_BS, one))
             queries_S1 = graph.op("Unsqueeze", graph.op("Range", past, total, one), graph.constant([1], I64))

@@ -15,7 +15,7 @@ from compress.models.arch import Arch
 
 CONFIG_NAME = "genai_config.json"
 DECODER = "llama"
-"""The type of a model that takes tokens and returns logits; its graph says the rest."""
+"""The type of a model that takes tokens and returns logits; its graph has the rest."""
 
 
 def refusal_of_genai(arch: Arch) -> str | None:
@@ -26,7 +26,7 @@ def refusal_of_genai(arch: Arch) -> str | None:
 
 
 def write_genai_config(directory: Path, arch: Arch, graph_name: str) -> None:
-    """Write the config beside the graph."""
+    """Write the config for the graph of that name."""
     text = json.dumps(genai_config(arch, graph_name), indent=2, sort_keys=True) + "\n"
     write_atomic(directory / CONFIG_NAME, text.encode())
 

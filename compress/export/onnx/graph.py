@@ -1,4 +1,4 @@
-"""A graph of ONNX operators under construction, whose weights stay in the safetensors files beside it.
+"""A graph of ONNX operators under construction, whose weights stay in the safetensors files of its directory.
 
 An initializer names a file, an offset and a length (external data of the ONNX specification), and a
 safetensors file holds each tensor as plain little-endian bytes, row-major, at a known offset. So the graph
