@@ -53,7 +53,7 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 interop: export OMP_WAIT_POLICY = PASSIVE
-interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
+interop: $(ARTIFACT) $(VENV)/.installed-dev $(INTEROP_VENV)/.installed  ## do vLLM, transformers and ONNX Runtime compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
 	$(BIN)/python -m scripts.interop_matrix --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python -m scripts.check_interop $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
 

@@ -373,6 +373,14 @@ def check_sign(environment: Environment) -> str:
     return "sign, push and verify with a key"
 
 
+def check_onnx(environment: Environment) -> str:
+    """Write the bundled model as an ONNX decoder."""
+    environment.run("compress", "convert", "builtin://reference", "--to", "onnx", "--out", "decoder")
+    if not (environment.place / "decoder" / "model.onnx").is_file():
+        raise Failed("compress convert wrote no model.onnx")
+    return "convert --to onnx"
+
+
 def check_docs(environment: Environment) -> str:
     source = environment.path.parent / "source"
     environment.variables |= {"NO_MKDOCS_2_WARNING": "1"}
@@ -414,6 +422,11 @@ EXTRAS: dict[str, Extra] = {
         ("mlflow",), check_mlflow, lambda _: ("compress", "pull", "mlflow+http://127.0.0.1:9/model", "out")
     ),
     "sign": Extra(("model_signing",), check_sign),
+    "onnx": Extra(
+        ("onnx",),
+        check_onnx,
+        lambda _: ("compress", "convert", "builtin://reference", "--to", "onnx", "--out", "refused"),
+    ),
     "eval": Extra(("lm_eval",), check_eval, plan_tasks),
     "serve": Extra(
         ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"),

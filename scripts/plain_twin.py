@@ -56,6 +56,8 @@ INPUTS = {
     ("compress", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
     ("compress", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("compress", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
+    ("onnxruntime", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
+    ("onnxruntime_genai", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("vllm", "FP8_DYNAMIC"): Inputs(FP8, 448.0, by_reciprocal=True),
     ("vllm", "INT8_DYNAMIC"): Inputs(INT8, 127.0, by_reciprocal=True),
     ("transformers", "FP8_DYNAMIC"): Inputs(FP8, 448.0),

@@ -14,12 +14,16 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A quantized model: an artifact, or a checkpoint of any tool (a path or hf://).",
+            help="A quantized model: an artifact, or a checkpoint of any tool (a path or hf://); "
+            "for ONNX also a dense one.",
             show_default=False,
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", help="compressed-tensors, fp8, gptq or awq.", show_default=False)
+        str,
+        typer.Option(
+            "--to", help="compressed-tensors, fp8, gptq, awq, onnx or onnx-float16.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="New directory for the checkpoint.", show_default=False)],
     offline: OfflineOption = False,

@@ -15,6 +15,7 @@ import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat, UsageError
+from compress.export.in_dtype import InDtype
 from compress.export.restated import restated_fields
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
@@ -110,6 +111,24 @@ class FormatByName(Protocol):
         its other matrices."""
 
 
+@runtime_checkable
+class GraphFormat(Protocol):
+    """A checkpoint format with a graph of the model's computation over its weights. It writes dense models,
+    too; all dense weights are stored in `dtype`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def check(self) -> None:
+        """Raise EnvironmentUnfit where a package that writes the graph is not installed."""
+
+    def broken_facts(self, arch: Arch) -> list[Rule]:
+        """Return the facts of a model, dense or quantized, that the graph does not express."""
+
+    def write_graph(self, directory: Path, arch: Arch, scheme: ModelScheme | None) -> None:
+        """Write the graph of the checkpoint in the directory; `scheme` has canonical names."""
+
+
 VLLM_KV_FLAGS = {
     FP8_TOKEN_HEAD: "--kv-cache-dtype fp8_per_token_head",
     INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
@@ -119,6 +138,9 @@ VLLM_KV_FLAGS = {
 FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
 DRAFT_FOLDER = "draft"
 """Folder of a checkpoint that holds its draft."""
+GRAPH_SHARD_BYTES = 1_000_000_000
+"""Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
+own."""
 PROPOSED = 4
 """Tokens that a draft proposes in a step by default."""
 
@@ -134,6 +156,13 @@ def format_by_name(name: str) -> FormatByName:
         able = [each for each, member in FORMATS.items() if isinstance(member, FormatByName)]
         raise UsageError(f"{name} is not written by tensor name; {' and '.join(able)} are.")
     return form
+
+
+def dense_itemsize(name: str) -> int:
+    """Return the bytes of a dense weight in the format of that name: two where it keeps the dtype of the
+    model."""
+    form = FORMATS.get(name)
+    return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
 
 
 def codecs() -> Mapping[str, ForeignCodec]:
@@ -165,16 +194,25 @@ def open_weights(path: Path) -> WeightSource:
 
 
 def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: str | None = None) -> None:
-    """Refuse a format before anything is written; no scheme means dense weights with a quantized KV cache.
+    """Refuse a format before anything is written; no scheme means dense weights, with a quantized KV cache
+    in most formats.
 
     Raises:
         UnsupportedFormat: naming every broken rule.
+        EnvironmentUnfit: a package that the format needs is not installed.
     """
     form = FORMATS.get(name)
     broken = [] if scheme is None else form.broken_rules(arch, scheme)
-    if scheme is None and form.static_kv is None:
+    has_graph = isinstance(form, GraphFormat)
+    if isinstance(form, GraphFormat):
+        form.check()
+        broken += form.broken_facts(arch)
+        if kv_format is not None:
+            problem = f"the graph keeps keys and values as they are, not in {kv_format}."
+            broken.append(Rule("kv-cache", problem))
+    if scheme is None and form.static_kv is None and not has_graph:
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
-    if kv_format == FP8_STATIC and form.static_kv is None:
+    if kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
         broken.append(
             Rule(
                 "kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."
@@ -195,7 +233,7 @@ def check_scales(name: str, source: WeightSource) -> None:
         UnsupportedFormat: with the number of scales that would change.
     """
     dtype = FORMATS.get(name).scale_dtype
-    if dtype is None:
+    if dtype is None or dtype == torch.float32:  # which holds the scales of every dtype of a model
         return
     num_changed = 0
     num_scales = 0
@@ -224,9 +262,10 @@ def write_format(
     scheme: ModelScheme | None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write a quantized model as a Hugging Face directory in the format of that name; without a scheme, a
-    dense one with its KV cache.
+) -> Arch:
+    """Write a quantized model as a Hugging Face directory in the format of that name, with its graph if the
+    format has one; without a scheme, a dense one with its KV cache. Return the facts of what was written,
+    whose dtype may be the format's.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -234,6 +273,9 @@ def write_format(
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
     form = FORMATS.get(name)
+    if isinstance(form, GraphFormat):
+        source = InDtype(source, form.dtype)
+        max_shard_bytes = min(max_shard_bytes, GRAPH_SHARD_BYTES)
     family = family_of({"model_type": source.arch.family}).in_format(form.quant_method)
     static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
     if scheme is None:
@@ -261,6 +303,9 @@ def write_format(
         fields=restated_fields(source.arch),
         max_shard_bytes=max_shard_bytes,
     )
+    if isinstance(form, GraphFormat):
+        form.write_graph(directory, source.arch, scheme)
+    return source.arch
 
 
 def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
@@ -288,9 +333,18 @@ def _experts_of(linear: str) -> str:
     return f"{block if named else linear.rpartition('.')[0]}.experts"
 
 
-def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:
-    """Return the command by which vLLM serves a checkpoint; with a draft in it, by the method of that name
-    and `k` proposed tokens a step."""
+def is_graph(name: str | None) -> bool:
+    """Return whether that is the name of a format with a graph."""
+    return name in FORMATS.names() and isinstance(FORMATS.get(str(name)), GraphFormat)
+
+
+def serve_command(
+    kv_format: str | None, *, form: str | None = None, method: str | None = None, k: int = PROPOSED
+) -> str:
+    """Return the command by which vLLM serves a checkpoint of the format `form`, or by which this project
+    does where vLLM cannot; with a draft in it, by the method of that name and `k` proposed tokens a step."""
+    if is_graph(form):
+        return "compress serve <this directory>"
     words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
     if method is not None:
         config = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}

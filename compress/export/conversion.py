@@ -18,7 +18,7 @@ from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact, v
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
-from compress.export import FORMATS, open_weights, write_format
+from compress.export import FORMATS, GraphFormat, open_weights, write_format
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
@@ -32,19 +32,19 @@ CONVERT_VERSION = 2
 
 def convert(source: ModelSource, name: str, directory: Path, *, progress: Progress | None = None) -> Artifact:
     """Write a quantized model, an artifact or another tool's checkpoint, as the new `directory` in the
-    format called `name`.
+    format called `name`; a dense one, too, where the format has a graph.
 
     Raises:
         UsageError: no such format, or the directory exists and is not empty.
-        UnsupportedFormat: the model is dense, is not supported in every part, or the format cannot express it
-            exactly.
+        UnsupportedFormat: the model is dense and the format has no graph, or the model is not supported in
+            every part, or the format cannot express it exactly.
         StorageError: the artifact does not match its manifest.
     """
-    FORMATS.get(name)
+    form = FORMATS.get(name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} exists and is not an empty directory; name a new one.")
     weights = open_weights(source.path)
-    scheme = stated_scheme(weights)
+    scheme = scheme_of(weights) if isinstance(form, GraphFormat) else stated_scheme(weights)
     artifact = open_artifact(source.path) if (source.path / MANIFEST_NAME).exists() else None
     if artifact is not None:
         verify_artifact(artifact)
@@ -52,10 +52,10 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     kv_cache = _cache_facts(weights, artifact)
 
     def build(out: ArtifactWriter) -> None:
-        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
+        written = write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
         source.copy_text_files(out.path)
         source.copy_documents(out.path)
-        arch, layers = described(weights.arch, scheme)
+        arch, layers = described(written, scheme)
         out.describe(
             role="checkpoint",
             arch=arch,

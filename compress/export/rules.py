@@ -52,7 +52,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
         )
     rules += layout_rules(arch, scheme, quant_method)
     per_word = 32 // layers.num_bits
-    for name, (out_features, in_features) in sorted(_quantized_shapes(arch, scheme).items()):
+    for name, (out_features, in_features) in sorted(quantized_shapes(arch, scheme).items()):
         if layers.group_size is not None and in_features % layers.group_size:
             rules.append(
                 Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}.")
@@ -142,13 +142,23 @@ def float16_scales(scale_OG: Tensor) -> Tensor:
     Raises:
         UnsupportedFormat: a scale is no number of float16.
     """
-    changed = count_changed(scale_OG, torch.float16)
+    return exact_scales(scale_OG, torch.float16).t().contiguous()
+
+
+def exact_scales(scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert scales to a dtype, each number exactly.
+
+    Raises:
+        UnsupportedFormat: a scale is no number of that dtype.
+    """
+    changed = count_changed(scale_OG, dtype)
     if changed:
+        name = str(dtype).removeprefix("torch.")
         raise UnsupportedFormat(
             f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of "
-            "float16."
+            f"{name}."
         )
-    return scale_OG.to(torch.float16).t().contiguous()
+    return scale_OG.to(dtype).contiguous()
 
 
 def start_of(part: str) -> str:
@@ -169,7 +179,7 @@ def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
     }
 
 
-def _quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:
+def quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:
     """Return [O, I] of each linear that some layer has quantized, by its name in the layer, and of the head
     if it is quantized."""
     found = {"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {}

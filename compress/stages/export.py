@@ -14,7 +14,15 @@ from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.errors import UsageError
-from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, check_rules, kv_note, write_format
+from compress.export import (
+    DRAFT_FOLDER,
+    FORMATS,
+    PROPOSED,
+    check_rules,
+    dense_itemsize,
+    kv_note,
+    write_format,
+)
 from compress.export.speculators import write_speculators
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
@@ -58,9 +66,10 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize")
     if quantize is None:
         check_rules(spec.formats[0], facts.arch, None)
+        size = dense_itemsize(spec.formats[0]) * facts.arch.num_params
         return Estimate(
-            min(2 * facts.arch.num_params, 5_000_000_000),
-            2 * facts.arch.num_params,
+            min(size, 5_000_000_000),
+            size,
             0.0,
             notes=("dense weights",),
         )
@@ -70,7 +79,8 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
-    size = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
+    outer_size = outer_bytes(arch, quantize.head_scheme) * dense_itemsize(spec.formats[0]) // 2
+    size = most_linear_bytes(quantize, arch) + outer_size
     consumers = [] if possible[-1] is None else FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
     notes = tuple(
         f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers
@@ -94,7 +104,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     scheme = store.scheme
     name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
-    write_format(name, out.path, store, scheme)
+    written = write_format(name, out.path, store, scheme)
     inputs.source.copy_text_files(out.path)
     inputs.source.copy_documents(out.path)
     manifest = artifact.manifest
@@ -104,7 +114,11 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
             open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER
         )
     out.describe(
-        role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts=facts
+        role="checkpoint",
+        arch=None if manifest.arch is None else {**manifest.arch, "dtype": written.dtype},
+        layers=manifest.layers,
+        scheme=manifest.scheme,
+        facts=facts,
     )
     ctx.progress.update(1, 1, name)
 

@@ -25,9 +25,10 @@ def render_markdown_card(
     serve_command: str,
     eval_command: str,
     language: str | None = None,
+    library_name: str | None = "transformers",
 ) -> str:
     """Return the card, without the sections whose part the report lacks; `license_id` is the base model's,
-    such as `apache-2.0`.
+    such as `apache-2.0`. `library_name` is the library that the hub recommends for loading, None for none.
     """
     artifact: Json = report.get("artifact", {})
     parts = parts_in_order()
@@ -39,7 +40,7 @@ def render_markdown_card(
         base_model_relation="finetune" if "pruning" in report else "quantized",
         license=license_id,
         language=language,
-        library_name="transformers",
+        library_name=library_name,
         pipeline_tag="text-generation",
         tags=["compressed"],
     )

@@ -69,6 +69,7 @@ FORMATS = {
     "gptq": "W4A16_G128",
     "awq": "W4A16_G128_ASYM",
     "fp8": "FP8_BLOCK",
+    "onnx": "W4A16_G64_ASYM",
 }
 """The scheme in which a model of each export format is written."""
 REF_NAME = "model"

@@ -28,7 +28,7 @@ from compress.context import Context
 from compress.data.card import identity, load_card
 from compress.data.model_tokens import data_identity
 from compress.digest import digest_file, digest_json
-from compress.export import serve_command
+from compress.export import is_graph, serve_command
 from compress.machine import device_key, environment_facts
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.validate.by_name import is_by_name, prove_by_name
@@ -111,11 +111,15 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     write_atomic(out.path / REPORT_JSON, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     write_atomic(out.path / REPORT_HTML, render_html(report).encode())
     k = (spec.speculative or Speculation()).k
+    form = report["artifact"].get("format")
     card = render_markdown_card(
         report,
         base_model=inputs.source.name,
         license_id=license_of(inputs),
-        serve_command=serve_command(report["artifact"].get("kv_cache"), method=draft_method(inputs), k=k),
+        serve_command=serve_command(
+            report["artifact"].get("kv_cache"), form=form, method=draft_method(inputs), k=k
+        ),
+        library_name=None if is_graph(form) else "transformers",
         eval_command=f"compress validate <this directory> --against {shell_word(inputs.source.name)} "
         f"--data {shell_word(spec.data)}",
     )

@@ -1,0 +1,235 @@
+"""ONNX decoders compute in ONNX Runtime what `transformers`, and the codes of an artifact done plainly, give:
+prefill, cached decode and padded rows.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import open_checkpoint, write_format
+from compress.models.checkpoint import Checkpoint
+from compress.models.family import family_of
+from compress.models.random_source import RandomSource
+from compress.models.weights import build_decoder
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from scripts.check_interop import LIMITS, Answer, ask_runtime, compare
+from scripts.consumer_logprobs import ask_onnxruntime_genai
+from scripts.interop_families import FAMILIES
+from scripts.interop_families import SMALL as SMALL_128
+from scripts.plain_twin import twin
+from tests.golden.test_families import tolerance
+from tests.support.onnx_session import logits_of
+from tests.support.tiny_hf import CASES, saved, tokens
+
+pytest.importorskip("onnx")
+CPU = torch.device("cpu")
+SEQ_LEN = 24
+PREFILL = [(0, SEQ_LEN)]
+STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
+REFUSED = {
+    "experts": (
+        "moe",
+        "mixtral",
+        "olmoe",
+        "minimax",
+        "dots1",
+        "gpt-oss",
+        "llama4-scout",
+        "llama4-maverick",
+        "llama4-listed-layers",
+    ),
+    "language-model-only": ("vision", "vl", "mistral3-", "llava", "glm4v"),
+    "longrope": ("longrope",),
+}
+"""Rule -> parts of the names of cases that it refuses."""
+
+
+def refusal(case: str) -> str | None:
+    return next(
+        (rule for rule, parts in REFUSED.items() if any(part in case for part in parts)),
+        None,
+    )
+
+
+WRITTEN = [case for case in CASES if refusal(case) is None]
+QUICK = (
+    "llama-all-biases",
+    "llama-yarn-mscale",
+    "mistral-window",
+    "qwen3",
+    "phi3-partial-tied",
+    "gemma2",
+    "gemma4",
+    "granite-tied-biases",
+    "olmo2",
+    "glm4",
+    "ministral3",
+    "cohere",
+    "llama-llama3-rope",
+)
+"""Cases that hold every fact of the graph once; the others repeat them in other families."""
+EACH_CASE = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in WRITTEN]
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
+def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
+    case: str, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "source", *CASES[case])
+    (tmp_path / "onnx").mkdir()
+    write_format("onnx", tmp_path / "onnx", Checkpoint(tmp_path / "source"), None)
+    tokens_BS = tokens(2, SEQ_LEN)
+    with torch.no_grad():
+        expected = model(tokens_BS).logits
+    atol = tolerance(expected)
+    for steps in (PREFILL, STEPS):
+        assert (logits_of(tmp_path / "onnx", tokens_BS, steps) - expected).abs().max() <= atol
+    assert (expected - expected.roll(1, dims=1)).abs().max() > 1000 * atol
+
+
+@pytest.mark.parametrize("case", ["phi3-longrope-short", "qwen3-moe", "gemma3-vision", "gpt-oss"])
+def test_a_fact_that_the_graph_does_not_express_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    saved(tmp_path / "source", *CASES[case])
+    (tmp_path / "onnx").mkdir()
+    with pytest.raises(UnsupportedFormat, match=rf"\[{refusal(case)}\]"):
+        write_format("onnx", tmp_path / "onnx", Checkpoint(tmp_path / "source"), None)
+    assert not any((tmp_path / "onnx").iterdir())
+
+
+def test_rows_padded_on_the_left_give_the_logits_of_rows_alone(tmp_path: Path) -> None:
+    saved(tmp_path / "source", *CASES["gemma2"])
+    (tmp_path / "onnx").mkdir()
+    write_format("onnx", tmp_path / "onnx", Checkpoint(tmp_path / "source"), None)
+    long = tokens(1, SEQ_LEN)
+    short = long[:, 7:]
+    rows = torch.cat((long, torch.cat((torch.zeros(1, 7, dtype=torch.int64), short), dim=1)))
+    padded = logits_of(tmp_path / "onnx", rows, STEPS, padding=torch.tensor([0, 7]))
+    alone = [logits_of(tmp_path / "onnx", each, [(0, each.shape[1])]) for each in (long, short)]
+    atol = tolerance(alone[0])
+    assert (padded[0] - alone[0][0]).abs().max() <= atol
+    assert (padded[1, 7:] - alone[1][0]).abs().max() <= atol
+
+
+def quantized(directory: Path, family: str, scheme: str, form: str = "onnx") -> RandomSource:
+    """Write a random model whose widths are multiples of 128 in a scheme, and return its source."""
+    config: dict[str, Any] = {**SMALL_128, "model_type": family, **FAMILIES[family]}
+    arch = family_of(config).read_config(config)
+    source = RandomSource(arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
+    write_format(form, directory, source, ModelScheme(SCHEMES[scheme]))
+    return source
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "W4A16_G128"),
+        ("qwen2", "W4A16_G64_ASYM"),
+        ("phi3", "W4A16_G32_ASYM"),
+        ("glm", "W4A16_G128_ASYM"),
+        ("gemma3_text", "W8A16"),
+        ("glm", "W8A16"),
+    ],
+)
+def test_weight_only_codes_give_the_logprobs_of_the_artifact(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    source = quantized(tmp_path, family, scheme)
+    written = open_checkpoint(tmp_path)
+    for idx in range(source.arch.num_layers):
+        again = written.layer(idx)
+        for name, weight in source.layer(idx).items():
+            if isinstance(weight, QuantizedWeight):
+                other = again[name]
+                assert isinstance(other, QuantizedWeight)
+                assert torch.equal(other.dequantize(torch.float32), weight.dequantize(torch.float32))
+    tokens_BS = tokens(2, SEQ_LEN)
+    with torch.no_grad():
+        expected = twin(tmp_path, "compress")(tokens_BS)
+    for steps in (PREFILL, STEPS):
+        found = logits_of(tmp_path, tokens_BS, steps)
+        assert (found - expected).abs().max() <= 4 * tolerance(expected)  # 512 features, not 80
+        assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "form"),
+    [
+        ("llama", "INT8_DYNAMIC", "onnx"),
+        ("glm", "INT8_DYNAMIC", "onnx"),
+        ("llama", "W4A16_G128_ASYM", "onnx-float16"),
+        ("gemma3_text", "W8A16", "onnx-float16"),
+        ("phi3", "W4A16_G64", "onnx-float16"),
+    ],
+)
+def test_rounded_inputs_and_float16_stay_within_the_limits_of_interop(
+    family: str, scheme: str, form: str, tmp_path: Path
+) -> None:
+    quantized(tmp_path, family, scheme, form)
+    tokens_BS = tokens(2, SEQ_LEN)
+    with torch.no_grad():
+        expected = logprobs(twin(tmp_path, "compress")(tokens_BS))
+    chosen = expected.argmax(dim=-1, keepdim=True)
+    for steps in (PREFILL, STEPS):
+        found = logprobs(logits_of(tmp_path, tokens_BS, steps))
+        apart = (found - expected).gather(-1, chosen).abs()
+        assert apart.mean() <= 0.02
+        assert apart.max() <= 0.15
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A16_G64_ASYM"), ("phi3", "W8A16")])
+def test_onnx_runtime_genai_writes_the_tokens_of_this_runtime(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    quantized(tmp_path, family, scheme)
+    prompts = [tuple(row) for row in tokens(3, 12).tolist()]
+    asked = {"model": str(tmp_path), "max_tokens": 12, "prompts": prompts}
+    theirs = [Answer(**each) for each in ask_onnxruntime_genai(asked)]
+    for mine, other in zip(ask_runtime(tmp_path, prompts, 12), theirs, strict=True):
+        end = len(other.tokens)  # a text may end early there
+        cut = replace(mine, tokens=mine.tokens[:end], logprobs=mine.logprobs[:end])
+        row = compare(cut, other)
+        assert row.verdict(*LIMITS["float32"]) is None
+        assert row.num_generated == end > 0
+
+
+def test_codes_of_inputs_are_refused_where_16_bits_would_decide_them(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"\[rounded-inputs\] INT8_DYNAMIC"):
+        quantized(tmp_path, "llama", "INT8_DYNAMIC", "onnx-float16")
+
+
+def test_what_is_written_is_read_back_and_written_again_alike(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    quantized(tmp_path / "first", "phi3", "W4A16_G64_ASYM")
+    again = open_checkpoint(tmp_path / "first")
+    write_format("onnx", tmp_path / "second", again, ModelScheme(SCHEMES["W4A16_G64_ASYM"]))
+    for file in (tmp_path / "first").iterdir():
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
+    assert build_decoder(again, dtype=torch.float32, device=CPU).arch.dtype == "float32"
+
+
+def test_every_dense_weight_is_on_disk_once(tmp_path: Path) -> None:
+    import onnx
+
+    saved(tmp_path / "source", *CASES["phi3"], dtype=torch.bfloat16)
+    (tmp_path / "onnx").mkdir()
+    source = Checkpoint(tmp_path / "source")
+    write_format("onnx", tmp_path / "onnx", source, None)
+    stated = onnx.load(tmp_path / "onnx" / "model.onnx", load_external_data=False)
+    files = {entry.value for each in stated.graph.initializer for entry in each.external_data[:1]}
+    assert files == {"model.safetensors"}
+    whole = onnx.load(tmp_path / "onnx" / "model.onnx")
+    embed = next(each for each in whole.graph.initializer if each.name == "model.embed_tokens.weight")
+    stored = source.outer()["embed.weight"]
+    assert isinstance(stored, Tensor)
+    assert torch.equal(torch.from_numpy(onnx.numpy_helper.to_array(embed).copy()), stored.to(torch.float32))
