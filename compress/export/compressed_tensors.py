@@ -50,7 +50,7 @@ from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.kv import FP8_STATIC
-from compress.quant.packing import pack, unpack
+from compress.quant.packing import num_words, pack, unpack
 from compress.quant.scheme import (
     ModelScheme,
     QuantizedWeight,
@@ -108,18 +108,18 @@ class CompressedTensorsCodec:
         out_features, in_features = stated.flatten().tolist()
         if min(out_features, in_features) < 1:
             raise UnsupportedFormat(f"its weight_shape is {[out_features, in_features]}.")
-        per_word = 32 // scheme.num_bits
+        bits = scheme.num_bits
         num_groups = scheme.num_groups(in_features)
         packed_OI = check_leaf(
-            leaves, "weight_packed", torch.int32, (out_features, -(-in_features // per_word))
+            leaves, "weight_packed", torch.int32, (out_features, num_words(in_features, bits))
         )
         check_leaf(leaves, "weight_scale", None, (out_features, num_groups))
-        codes_OI = unpack(packed_OI, scheme.num_bits, in_features)
+        codes_OI = unpack(packed_OI, bits, in_features)
         zero_point_OG = None
         if not scheme.symmetric:
-            shape = -(-out_features // per_word), num_groups
+            shape = num_words(out_features, bits), num_groups
             packed_GO = check_leaf(leaves, "weight_zero_point", torch.int32, shape).t().contiguous()
-            zero_point_OG = unpack(packed_GO, scheme.num_bits, out_features).t().contiguous()
+            zero_point_OG = unpack(packed_GO, bits, out_features).t().contiguous()
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:

@@ -29,7 +29,7 @@ from compress.export.rules import float16_scales, in_layers, packed_rules, start
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
-from compress.quant.packing import pack, unpack
+from compress.quant.packing import num_words, pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 
@@ -74,7 +74,7 @@ class GptqCodec:
             raise UnsupportedFormat("its g_idx is not one whole number for each input.")
         in_features = g_idx.shape[0]
         out_features = check_matrix(leaves, "scales")[1]
-        per_word = 32 // scheme.num_bits
+        bits = scheme.num_bits
         if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
             raise UnsupportedFormat(
                 "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose "
@@ -88,10 +88,10 @@ class GptqCodec:
                 f"{scheme.num_groups(in_features)}."
             )
         check_leaf(leaves, "scales", None, scale_GO.shape)
-        check_leaf(leaves, "qweight", torch.int32, (-(-in_features // per_word), out_features))
-        check_leaf(leaves, "qzeros", torch.int32, (len(scale_GO), -(-out_features // per_word)))
-        codes_OI = unpack(leaves["qweight"].t().contiguous(), scheme.num_bits, in_features).contiguous()
-        stored_GO = unpack(leaves["qzeros"], scheme.num_bits, out_features)
+        check_leaf(leaves, "qweight", torch.int32, (num_words(in_features, bits), out_features))
+        check_leaf(leaves, "qzeros", torch.int32, (len(scale_GO), num_words(out_features, bits)))
+        codes_OI = unpack(leaves["qweight"].t().contiguous(), bits, in_features).contiguous()
+        stored_GO = unpack(leaves["qzeros"], bits, out_features)
         zero_OG = _zero_points(stored_GO, scheme)
         return QuantizedWeight(scheme, codes_OI, scale_GO.t().contiguous(), zero_OG)
 
