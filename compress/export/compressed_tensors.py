@@ -15,7 +15,8 @@ Float codes (FP8 e4m3)
     <module>.input_scale        float32 [1], static activations only
 
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code
-- zero_point) * scale. Where the inputs are rounded to integers too, codes are int8 in the layout of float
+- zero_point) * scale. Codes of three bits lie without gaps, as compressed-tensors packs them since 0.20;
+before, ten of them were a word, which is refused by its shape. Where the inputs are rounded to integers too, codes are int8 in the layout of float
 codes. The last block of rows may be partial, blocks of columns may not.
 
 One group of `quantization_config` in `config.json` states how all linears are coded, or one for each
@@ -62,7 +63,8 @@ FORMAT_VERSION = "0.20.0"
 DENSE_FORMAT = "dense"
 """Format of dense weights with a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
-STABLE_BITS = {4, 8}
+STORED_BITS = {2, 3, 4, 8}
+"""Bits of codes that are written; a scheme has a name for each."""
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
 """Defaults of the format's own library where a scheme leaves fields out."""
@@ -241,7 +243,7 @@ class CompressedTensors:
         }
 
     def refusal_by_name(self, scheme: Scheme) -> str | None:
-        return None if scheme.num_bits in STABLE_BITS else f"{scheme.num_bits} bits are not written."
+        return None if scheme.num_bits in STORED_BITS else f"{scheme.num_bits} bits are not written."
 
     def reason_dense(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
         if in_features % (scheme.group_size or 1):
@@ -270,8 +272,8 @@ class CompressedTensors:
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = []
-        for bits in sorted({each.num_bits for each in scheme.all} - STABLE_BITS):
-            rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
+        for bits in sorted({each.num_bits for each in scheme.all} - STORED_BITS):
+            rules.append(Rule("bits", f"{bits} bits; 2, 3, 4 and 8 are written."))
         rules += layout_rules(arch, scheme, self.quant_method)
         for name, size, group_size in sorted(
             {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}

@@ -18,6 +18,8 @@ INT_FORMAT = "int-quantized"
 MIXED_FORMAT = "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
+PACKED_BITS = (2, 3, 4, 8)
+"""Bits of packed integers."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
@@ -136,10 +138,10 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     bits = weights.get("num_bits")
     kind = weights.get("type")
     strategy = weights.get("strategy")
-    if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in ("group", "channel"):
+    if kind != "int" or type(bits) is not int or bits not in PACKED_BITS or strategy not in ("group", "channel"):
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
-            f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
+            f"{PACK_FORMAT} with int, 2, 3, 4 or 8 bits, per group or channel is read."
         )
     if group.get("input_activations"):
         raise UnsupportedFormat(
@@ -170,7 +172,7 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy "
             f"{strategy}, with input activations "
-            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 4 or 8 bits, per group "
+            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 2, 3, 4 or 8 bits, per group "
             "or channel, is read, and "
             f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per "
             "token."

@@ -6,9 +6,10 @@
     <module>.g_idx    int32 [I]                 group of each input: i // group_size, or any order
 
 `quantization_config` states one number of bits, one group size (-1: one group) and `sym` for all linears
-of the layers, and in `lm_head` whether the head is one of them. Linears that stay dense are patterns
-after `-:` in `dynamic`. Scales are float16 whatever the model's dtype. Checked against vLLM 0.32;
-`transformers` needs the package gptqmodel.
+of the layers, and in `lm_head` whether the head is one of them. Codes of three bits lie without gaps, 32
+in three words. Linears that stay dense are patterns
+after `-:` in `dynamic`. Scales are float16 whatever the model's dtype. Checked against vLLM 0.32,
+which takes 4 and 8 bits, and the code of GPTQModel 7.7, which takes all; `transformers` needs that package.
 
 A zero point of 0 (stored: -1) is read in two ways by programs of this format, so it is refused here in
 both directions.
@@ -33,7 +34,8 @@ from compress.quant.packing import num_words, pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 
-BITS = (4, 8)
+BITS = (2, 3, 4, 8)
+VLLM_BITS = (4, 8)
 SKIP = "-:"
 """Prefix of a pattern in `dynamic` that names dense linears."""
 FUSED = re.compile(r"\b([qkv]|gate|up)_proj$")
@@ -116,7 +118,7 @@ class GptqCodec:
             or not (1 <= group_size <= MAX_SIZE or group_size == -1)
         ):
             raise UnsupportedFormat(
-                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read."
+                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 2, 3, 4 and 8 bits are read."
             )
         if quantization_config.get("modules_in_block_to_quantize"):
             raise UnsupportedFormat(
@@ -221,10 +223,16 @@ class Gptq:
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        bits = scheme.layers.num_bits
+        read = bits in VLLM_BITS
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            Consumer("vLLM", loads=True, note="reads gptq natively"),
+            Consumer(
+                "vLLM",
+                loads=read,
+                note="reads gptq natively" if read else f"it reads gptq of 4 and 8 bits, not of {bits}",
+            ),
         ]
 
 

@@ -163,8 +163,8 @@ def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) 
         with pytest.raises(UnsupportedFormat) as refusal:
             check_rules(name, broken, four_bits)
         assert all(f"[{rule.name}]" in str(refusal.value) for rule in rules)
-    three_bits = ModelScheme(Scheme("W3A16", 3, symmetric=True, group_size=None))
-    assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), three_bits))
+    five_bits = ModelScheme(Scheme("W5A16", 5, symmetric=True, group_size=None))
+    assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), five_bits))
 
 
 @EACH

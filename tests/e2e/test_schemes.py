@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
 CASES = [
     ("W4A16_G64_ASYM", "rtn"),
     ("W4A16_CHANNEL_ASYM", "awq"),
+    ("W3A16_G64", "balanced"),
     ("INT8_DYNAMIC", "smoothquant"),
     ("FP8_BLOCK", "balanced"),
 ]
@@ -35,6 +36,7 @@ MORE_CASES = [
     ("W4A16_G32", "gptq"),
     ("W4A16_G32_ASYM", "awq"),
     ("W4A16_CHANNEL", "gptq"),
+    ("W2A16_G64_ASYM", "gptq"),
     ("FP8_BLOCK", "gptq"),
 ]
 

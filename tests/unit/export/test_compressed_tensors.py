@@ -101,7 +101,7 @@ def test_a_scheme_that_has_a_name_here_is_read_under_it(scheme: Scheme) -> None:
         (("sparsity_config",), {"format": "dense"}, "sparsity_config"),
         (("config_groups", "group_0", "targets"), ["LlamaAttention"], "LlamaAttention"),
         (("config_groups", "group_0", "targets"), ["model.layers.7.mlp.up_proj"], r"layers\.7"),
-        (("config_groups", "group_0", "weights", "num_bits"), 3, "3 bits"),
+        (("config_groups", "group_0", "weights", "num_bits"), 5, "5 bits"),
         (("config_groups", "group_0", "weights", "type"), "float", "type float"),
         (("config_groups", "group_0", "weights", "strategy"), "block", "strategy block"),
         (("config_groups", "group_0", "weights", "actorder"), "group", "actorder"),
