@@ -118,7 +118,8 @@ class GptqCodec:
             or not (1 <= group_size <= MAX_SIZE or group_size == -1)
         ):
             raise UnsupportedFormat(
-                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 2, 3, 4 and 8 bits are read."
+                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 2, 3, 4 and 8 "
+                "bits are read."
             )
         if quantization_config.get("modules_in_block_to_quantize"):
             raise UnsupportedFormat(

@@ -4,7 +4,8 @@ composition.
 Symmetric scales are s = absmax / ((2^b - 1) / 2), that is absmax / 7.5 for four bits, so that both ends of
 [-8, 7] have the same error (the convention of compressed-tensors; absmax / 7 has 12 % more error). Scales of
 e4m3 are absmax / 448; its codes are rounded to the nearest, ties to even, and saturate, because e4m3 has no
-infinity and an overflow would become NaN. Asymmetric schemes have s = (max - min) / (2^b - 1) and z =
+infinity and an overflow would become NaN. Scales of e2m1 are absmax / 6, in e8m0 the power of two above that.
+Asymmetric schemes have s = (max - min) / (2^b - 1) and z =
 round(min_code - min / s), with a range that always contains zero. Scales are rounded to the stored dtype
 before any code is chosen.
 
@@ -24,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.quant import e2m1, scale_grid
 from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 
@@ -88,7 +90,10 @@ def _scale_from_range(
     """Return scale and zero point (None if symmetric) for ranges times `range_frac`."""
     low = low * range_frac
     high = high * range_frac
-    scale = stored_scale((high - low) / (scheme.max_code - scheme.min_code), scheme, scale_dtype)
+    scale = (high - low) / (scheme.max_code - scheme.min_code)
+    if scheme.scale_type == "e8m0":
+        scale = scale_grid.power_above(scale, torch.float32)  # the nearest one would cut up to a third
+    scale = stored_scale(scale, scheme, scale_dtype)
     if scheme.symmetric:
         return scale, None
     zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(
@@ -167,8 +172,10 @@ def choose_scale(
 
 def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Return codes as float32, for broadcastable scale and zero point: clamp(round(w / s) + z), or
-    e4m3(clamp(w / s))."""
+    e4m3(clamp(w / s)), or e2m1(clamp(w / s))."""
     scaled = w.to(torch.float32) / scale.to(torch.float32)
+    if scheme.type == "float" and scheme.num_bits == 4:
+        return e2m1.nearest(scaled)
     if scheme.type == "float":
         return scaled.clamp(scheme.min_code, scheme.max_code).to(scheme.code_dtype).to(torch.float32)
     codes = scaled.round_()
@@ -220,7 +227,10 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 
     The formats gptq and awq store float16, whose smallest numbers are further apart than bfloat16's: a small
     scale of integer weights becomes a number that both have, so that every format stores it exactly.
+    Scales of one byte are rounded to their grid.
     """
+    if scheme.scale_type is not None:
+        return scale_grid.nearest(scale, scheme.scale_type, dtype)
     stored = scale.to(dtype)
     if dtype == torch.bfloat16 and scheme.type == "int":
         small = stored.abs() < _SMALL_SCALE

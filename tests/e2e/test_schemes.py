@@ -30,6 +30,7 @@ CASES = [
     ("W3A16_G64", "balanced"),
     ("INT8_DYNAMIC", "smoothquant"),
     ("FP8_BLOCK", "balanced"),
+    ("NVFP4", "balanced"),
 ]
 MORE_CASES = [
     ("W4A16_G64", "awq"),
@@ -38,6 +39,7 @@ MORE_CASES = [
     ("W4A16_CHANNEL", "gptq"),
     ("W2A16_G64_ASYM", "gptq"),
     ("FP8_BLOCK", "gptq"),
+    ("MXFP4", "awq"),
 ]
 
 

@@ -47,11 +47,14 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
         group_size,
     )
     assert weights.block_structure == ([128, 128] if scheme.strategy == "block" else None)
-    assert weights.strategy == scheme.strategy
+    assert weights.strategy == ("tensor_group" if scheme.scale_type == "e4m3" else scheme.strategy)
     assert weights.type == scheme.type
     assert not weights.dynamic
     assert parsed.ignore == ["lm_head"]
     unpacked = "float-quantized" if scheme.type == "float" else "int-quantized"
+    unpacked = {None: unpacked, "e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}[
+        scheme.scale_type
+    ]
     assert (
         parsed.format
         == group.format
@@ -77,10 +80,12 @@ def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> No
         assert (found.weights.num_bits, found.weights.type, found.weights.strategy) == (
             expected.num_bits,
             expected.type,
-            expected.strategy,
+            "tensor_group" if expected.scale_type == "e4m3" else expected.strategy,
         )
         assert (found.input_activations is None) == (expected.activation is None)
-    kinds = {(each.type, each.activation is None) for each in (SCHEMES[scheme], SCHEMES[head])}
+    kinds = {
+        (each.type, each.activation is None, each.scale_type) for each in (SCHEMES[scheme], SCHEMES[head])
+    }
     one_form = len(kinds) == 1
     assert (parsed.format == "mixed-precision") != one_form
 
