@@ -112,6 +112,8 @@ def random_weight(
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
     if scheme.type == "float":
         code_std = scheme.max_code / 3.5
+        if scheme.scale_type == "e8m0":  # a power of two has no deviation of its own to give
+            code_std = std / float(storable(torch.tensor(std / code_std), scheme, torch.float32))
         # Not in bfloat16, where a normal draw of torch 2.11 on a CPU ends at 3.3 deviations.
         codes_OI = torch.empty(shape, dtype=torch.float32, device=device).normal_(
             0.0, code_std, generator=generator

@@ -70,6 +70,8 @@ SUITE: Mapping[str, tuple[str, ...]] = {
     "W3A16_G64": FEW_BITS,
     "W2A16_G128": FEW_BITS,
     "W2A16_G64": FEW_BITS,
+    "NVFP4": FEW_BITS,
+    "MXFP4": FEW_BITS,
     "W8A16": ("rtn",),
     "FP8_DYNAMIC": ("rtn", "gptq"),
     "FP8_STATIC": ("rtn",),
