@@ -123,7 +123,7 @@ class CanonicalCodec:
                    padded), and `zero_point` int8 [O, G] for asymmetric schemes;
     e4m3 codes:    `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations;
     e2m1 codes:    `packed` uint8 [O, I / 2], the lower column in the low half of a byte; `scale` is
-                   float8_e4m3fn with `global_scale` float32 [] beside it, or uint8 (e8m0).
+                   float8_e4m3fn and goes with `global_scale` float32 [], or uint8 (e8m0).
     """
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:

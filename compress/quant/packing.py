@@ -29,7 +29,8 @@ def codes_in_whole_words(num_bits: int) -> int:
 
 def pack(codes_OI: Tensor, num_bits: int) -> Tensor:
     """Pack int8 codes [O, I] into int32 words [O, ceil(I * b / 32)], along the last axis."""
-    period, zero = codes_in_whole_words(num_bits), 1 << (num_bits - 1)
+    period = codes_in_whole_words(num_bits)
+    zero = 1 << (num_bits - 1)
     step = period * num_bits // WORD_BITS
     words = codes_OI.new_zeros(
         (*codes_OI.shape[:-1], num_words(codes_OI.shape[-1], num_bits)), dtype=torch.int32
@@ -45,7 +46,8 @@ def pack(codes_OI: Tensor, num_bits: int) -> Tensor:
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Unpack int32 words [O, W] into signed int8 codes [O, I]."""
-    period, zero = codes_in_whole_words(num_bits), 1 << (num_bits - 1)
+    period = codes_in_whole_words(num_bits)
+    zero = 1 << (num_bits - 1)
     step = period * num_bits // WORD_BITS
     words = torch.nn.functional.pad(words, (0, -words.shape[-1] % step)).unflatten(-1, (-1, step))
     starts = torch.arange(period, device=words.device) * num_bits

@@ -73,15 +73,17 @@ def launch_descend(
         ),
         COLUMNS=DESCENT_COLUMNS,
         OUTPUTS=DESCENT_OUTPUTS,
-        STORED=_STORED[block.scheme.scale_type or scale_dtype],
+        STORED=_STORED[scale_dtype] + _GRID[block.scheme.scale_type],
         num_warps=1,
         **_constants(block.scheme),
     )
     return new_BO, best_O, moves_BO
 
 
-_STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, "e4m3": 3, "e8m0": 4}
-"""The number by which the kernel is given the dtype or the grid of stored scales."""
+_STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The number by which the kernel is given the dtype of stored scales."""
+_GRID = {None: 0, "e4m3": 3, "e8m0": 6}
+"""The number that is added to it for scales of one byte."""
 _FLOAT = {4: 2, 8: 1}
 """The number by which the kernel is given the type of float codes, by their bits; integers are 0."""
 
@@ -155,16 +157,19 @@ def _round(
 
 @jit()
 def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.tensor:
-    """Return what `quant.numerics.storable` does, for the dtype that `_STORED` gives the number `STORED`."""
+    """Return what `quant.numerics.storable` does, for the dtype and the grid that `STORED` numbers."""
     if STORED == 0:
         return scale
     if STORED == 1:
         return scale.to(tl.float16).to(tl.float32)
     bits = scale.to(tl.int32, bitcast=True)
-    if STORED == 3:
-        return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    if STORED == 4:
-        return ((bits + 0x400000) & -0x800000).to(tl.float32, bitcast=True)
+    if STORED >= 3:
+        if STORED >= 6:
+            bits = (bits + 0x400000) & -0x800000
+        else:
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        on_grid = bits.to(tl.float32, bitcast=True)
+        return on_grid.to(tl.float16).to(tl.float32) if STORED % 3 == 1 else on_grid
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     stored = bits.to(tl.float32, bitcast=True)
     if FLOAT:
