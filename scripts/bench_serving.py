@@ -75,6 +75,7 @@ NAMES = {
     "ttft_ms_p99": "p99_ttft_ms",
     "itl_ms_p50": "median_itl_ms",
     "itl_ms_p99": "p99_itl_ms",
+    "e2el_ms_p50": "median_e2el_ms",
     "kv_utilization": "kv_utilization",
     "cached_tokens": "cached_tokens",
     "preemptions": "preemptions",
@@ -363,7 +364,7 @@ COLUMNS = {
     ),
     "trace": (
         *("scheme", "trace", "policy", "host", "request_rate", "req_s", "output_tok_s"),
-        *("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"),
+        *("e2el_ms_p50", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"),
     ),
 }
 

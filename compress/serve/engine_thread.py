@@ -71,6 +71,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, *, max_queued: int) -> None:
         self._engine = engine
+        self._gpu = _gpu_of(engine.device)
         self._capacity = engine.config.max_batch_size
         self._changed = threading.Condition()
         self._queue = FairQueue[Job](max_queued)  # this and the next two under the lock
@@ -139,8 +140,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            if self._engine.device.type == "cuda":
-                torch.cuda.set_device(self._engine.device)
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             while self._round():
                 pass
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
@@ -272,3 +273,11 @@ class EngineThread:
 def _deliver(given: Sequence[tuple[Job, Progress]]) -> None:
     for job, progress in given:
         job.receive(progress)
+
+
+def _gpu_of(device: torch.device) -> int | None:
+    """Return the index of a GPU, and of the calling thread's current one where the device names none: a new
+    thread begins with the first; None of another device."""
+    if device.type != "cuda":
+        return None
+    return device.index if device.index is not None else torch.cuda.current_device()

@@ -27,7 +27,7 @@ HOPPER = pytest.mark.skipif(
 )
 NAMES = [
     *SCHEME_NAMES,
-    *(pytest.param(f"{name} on Hopper", marks=HOPPER) for name in ("W4A16_G128", "W4A16_G128_ASYM")),
+    *(pytest.param(f"{name} on Hopper", marks=HOPPER) for name in ("W4A16_G128", "W4A16_G128_ASYM", "BF16")),
 ]
 """Hopper's own FP8 kernel, which sums less exactly, has tests of its own."""
 MODULES: dict[str, Any] = {"W4A16_G128": w4a16, "W4A16_G128_ASYM": w4a16, "FP8_DYNAMIC": fp8, "BF16": dense16}
@@ -76,7 +76,7 @@ def case(
     x_TI = randn(512, k, seed=1).to(dtype)
     x = x_TI
     x_f64 = x_TI.double()
-    if name == "BF16":
+    if name.startswith("BF16"):
         weight: Any = (randn(n, k, seed=2) / k**0.5).to(dtype)
         w_f64 = weight.double()
     else:
@@ -172,7 +172,7 @@ def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize("name", ["W4A16_G128 on Hopper", "W4A16_G128_ASYM on Hopper"])
+@pytest.mark.parametrize("name", ["W4A16_G128 on Hopper", "W4A16_G128_ASYM on Hopper", "BF16 on Hopper"])
 @pytest.mark.parametrize(
     ("n", "k", "gated"), [(1024, 4096, False), (1008, 384, True), (6144, 1024, False), (28672, 512, True)]
 )
@@ -260,7 +260,8 @@ def test_no_rows_give_no_rows() -> None:
 
 RAW = [
     *(
-        pytest.param("W4A16_G128 on Hopper", n, k, marks=HOPPER)
+        pytest.param(f"{name} on Hopper", n, k, marks=HOPPER)
+        for name in ("W4A16_G128", "BF16")
         for n, k in ((208, 384), (4096, 4096), (28672, 512))
     ),
     ("W4A16_G128", 1024, 1024),

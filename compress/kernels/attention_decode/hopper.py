@@ -22,9 +22,9 @@ from compress.kernels.select import Kernel, register
 
 SM = 90
 WARPS = 4
-CLUSTERS = {8: 30, 4: 60, 2: 132, 1: 264}
-"""Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds: two
-blocks on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
+CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
+"""Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
+block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
 rest of the group is idle (`linear/stream_plan.py`)."""
 MAX_HEAD_DIM = 256
 _SUMS = 128
@@ -68,7 +68,9 @@ class Variant:
 
     def shared_bytes(self, num_rows: int) -> int:
         """Return the bytes of shared memory of a block: the tiles, and after them room for the sums of all
-        warps."""
+        warps of a cluster; a block of its own has them where its tiles were."""
+        if self.cluster == 1:
+            return self.tile_bytes
         return self.tile_bytes + WARPS * self.cluster * self.sent_bytes(num_rows)
 
     @property
@@ -84,7 +86,7 @@ class Variant:
             "P": self.cluster,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
-            "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
+            "BLOCKS": 3 if _has_few_sums(self.head_dim, self.row_eights) else 1,
         }
         text = source_text("operands/numbers.cuh", "attention_decode/lanes.cu")
         return Source(text, "attend_lanes", tuple(macros.items()))
@@ -123,9 +125,10 @@ def attention_decode(
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
+    coded = kv.k.element_size() == 1
     dealt = {
         "row_eights": row_eights,
-        "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim),
+        "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim, coded=coded),
     }
     return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
 
@@ -142,13 +145,20 @@ def lanes_of(head_dim: int) -> int:
     return 16 if head_dim <= 128 else 32
 
 
-def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
-    """Return the number of blocks for each pair of request and KV head, given the number of pairs."""
+def cluster_of(pairs: int, row_eights: int, head_dim: int, *, coded: bool) -> int:
+    """Return the number of blocks for each pair of request and KV head, given the number of pairs: as many
+    as are there at once. Tiles of codes are half as large, so that a multiprocessor holds three blocks."""
+    blocks = 3 if coded and _has_few_sums(head_dim, row_eights) else 2
     return next(
         each
         for each in clusters_of(head_dim)
-        if pairs <= CLUSTERS[each] or each == _least_cluster(row_eights, head_dim)
+        if pairs <= blocks * CLUSTERS[each] or each == _least_cluster(row_eights, head_dim)
     )
+
+
+def _has_few_sums(head_dim: int, row_eights: int) -> bool:
+    """Return whether the registers of three blocks fit a multiprocessor."""
+    return head_dim * row_eights <= 128
 
 
 def _least_cluster(row_eights: int, head_dim: int) -> int:

@@ -51,6 +51,8 @@ constexpr int PITCH = CHUNKS % 2 == 0 ? ROW_BYTES + 16 : ROW_BYTES;  // an odd n
 constexpr int KEY_TILES = KEYS / 16, C_TILES = C / 16, ROWS = 8 * NT;
 constexpr int TILE_BYTES = KEYS * PITCH, WARP_BYTES = 2 * TILE_BYTES;
 constexpr bool ONE_BLOCK = S % KEYS == 0;  // of the cache holds a slice
+// A block of its own keeps a warp's sums where its tiles were, so that more blocks fit; in a cluster they arrive while others still read tiles.
+#define LANDING_PITCH (P == 1 ? WARP_BYTES : args.sent_bytes)
 
 __device__ __forceinline__ u32 load_fresh(const void* at) {  // past the first-level cache, which may hold what was there before
     u32 v;
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     const char* v_head = args.v + kv_head * args.head_bytes;
 
     const u32 barrier = (u32)__cvta_generic_to_shared(&arrivals), ml_at = (u32)__cvta_generic_to_shared(&ml[0][0][0]);
-    const u32 landing = shared + WARPS * WARP_BYTES;
+    const u32 landing = P == 1 ? shared : shared + WARPS * WARP_BYTES;
     const int fours = min(num_rows - first_row, ROWS) * C / 4;  // of elements of the result: 32 of them are one block's, the next 32 the next's
 #if P > 1
     if (threadIdx.x == 0) {
@@ -449,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const int channel = FORMAT ? 16 * i + 2 * g + h : 16 * i + 8 * h + g, four = (row * C + channel) / 4, group = four / 32;
-                        const u32 to = landing + own * args.sent_bytes + group / P * 512 + four % 32 * 16 + channel % 4 * 4;
+                        const u32 to = landing + own * LANDING_PITCH + group / P * 512 + four % 32 * 16 + channel % 4 * 4;
                         send(to, group % P, barrier, state.o[i][n][2 * h + r]);
                     }
         }
@@ -470,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
         for (int b = 0; b < P; ++b) {
             m[b] = ml[b * WARPS + w][0][row], l[b] = ml[b * WARPS + w][1][row];
-            load_four(o[b], landing + (b * WARPS + w) * args.sent_bytes + at * 16);
+            load_four(o[b], landing + (b * WARPS + w) * LANDING_PITCH + at * 16);
         }
 #pragma unroll
         for (int half = P / 2; half > 0; half /= 2)

@@ -1,16 +1,18 @@
-"""Decode linear of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill
-multiplies by too.
+"""Decode linears of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill
+multiplies by too. Hopper has `hopper.cu`, other devices `stream.cu`.
 
 A library's GEMM does not serve: it splits K by M, so that a row's bits would depend on how many rows are
 decoded with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kernels.linear.decode_kernels import decode_kernels, refuse_partial_tile
+from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.launch import KernelWeight
 from compress.kernels.linear.stream import stream
 from compress.kernels.operands.rows import RawRows
@@ -28,25 +30,20 @@ def repack(
     return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense])
 
 
-def linear(
-    x: Tensor | RawRows,
-    w_OI: Tensor,
-    bias_O: Tensor | None,
-    *,
-    activation: str | None,
-    residual_TO: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    weight = KernelWeight("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
-    return stream(
-        x,
-        weight,
-        bias_O,
-        dtype=w_OI.dtype,
-        activation=activation,
-        residual_TO=residual_TO,
-        out_dtype=out_dtype,
-    )
+def _of_tensor(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a linear of a weight [O, I] as it is, computed by `stream` or `multiply`."""
+
+    def linear(
+        x: Tensor | RawRows, w_OI: Tensor, bias_O: Tensor | None, *, activation: str | None, **epilogue: Any
+    ) -> Tensor:
+        weight = KernelWeight("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
+        return product(x, weight, bias_O, dtype=w_OI.dtype, activation=activation, **epilogue)
+
+    return linear
+
+
+linear = _of_tensor(stream)
+hopper_linear = _of_tensor(multiply)
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -55,7 +52,21 @@ def _refusal(problem: Problem) -> str | None:
     return refuse_partial_tile(problem)
 
 
-for _kernel in decode_kernels(
-    "stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal
+def _hopper_refusal(problem: Problem) -> str | None:
+    return refusal(problem) or _refusal(problem)
+
+
+SCHEMES = ("BF16", "F16")
+for _kernel in (
+    *decode_kernels("stream.dense16", schemes=SCHEMES, fn=linear, repack=repack, refusal=_refusal),
+    *decode_kernels(
+        "hopper.dense16",
+        schemes=SCHEMES,
+        fn=hopper_linear,
+        repack=repack,
+        refusal=_hopper_refusal,
+        min_sm=90,
+        priority=30,
+    ),
 ):
     register(_kernel)

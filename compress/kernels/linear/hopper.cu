@@ -1,18 +1,20 @@
-// y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows (W8A8), and four-bit weights by 16-bit rows (W4A16).
+// y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows (W8A8), four-bit and 16-bit weights by 16-bit rows.
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32, 64 or 128), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
-// with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. At most
-// `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come among the last. The
-// others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no
-// register ever holds one; four-bit weights become 16-bit integers in registers on the way. Where weights are scaled in blocks (BLOCKED), each
-// stage also brings the scales of its rows, and those of a block of tokens are brought before its first.
+// with tiles of W and x, 128 columns of K to a chunk (64 of 16-bit weights); W of the first stages is asked for before the kernel before this
+// one has ended. At most `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come
+// among the last. The others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of 8 and 16 bits go from shared memory to the
+// tensor cores, and no register ever holds one; four-bit weights become 16-bit integers in registers on the way. Where weights are scaled in
+// blocks (BLOCKED), each stage also brings the scales of its rows, and those of a block of tokens are brought before its first.
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
-// group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each warpgroup
-// along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the outputs.
-// How many tokens an instruction takes changes no bit (tested, H200).
+// group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. Chunks of 16-bit weights
+// need neither, and the instruction adds them to their part itself. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
+// warpgroup along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the
+// outputs. How many tokens an instruction takes changes no bit (tested, H200), nor do two instructions where a block has 128 tokens, which
+// read a weight from memory once for both.
 //
 // One row may come raw (RAW: before its norm, its rounding to e4m3, or both; numbers.cuh): every block then prepares it by itself while its
 // first weights are on their way, and it stays in shared memory without a swizzle, its 16-byte pieces side by side. The instruction takes the
@@ -27,14 +29,17 @@
 // thread that multiplies, where four-bit weights are.
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
+#define DENSE (FORMAT == 0)
+#define LEAVES_PRODUCTS (DENSE || PROMPTS)  // under way while the next step begins
 
 constexpr int MAX_STAGES = 16, MAX_ROWS = 512;
-constexpr int CHUNK = 128;                            // columns of one chunk of a stage
+constexpr int CHUNK = K_STAGE;                        // columns of one chunk of a stage
 constexpr int X_ROW = FP8 ? CHUNK : 2 * CHUNK;        // bytes of a row of x in it
-constexpr int W_TILE = FP8 ? 16 * CHUNK : A_BYTES;    // of a row tile in it
+constexpr int W_TILE = A_BYTES;                       // of a row tile in it
 constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
-// Four-bit weights want more registers than 17 warps can have: the others of the copying warp's group leave theirs.
-constexpr bool TRADES_REGISTERS = W4;
+// Four-bit weights, and the sums of two chunks of 128 tokens, want more registers than 17 warps can have: the others of the copying warp's group
+// leave theirs.
+constexpr bool TRADES_REGISTERS = W4 || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
 constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
@@ -90,8 +95,13 @@ __device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, in
     copy_tiles(to, map, 0, token, chunk * (X_ROW / 128), barrier);
 }
 
+#if FP8 || DENSE
+constexpr int WIDE = NT < 8 ? NT : 8, HALVES = NT / WIDE;  // eights of tokens that one instruction takes, and how many it takes for all
 #if FP8
 #define OUT4(j) "=f"(d[j][0]), "=f"(d[j][1]), "=f"(d[j][2]), "=f"(d[j][3])
+#else
+#define OUT4(j) D4(j)
+#endif
 #define OUT16(j) OUT4(j), OUT4(j + 1), OUT4(j + 2), OUT4(j + 3)
 #if NT == 1
 #define D_LIST "{%0,%1,%2,%3}"
@@ -115,18 +125,27 @@ __device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, in
 #define WIDTH "64"
 #define D_OUT OUT16(0), OUT16(4)
 #endif
-#define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k32.f32.e4m3.e4m3 " D_LIST ", a, b, p, 1, 1;\n"
 #define STEP "add.s64 a, a, 2;\nadd.s64 b, b, 2;\n"
-
-// d = a b: one chunk of 64 rows and all tokens. Waits for it.
-__device__ __forceinline__ void multiply(float (&d)[NT][4], u64 a, u64 b) {
+#if FP8
+#define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k32.f32.e4m3.e4m3 " D_LIST ", a, b, p, 1, 1;\n"
+// d = a b: one chunk of 64 rows and the tokens of an instruction. Waits for it.
+__device__ __forceinline__ void multiply(float (&d)[WIDE][4], u64 a, u64 b) {
     asm volatile("{.reg .pred p; .reg .b64 a, b;\nmov.b64 a, " AB
                  "wgmma.fence.sync.aligned;\n"
                  "setp.ne.b32 p, 0, 0;\n" MULTIPLY "setp.eq.b32 p, 0, 0;\n" STEP MULTIPLY STEP MULTIPLY STEP MULTIPLY
                  "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n}"
                  : D_OUT : "l"(a), "l"(b) : "memory");
 }
-
+#else
+#define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k16.f32." MMA_TYPES " " D_LIST ", a, b, p, 1, 1, 0, 0;\n"
+// d += a b, the same. Not waited for.
+__device__ __forceinline__ void multiply(float (&d)[WIDE][4], u64 a, u64 b) {
+    asm volatile("{.reg .pred p; .reg .b64 a, b;\nmov.b64 a, " AB "setp.eq.b32 p, 0, 0;\n" MULTIPLY STEP MULTIPLY STEP MULTIPLY STEP MULTIPLY "}"
+                 : D_OUT : "l"(a), "l"(b) : "memory");
+}
+#endif
+// The sums of an instruction's tokens among those of all.
+__device__ __forceinline__ float (&sums_of(float (&d)[NT][4], int half))[WIDE][4] { return *(float(*)[WIDE][4])d[WIDE * half]; }
 #endif
 
 template <int GROUPS> __device__ __forceinline__ void wait_products() {  // until at most GROUPS of the newest are unfinished
@@ -398,27 +417,38 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             };
             wait_barrier(full + 8 * slot, phase);
             __syncwarp();
-#if FP8
-            float sums[NT][4];
-            multiply(sums, descriptor(stage + a_offset), x_of(0));
+#if DENSE
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) multiply(sums_of(total, half), descriptor(stage + a_offset), x_of(0) + half * (WIDE * 64));
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            wait_products<1>();
+            if (step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+#elif FP8
 #if BLOCKED
             const u32 row_scale = stage + scales_in_stage + ((k_slot * args.tiles + tile_slot) * 16 + (lane >> 2)) * 4;
             const float above = load_float(row_scale), below = load_float(row_scale + 32);  // of rows g and g + 8
-            if (lane == 0) arrive(empty + 8 * slot);
             const u32 token_scale = scales_at + 4 * (min(chunk(step, k_slot), num_chunks - 1) * TOKENS + (lane & 3) * 2);
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                const float of_token[2] = {load_float(token_scale + j * 32), load_float(token_scale + j * 32 + 4)};
-#pragma unroll
-                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(__fmul_rn(sums[j][c], of_token[c & 1]), c < 2 ? above : below, total[j][c]);
-            }
-#else
-            if (lane == 0) arrive(empty + 8 * slot);
-#pragma unroll
-            for (int j = 0; j < NT; ++j)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) total[j][c] += sums[j][c];
 #endif
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                float sums[WIDE][4];
+                multiply(sums, descriptor(stage + a_offset), x_of(0) + half * (WIDE * 64));
+                if (half == HALVES - 1 && lane == 0) arrive(empty + 8 * slot);
+                float(&so_far)[WIDE][4] = sums_of(total, half);
+#pragma unroll
+                for (int j = 0; j < WIDE; ++j) {
+#if BLOCKED
+                    const u32 of_token = token_scale + (WIDE * half + j) * 32;
+                    const float of_tokens[2] = {load_float(of_token), load_float(of_token + 4)};
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) so_far[j][c] = fmaf(__fmul_rn(sums[j][c], of_tokens[c & 1]), c < 2 ? above : below, so_far[j][c]);
+#else
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) so_far[j][c] += sums[j][c];
+#endif
+                }
+            }
 #elif PROMPTS
             const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
             const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
@@ -497,7 +527,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             if (++slot == args.stages) slot = 0, phase ^= 1;
         }
-#if PROMPTS
+#if LEAVES_PRODUCTS
         wait_products<0>();
         if (lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
 #endif

@@ -1,5 +1,5 @@
-"""Decode linears on Hopper's warpgroup instructions, four-bit and e4m3 weights: launches `hopper.cu`, which
-documents its sums.
+"""Decode linears on Hopper's warpgroup instructions, weights of four, eight and sixteen bits: launches
+`hopper.cu`, which documents its sums.
 
 A row's bits are the same in every M and next to any other rows (`hopper_plan.py` has the reason).
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
-from compress.kernels.linear.hopper_plan import CHUNK, STATIC_BYTES, Plan, plan
+from compress.kernels.linear.hopper_plan import STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (
     KernelWeight,
     Program,
@@ -101,7 +101,7 @@ def multiply(
     rows_map = b""
     if isinstance(x_TI, Tensor):
         x_TI = readable(x_TI)
-        rows_map = x_map(x_TI, 8 * chosen.token_tiles, chosen.places * CHUNK)
+        rows_map = x_map(x_TI, 8 * chosen.token_tiles, chosen.places * shape.stage_k)
     norm_weight, static_scale, eps = raw_arguments(raw)
     pointers = (
         None if tensor is None else tensor.data_ptr()
@@ -142,19 +142,22 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
-    """Describe the row tiles of a unit, in the chunks of a stage, to the copy engine; gated e4m3 has each 8
-    gate rows over their 8 up rows."""
+    """Describe the row tiles of a unit, in the chunks of a stage, to the copy engine; gated weights of 8 and
+    16 bits have each 8 gate rows over their 8 up rows."""
     tiles = chosen.tiles
     places = chosen.places
     if weight.format in ("w4", "w4_asym"):
         return tile_map(
             weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False
         )
+    columns = 128 // weight.data.element_size()  # of a chunk, which is 128 bytes wide
     if not gated:
-        return tile_map(weight.data.unflatten(1, (-1, CHUNK)).transpose(0, 1), (places, 16 * tiles, CHUNK))
+        return tile_map(
+            weight.data.unflatten(1, (-1, columns)).transpose(0, 1), (places, 16 * tiles, columns)
+        )
     return tile_map(
-        weight.data.view(2, -1, 8, weight.k // CHUNK, CHUNK).permute(3, 1, 0, 2, 4),
-        (places, tiles, 2, 8, CHUNK),
+        weight.data.view(2, -1, 8, weight.k // columns, columns).permute(3, 1, 0, 2, 4),
+        (places, tiles, 2, 8, columns),
     )
 
 

@@ -16,10 +16,16 @@ from compress.kernels.operands.gpu import Gpu
 
 TOKEN_TILES = (1, 2, 4, 8)
 """Tiles of 8 tokens that one instruction takes; more rows take several blocks."""
+MOST_TOKEN_TILES = 16
+"""Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
+weights need the registers to become numbers."""
+_STAGES_OF_MOST = {True: 2, False: 3}
+"""Stages of such a block at least, of e4m3 weights and of 16 bits: products of the latter are still under way
+in one stage while the next begins, so that two leave nothing to load into."""
 MAX_TILES = 16
 """Row tiles of 16 in a unit: four warpgroups of 64 rows."""
 MAX_STAGES = 16
-CHUNK = 128
+PROMPT_CHUNK = 128
 _ALIGNMENT = 1024
 STATIC_BYTES = 3072
 """Shared memory that the kernel declares for barriers and sums of squares, with a margin."""
@@ -29,14 +35,12 @@ would read memory more slowly, and all of x."""
 _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
 fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
-PROMPT_TOKEN_TILES = 16
 PROMPT_TILES = {8: 1.0, 12: 1.32}
 """Row tiles of a unit for prompts, and the time of an item (of 4,096 columns 26 and 34 us on an H200): three
 warpgroups read x less often, two leave fewer multiprocessors without work where the weight is narrow."""
-REGISTERS = 112
-PROMPT_REGISTERS = {3: 160, 2: 240}
-"""Registers of a thread that multiplies four-bit weights; for prompts, by the warpgroups of its block. With
-those of the copying group they are nearly all that a multiprocessor has."""
+REGISTERS = {4: 112, 3: 160, 2: 240}
+"""Registers of a thread that multiplies, by the warpgroups of its block that do, where they trade registers
+with the copying group. With its own they are nearly all that a multiprocessor has."""
 _KEEP = 8
 """Most chunks of 8 numbers of a raw row that a thread keeps. Blocks prepare only a single row: from two rows
 on, a kernel of its own is as quick."""
@@ -45,7 +49,7 @@ on, a kernel of its own is as quick."""
 @dataclass(frozen=True, eq=False)
 class Plan:
     """One way to launch `hopper.cu`, compared by identity (`plan` returns the same object for the same
-    arguments): `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a stage, and a unit
+    arguments): `tiles` row tiles of 16 make a unit, `places` chunks of columns a stage, and a unit
     with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
     prepare the raw row themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS,
     0 for decode rows."""
@@ -84,7 +88,7 @@ class Plan:
             ("SEGMENTS", self.segments),
             ("RAW", int(self.keep is not None)),
             ("PROMPTS", self.prompts),
-            ("REGISTERS", PROMPT_REGISTERS[self.row_groups] if self.prompts else REGISTERS),
+            ("REGISTERS", REGISTERS[self.row_groups * self.k_slots]),
             ("KEEP", self.keep or 1),
             *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),
         )
@@ -121,19 +125,20 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
     if keep is not None:
         yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)
-    enough = next(
-        (token_tiles for token_tiles in TOKEN_TILES if num_rows <= 8 * token_tiles), TOKEN_TILES[-1]
-    )
-    for token_tiles in reversed(TOKEN_TILES):
+    choices = TOKEN_TILES if shape.four_bits else (*TOKEN_TILES, MOST_TOKEN_TILES)
+    enough = next((token_tiles for token_tiles in choices if num_rows <= 8 * token_tiles), choices[-1])
+    for token_tiles in reversed(choices):
         if token_tiles <= enough:
-            yield _filled(shape, num_rows, gpu, token_tiles)
+            found = _filled(shape, num_rows, gpu, token_tiles)
+            if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.e4m3]:
+                yield found
 
 
 @functools.cache
 def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = None) -> Plan:
     """Return the plan for rows of a prompt and four-bit weights: units of those row tiles that leave the
     least work to the last round of the multiprocessors, or of as many as are given, for measuring."""
-    tokens = 8 * PROMPT_TOKEN_TILES
+    tokens = 8 * MOST_TOKEN_TILES
     token_blocks = -(-num_rows // tokens)
 
     def time_of(tiles: int) -> float:
@@ -142,7 +147,7 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
 
     tiles = tiles or min(PROMPT_TILES, key=time_of)
     num_items = -(-shape.num_tiles // tiles) * token_blocks
-    x_bytes = tokens * CHUNK * 2
+    x_bytes = tokens * PROMPT_CHUNK * 2
     around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * TILE_BYTES[shape.format]
     stage_bytes = _aligned(tiles * TILE_BYTES[shape.format] + x_bytes)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes)
@@ -155,7 +160,7 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
         overlap=True,
     )
     return Plan(
-        token_tiles=PROMPT_TOKEN_TILES,
+        token_tiles=MOST_TOKEN_TILES,
         tiles=tiles,
         k_slots=1,
         segments=1,
@@ -195,8 +200,9 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     units = -(-shape.num_tiles // tiles)
     token_blocks = -(-num_rows // tokens)
     num_items = units * token_blocks
-    num_chunks = shape.k // CHUNK
-    deep = 2 if not shape.e4m3 and token_tiles <= 4 else 1
+    num_chunks = shape.k // shape.stage_k
+    deep = 2 if shape.four_bits and token_tiles <= 4 else 1
+    trades_registers = shape.four_bits or (shape.e4m3 and token_tiles == MOST_TOKEN_TILES)
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
     # As hopper.cu lays it out: inbox | raw row | scales of x | ring. The last warpgroup reads past its tiles.
     tile_bytes = TILE_BYTES[shape.format]
@@ -208,7 +214,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     fixed = _ALIGNMENT + inbox_bytes + x_bytes + scale_bytes
     around = fixed + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes
     stage_bytes = _aligned(
-        places * (tiles * tile_bytes + (tokens * CHUNK * row_bytes if keep is None else 0))
+        places * (tiles * tile_bytes + (tokens * shape.stage_k * row_bytes if keep is None else 0))
     )
     blocks = (
         min(num_items, gpu.num_sms) if parts == 1 else num_items * segments
@@ -219,7 +225,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(
         grid=(blocks, 1),
-        threads=_consumers_of(tiles) + (32 if shape.e4m3 else 128),
+        threads=_consumers_of(tiles) + (128 if trades_registers else 32),
         shared_bytes=max(around + max(stages * stage_bytes, sums_bytes), ALONE_BYTES),
         cluster=segments,
         overlap=True,

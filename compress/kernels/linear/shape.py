@@ -33,6 +33,11 @@ class Shape:
         return self.format in ("fp8", "fp8_block")
 
     @property
+    def four_bits(self) -> bool:
+        """Whether weights are packed codes of four bits."""
+        return self.format in ("w4", "w4_asym")
+
+    @property
     def stage_k(self) -> int:
         """Columns in one stage."""
         return 64 if self.format == "dense16" else 128

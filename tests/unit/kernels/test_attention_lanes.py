@@ -1,6 +1,7 @@
 """Hopper's decode attention as far as a CPU shows it: how work is dealt out, refusals, and compilation."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
     for head_dim in range(16, 257, 16):
         for num_rows in (1, 8, 9, 32, 64):
             eights = row_eights_of(num_rows)
-            cluster = cluster_of(1024, eights, head_dim)
+            cluster = cluster_of(1024, eights, head_dim, coded=kv_format != "BF16")
             assert (
                 replace(
                     VARIANT, kv_format=kv_format, head_dim=head_dim, row_eights=eights, cluster=cluster
@@ -67,11 +68,31 @@ def test_a_slice_is_the_same_however_the_work_is_dealt_out() -> None:
 
 
 def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> None:
-    assert [cluster_of(8 * rows, 1, 128) for rows in (1, 7, 8, 16, 32, 128)] == [4, 4, 2, 2, 1, 1]
-    assert all(CLUSTERS[cluster_of(pairs, 1, 128)] >= pairs for pairs in (1, 60, 61, 132, 133, 264))
-    assert [cluster_of(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
-    assert [cluster_of(8 * rows, 1, 256) for rows in (1, 3, 4, 128)] == [8, 8, 4, 4]
-    assert [cluster_of(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
+    wide = partial(cluster_of, coded=False)
+    assert [wide(8 * rows, 1, 128) for rows in (1, 7, 8, 16, 32, 128)] == [4, 4, 2, 2, 1, 1]
+    assert all(2 * CLUSTERS[wide(pairs, 1, 128)] >= pairs for pairs in (1, 60, 61, 132, 133, 264))
+    assert [wide(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
+    assert [wide(8 * rows, 1, 256) for rows in (1, 3, 4, 128)] == [8, 8, 4, 4]
+    assert [wide(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
+    coded = partial(cluster_of, coded=True)
+    assert [coded(8 * rows, 1, 128) for rows in (1, 11, 12, 24, 25)] == [4, 4, 2, 2, 1]
+    assert [coded(8 * rows, 2, 128) for rows in (1, 7, 8, 128)] == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
+def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> None:
+    for head_dim in range(16, 257, 16):
+        for eights in (1, 2):
+            each = replace(VARIANT, kv_format=kv_format, head_dim=head_dim, row_eights=eights, cluster=1)
+            assert each.sent_bytes(8 * eights) <= each.tile_bytes // 4
+            assert each.shared_bytes(8 * eights) == each.tile_bytes
+
+
+def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
+    reserved, static, total = 1024, 512, 233472
+    for kv_format, cluster in (("BF16", 1), ("FP8_TOKEN_HEAD", 1), ("FP8_TOKEN_HEAD", 4)):
+        each = replace(VARIANT, kv_format=kv_format, cluster=cluster)
+        assert 3 * (each.shared_bytes(8) + static + reserved) <= total
 
 
 def test_it_serves_hopper_in_sixteen_bits_and_says_why_not_elsewhere() -> None:

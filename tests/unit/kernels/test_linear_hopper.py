@@ -43,7 +43,7 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("w4", "w4_asym", "fp8", "fp8_block")
+WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block")
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -139,7 +139,7 @@ def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
 
 @needs_nvrtc
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
-@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("rows", [1, 9, 64, 128])
 @pytest.mark.parametrize("name", ["odd", "qkv 8b", "gate_up 8b"])
 def test_the_kernel_compiles(
     name: str, rows: int, weight_format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

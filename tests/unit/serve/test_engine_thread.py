@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from compress.errors import EnvironmentUnfit, QueueFull, UsageError
 from compress.runtime.request import Request, SamplingParams
@@ -175,3 +176,22 @@ def test_the_batch_size_of_a_step_is_told() -> None:
             assert {progress.batch_size for progress in heard(each).got} == {3}
 
     play(engine, script)
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+def test_it_works_on_the_gpu_of_its_engine(device: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without an index is the current one of the thread that loaded the model, not of a new one."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    engine = ScriptedEngine()
+    engine.device = torch.device(device)
+
+    async def script(thread: EngineThread) -> None:
+        one = job("r")
+        thread.submit([one])
+        await heard(one).done.wait()
+        assert heard(one).tokens == [0, 1, 2]
+
+    play(engine, script)
+    assert chosen == [index]
