@@ -16,6 +16,9 @@
 // outputs. How many tokens an instruction takes changes no bit (tested, H200), nor do two instructions where a block has 128 tokens, which
 // read a weight from memory once for both.
 //
+// PAIRED: two blocks of a cluster have neighbouring units and the same tokens. Each brings half of the tokens' rows, to both, because many rows
+// are bound by what the second-level cache gives to all multiprocessors. A stage is free when both have read it.
+//
 // One row may come raw (RAW: before its norm, its rounding to e4m3, or both; numbers.cuh): every block then prepares it by itself while its
 // first weights are on their way, and it stays in shared memory without a swizzle, its 16-byte pieces side by side. The instruction takes the
 // pieces that follow for tokens 1 to 7, whose sums nobody reads.
@@ -25,7 +28,7 @@
 // the next weights become numbers while those before them are multiplied.
 //
 // Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
-// raw row that a thread keeps; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
+// raw row that a thread keeps; PAIRED; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
 // thread that multiplies, where four-bit weights are.
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
@@ -61,7 +64,19 @@ struct alignas(64) Args {
     float norm_eps;
 };
 
-__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+constexpr int SHARERS = PAIRED ? 2 : 1;               // blocks that read the same rows of x
+
+// A stage was read: to all who fill it.
+__device__ __forceinline__ void release(u32 barrier) {
+#if PAIRED
+#pragma unroll
+    for (int block = 0; block < SHARERS; ++block)
+        asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+                     ::"r"(barrier), "r"(block) : "memory");
+#else
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
 __device__ __forceinline__ void copy_tiles(u32 to, const char* map, int column, int row, int tile, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(tile), "r"(barrier) : "memory");
@@ -91,8 +106,35 @@ __device__ __forceinline__ float load_fresh(const float* at) {  // past the firs
     return v;
 }
 #endif
-__device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, int token, u32 barrier) {
+// Rows of x in the chunks of a stage, from `chunk` on.
+__device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, int token, u32 barrier, int member) {
+#if PAIRED
+    constexpr int HALF = TOKENS / 2;
+#pragma unroll
+    for (int place = 0; place < PLACES; ++place)
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                     ::"r"(to + place * X_BYTES + member * HALF * X_ROW), "l"(map), "r"(0), "r"(token + member * HALF), "r"(chunk + place),
+                     "r"(barrier), "h"((u16)3) : "memory");
+#else
     copy_tiles(to, map, 0, token, chunk * (X_ROW / 128), barrier);
+#endif
+}
+// The blocks of a pair: all threads of both, in this order. None leaves while the other may still write to it.
+__device__ __forceinline__ void announce() {
+#if PAIRED
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_pair() {
+#if PAIRED
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void leave_pair() {
+#if PAIRED
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
 #if FP8 || DENSE
@@ -264,7 +306,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     const u32 x_at = shared + args.inbox_bytes, scales_at = x_at + args.x_bytes, ring = scales_at + args.scale_bytes;
     const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * MAX_STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int block = blockIdx.x / SEGMENTS, num_blocks = gridDim.x / SEGMENTS, segment = SEGMENTS == 1 ? 0 : blockIdx.x & 1;
+    constexpr int CLUSTER = SEGMENTS * SHARERS;  // 1 or 2
+    const int block = blockIdx.x / CLUSTER, num_blocks = gridDim.x / CLUSTER, rank = CLUSTER == 1 ? 0 : blockIdx.x & 1;
+    const int segment = SEGMENTS == 1 ? 0 : rank, member = PAIRED ? rank : 0;
     const int num_chunks = args.k / CHUNK, num_blocks_of_chunks = (num_chunks + 2 * K_SLOTS - 1) / (2 * K_SLOTS);
     const int steps = (num_blocks_of_chunks + SEGMENTS - 1) / SEGMENTS * (2 / DEEP);
     // A stage: x of its chunks, then W of them: [tile][chunk] of blocks, or [chunk][row] of e4m3, then scales [chunk][row].
@@ -275,18 +319,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         return ((i / 2 * SEGMENTS + segment) * 2 + i % 2) * K_SLOTS + place % K_SLOTS;
     };
 
-    // Items are units of `tiles` row tiles by blocks of tokens, those of a unit beside one another.
+    // Items are units of `tiles` row tiles, or pairs of them, by blocks of tokens, those of a unit beside one another.
+    auto first_tile_of = [&](int item) { return (item / args.token_blocks * SHARERS + member) * args.tiles; };
     if (warp >= CONSUMERS) {
         if (TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp > CONSUMERS) {
 #if SEGMENTS > 1
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
+            announce();
             __syncthreads();
 #if SEGMENTS > 1
             asm volatile("barrier.cluster.wait.acquire.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
             asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+            await_pair();
+            leave_pair();
             return;
         }
         const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.window);
@@ -295,12 +343,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             const u32 barrier = full + 8 * slot;
             arrive_expecting(barrier, filled);
 #if BLOCKED
-            copy_scales(ring + slot * stage_bytes + scales_in_stage, args.scale_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
+            copy_scales(ring + slot * stage_bytes + scales_in_stage, args.scale_map, chunk(step, 0), first_tile_of(item), barrier);
 #endif
-            copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
+            copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), first_tile_of(item), barrier);
         };
         if (lane < args.stages) {
-            init_barrier(full + 8 * lane, 1), init_barrier(empty + 8 * lane, CONSUMERS);
+            init_barrier(full + 8 * lane, 1), init_barrier(empty + 8 * lane, CONSUMERS * SHARERS);
             publish_barriers();
         }
         __syncwarp();
@@ -311,7 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #if SEGMENTS > 1
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
+        announce();
         __syncthreads();
+        await_pair();
         if (lane == 0) {
             for (int i = early; i < ahead; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
             asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -326,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                         load_weights(item, step, slot);
                     }
 #if !RAW
-                    copy_rows(ring + slot * stage_bytes, args.x_map, chunk(step, 0), item % args.token_blocks * TOKENS, full + 8 * slot);
+                    copy_rows(ring + slot * stage_bytes, args.x_map, chunk(step, 0), item % args.token_blocks * TOKENS, full + 8 * slot, member);
 #endif
                     if (++slot == args.stages) slot = 0, phase ^= 1;
                 }
@@ -336,17 +386,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         asm volatile("barrier.cluster.wait.acquire.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+        leave_pair();
         return;
     }
     if (TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #if SEGMENTS > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
+    announce();
 #if RAW
     RawRow raw_row;
     raw_row.load_weight(args);
 #endif
     __syncthreads();
+    await_pair();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     __shared__ float token_scales[MAX_ROWS];  // read behind a barrier at the end
 #if RAW
@@ -363,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     int slot = 0;
     u32 phase = 0;
     for (int item = block; item < args.num_items; item += num_blocks) {
-        const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
+        const int first_tile = first_tile_of(item), first_token = item % args.token_blocks * TOKENS;
         const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
         float total[NT][4] = {};
 #if PROMPTS
@@ -423,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             for (int half = 0; half < HALVES; ++half) multiply(sums_of(total, half), descriptor(stage + a_offset), x_of(0) + half * (WIDE * 64));
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             wait_products<1>();
-            if (step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+            if (step > 0 && lane == 0) release(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
 #elif FP8
 #if BLOCKED
             const u32 row_scale = stage + scales_in_stage + ((k_slot * args.tiles + tile_slot) * 16 + (lane >> 2)) * 4;
@@ -434,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             for (int half = 0; half < HALVES; ++half) {
                 float sums[WIDE][4];
                 multiply(sums, descriptor(stage + a_offset), x_of(0) + half * (WIDE * 64));
-                if (half == HALVES - 1 && lane == 0) arrive(empty + 8 * slot);
+                if (half == HALVES - 1 && lane == 0) release(empty + 8 * slot);
                 float(&so_far)[WIDE][4] = sums_of(total, half);
 #pragma unroll
                 for (int j = 0; j < WIDE; ++j) {
@@ -462,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 wait_products<1>();  // those that read this half of `factors`, and at the second half all of the step before
-                if (half == 1 && step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+                if (half == 1 && step > 0 && lane == 0) release(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
                 const u32 each[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
@@ -519,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 const bool more = deep + 1 < DEEP;
                 if (more && NT <= 4) wait_products<1>(), begin_half(deep + 1, 0), wait_products<1>();
                 else wait_products<0>();
-                if (!more && lane == 0) arrive(empty + 8 * slot);
+                if (!more && lane == 0) release(empty + 8 * slot);
                 add_scaled(deep);
                 if (more && NT > 4) begin_half(deep + 1, 0);
                 if (more) begin_half(deep + 1, 1);
@@ -529,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         }
 #if LEAVES_PRODUCTS
         wait_products<0>();
-        if (lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+        if (lane == 0) release(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
 #endif
 
 #if DIRECT_SUMS
@@ -589,4 +642,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             }
 #endif
     }
+    leave_pair();
 }

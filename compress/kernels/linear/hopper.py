@@ -101,7 +101,10 @@ def multiply(
     rows_map = b""
     if isinstance(x_TI, Tensor):
         x_TI = readable(x_TI)
-        rows_map = x_map(x_TI, 8 * chosen.token_tiles, chosen.places * shape.stage_k)
+        tokens, places = 8 * chosen.token_tiles, chosen.places
+        if chosen.paired:  # half of the tokens of one chunk
+            tokens, places = tokens // 2, 1
+        rows_map = x_map(x_TI, tokens, places * shape.stage_k)
     norm_weight, static_scale, eps = raw_arguments(raw)
     pointers = (
         None if tensor is None else tensor.data_ptr()

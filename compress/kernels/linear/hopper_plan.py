@@ -18,7 +18,8 @@ TOKEN_TILES = (1, 2, 4, 8)
 """Tiles of 8 tokens that one instruction takes; more rows take several blocks."""
 MOST_TOKEN_TILES = 16
 """Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
-weights need the registers to become numbers."""
+weights need the registers to become numbers. Of decode rows, two blocks share them (`Plan.paired`) where no
+two share the chunks of a unit: clusters of four leave multiprocessors idle."""
 _STAGES_OF_MOST = {True: 2, False: 3}
 """Stages of such a block at least, of e4m3 weights and of 16 bits: products of the latter are still under way
 in one stage while the next begins, so that two leave nothing to load into."""
@@ -34,7 +35,8 @@ _CLUSTER_TILES = 4
 would read memory more slowly, and all of x."""
 _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
-fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
+fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`). Up
+to 32 rows of 16 bits want four."""
 PROMPT_TILES = {8: 1.0, 12: 1.32}
 """Row tiles of a unit for prompts, and the time of an item (of 4,096 columns 26 and 34 us on an H200): three
 warpgroups read x less often, two leave fewer multiprocessors without work where the weight is narrow."""
@@ -52,7 +54,8 @@ class Plan:
     arguments): `tiles` row tiles of 16 make a unit, `places` chunks of columns a stage, and a unit
     with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
     prepare the raw row themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS,
-    0 for decode rows."""
+    0 for decode rows. `paired`: two blocks with neighbouring units share the rows that they read, and an
+    item is both units'."""
 
     token_tiles: int
     tiles: int
@@ -69,6 +72,7 @@ class Plan:
     keep: int | None
     launch: Launch
     prompts: int = 0
+    paired: bool = False
 
     @property
     def row_groups(self) -> int:
@@ -88,6 +92,7 @@ class Plan:
             ("SEGMENTS", self.segments),
             ("RAW", int(self.keep is not None)),
             ("PROMPTS", self.prompts),
+            ("PAIRED", int(self.paired)),
             ("REGISTERS", REGISTERS[self.row_groups * self.k_slots]),
             ("KEEP", self.keep or 1),
             *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),
@@ -199,7 +204,9 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     parts = k_slots * segments
     units = -(-shape.num_tiles // tiles)
     token_blocks = -(-num_rows // tokens)
-    num_items = units * token_blocks
+    paired = token_tiles == MOST_TOKEN_TILES and segments == 1
+    sharers = 2 if paired else 1
+    num_items = _rounds(units, sharers) * token_blocks
     num_chunks = shape.k // shape.stage_k
     deep = 2 if shape.four_bits and token_tiles <= 4 else 1
     trades_registers = shape.four_bits or (shape.e4m3 and token_tiles == MOST_TOKEN_TILES)
@@ -216,18 +223,20 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     stage_bytes = _aligned(
         places * (tiles * tile_bytes + (tokens * shape.stage_k * row_bytes if keep is None else 0))
     )
-    blocks = (
-        min(num_items, gpu.num_sms) if parts == 1 else num_items * segments
-    )  # sums of parts lie where the ring was: one item a block
-    in_all = steps * -(-num_items * segments // blocks)
+    cluster = segments * sharers
+    blocks = cluster * (  # sums of parts lie where the ring was: one item a block
+        min(num_items, gpu.num_sms // cluster) if parts == 1 else num_items
+    )
+    in_all = steps * _rounds(num_items * cluster, blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
-    window = min(stages, (2 if num_chunks <= _SHORT * parts else 4) // deep)
+    is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
+    window = min(stages, (2 if is_short else 4) // deep)
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(
         grid=(blocks, 1),
         threads=_consumers_of(tiles) + (128 if trades_registers else 32),
         shared_bytes=max(around + max(stages * stage_bytes, sums_bytes), ALONE_BYTES),
-        cluster=segments,
+        cluster=cluster,
         overlap=True,
     )
     return Plan(
@@ -245,6 +254,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         scale_bytes,
         keep,
         launch,
+        paired=paired,
     )
 
 

@@ -66,11 +66,12 @@ def test_plans_fit_the_device_and_cover_the_product(
         assert each.launch.threads <= 640
         assert 1 <= each.tiles <= MAX_TILES
         assert each.row_groups * each.k_slots <= 4
-        assert each.launch.grid[0] % each.segments == 0
+        assert each.launch.grid[0] % each.launch.cluster == 0
         assert each.token_blocks * 8 * each.token_tiles >= rows
-        assert each.num_items // each.token_blocks * each.tiles * 16 >= n
+        assert each.num_items // each.token_blocks * each.tiles * 16 * (1 + each.paired) >= n
+        assert each.launch.cluster == each.segments * (1 + each.paired) <= 2
         assert each.keep is None or (rows == 1 and each.keep * 8 * 128 * each.row_groups * each.k_slots >= k)
-        blocks = each.launch.grid[0] // each.segments
+        blocks = each.launch.grid[0] // each.launch.cluster
         assert blocks == each.num_items or each.parts == 1, (
             "sums of parts lie where the ring was: one item a block"
         )
