@@ -38,9 +38,9 @@ from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_dev
 
 
 class Rounded:
-    """A `WeightSource` whose linears are rounded from another's whenever a layer is asked for. Tensors are made
-    on the GPU, so that its peak has what a checkpoint's would take of the CPU: embedding and head as they are
-    read, and a layer while it is rounded."""
+    """A `WeightSource` whose linears are rounded from another's whenever a layer is asked for. Tensors are
+    made on the GPU, so that its peak has what a checkpoint's would take of the CPU: embedding and head as
+    they are read, and a layer while it is rounded."""
 
     kv_format = None
 

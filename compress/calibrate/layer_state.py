@@ -180,7 +180,14 @@ def needed_stats(passes: Sequence[LayerPass]) -> tuple[type[Stat], ...]:
 
 def _to_parts(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return a quantized weight as it is sent between ranks."""
-    return weight.scheme.to_json(), weight.codes_OI, weight.scale_OG, weight.zero_point_OG, weight.input_scale
+    return (
+        weight.scheme.to_json(),
+        weight.codes_OI,
+        weight.scale_OG,
+        weight.zero_point_OG,
+        weight.input_scale,
+        weight.global_scale,
+    )
 
 
 def _from_parts(parts: tuple[Any, ...]) -> QuantizedWeight:

@@ -24,8 +24,9 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 
 
 def tunes(scheme: Scheme) -> bool:
-    """Return whether a linear of that scheme has scales of its own rows to tune."""
-    return scheme.block_rows == 1
+    """Return whether a linear of that scheme has scales of its own rows to tune; scales of one byte would
+    mostly be rounded back to what they were."""
+    return scheme.block_rows == 1 and scheme.scale_type is None
 
 
 class TunedLinear(nn.Module):

@@ -14,9 +14,17 @@ Float codes (FP8 e4m3)
     <module>.weight_scale       [O, 1], the model's dtype; of blocks of 128 x 128: [ceil(O/128), I/128]
     <module>.input_scale        float32 [1], static activations only
 
+Floats of four bits (e2m1; `nvfp4-pack-quantized` and `mxfp4-pack-quantized`)
+
+    <module>.weight_packed        uint8 [O, I/2], the lower column in the low half of a byte
+    <module>.weight_scale         float8_e4m3fn [O, I/16], or uint8 [O, I/32]: value 2^(s - 127)
+    <module>.weight_global_scale  float32 [1], e4m3 only: value = code * scale / global scale
+
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code
-- zero_point) * scale. Where the inputs are rounded to integers too, codes are int8 in the layout of float
-codes. The last block of rows may be partial, blocks of columns may not.
+- zero_point) * scale. Codes of three bits lie without gaps, as compressed-tensors packs them since 0.20;
+before, ten of them were a word, which is refused by its shape. Where the inputs are rounded to integers
+too, codes are int8 in the layout of float codes. The last block of rows may be partial, blocks of columns
+may not.
 
 One group of `quantization_config` in `config.json` states how all linears are coded, or one for each
 scheme that layers have, by exact names, and another one the head if it is quantized; linears that stay
@@ -48,9 +56,18 @@ from compress.export.rules import layout_rules, shapes, start_of
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
-from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
+from compress.quant import e2m1
+from compress.quant.codec import (
+    ForeignCodec,
+    byte_scale_leaves,
+    check_leaf,
+    check_matrix,
+    decoded_scales,
+    encoded_scales,
+)
 from compress.quant.kv import FP8_STATIC
-from compress.quant.packing import pack, unpack
+from compress.quant.packing import num_words, pack, unpack
+from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import (
     ModelScheme,
     QuantizedWeight,
@@ -62,7 +79,8 @@ FORMAT_VERSION = "0.20.0"
 DENSE_FORMAT = "dense"
 """Format of dense weights with a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
-STABLE_BITS = {4, 8}
+STORED_BITS = {2, 3, 4, 8}
+"""Bits of codes that are written; a scheme has a name for each."""
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
 """Defaults of the format's own library where a scheme leaves fields out."""
@@ -74,6 +92,8 @@ class CompressedTensorsCodec:
     aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
+        if scheme.scale_type is not None:
+            return frozenset({"weight_packed", *(f"weight_{leaf}" for leaf in byte_scale_leaves(scheme))})
         if format_of(scheme) != PACK_FORMAT:
             return frozenset(
                 {"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
@@ -84,6 +104,11 @@ class CompressedTensorsCodec:
         )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        if weight.scheme.scale_type is not None:
+            scales = {f"weight_{leaf}": each for leaf, each in encoded_scales(weight).items()}
+            if "weight_global_scale" in scales:
+                scales["weight_global_scale"] = scales["weight_global_scale"].reshape(1)
+            return {"weight_packed": e2m1.pack(weight.codes_OI), **scales}
         bits = weight.scheme.num_bits
         leaves = {"weight_scale": weight.scale_OG}
         if format_of(weight.scheme) != PACK_FORMAT:
@@ -98,6 +123,8 @@ class CompressedTensorsCodec:
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        if scheme.scale_type is not None:
+            return decode_fp4(leaves, scheme)
         if format_of(scheme) != PACK_FORMAT:
             return decode_unpacked(
                 leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
@@ -108,18 +135,18 @@ class CompressedTensorsCodec:
         out_features, in_features = stated.flatten().tolist()
         if min(out_features, in_features) < 1:
             raise UnsupportedFormat(f"its weight_shape is {[out_features, in_features]}.")
-        per_word = 32 // scheme.num_bits
+        bits = scheme.num_bits
         num_groups = scheme.num_groups(in_features)
         packed_OI = check_leaf(
-            leaves, "weight_packed", torch.int32, (out_features, -(-in_features // per_word))
+            leaves, "weight_packed", torch.int32, (out_features, num_words(in_features, bits))
         )
         check_leaf(leaves, "weight_scale", None, (out_features, num_groups))
-        codes_OI = unpack(packed_OI, scheme.num_bits, in_features)
+        codes_OI = unpack(packed_OI, bits, in_features)
         zero_point_OG = None
         if not scheme.symmetric:
-            shape = -(-out_features // per_word), num_groups
+            shape = num_words(out_features, bits), num_groups
             packed_GO = check_leaf(leaves, "weight_zero_point", torch.int32, shape).t().contiguous()
-            zero_point_OG = unpack(packed_GO, scheme.num_bits, out_features).t().contiguous()
+            zero_point_OG = unpack(packed_GO, bits, out_features).t().contiguous()
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
@@ -148,6 +175,34 @@ class CompressedTensorsCodec:
                 "dynamic are read."
             )
         return FP8_STATIC
+
+
+def decode_fp4(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+    """Decode four-bit floats.
+
+    Raises:
+        UnsupportedFormat: tensors of other dtypes or shapes, or scales that are no positive numbers.
+    """
+    out_features, half = check_matrix(leaves, "weight_packed")
+    check_leaf(leaves, "weight_packed", torch.uint8, (out_features, half))
+    if not half or 2 * half % (scheme.group_size or 1):
+        raise UnsupportedFormat(f"its K is {2 * half}, no multiple of {scheme.group_size}.")
+    dtype = torch.float8_e4m3fn if scheme.scale_type == "e4m3" else torch.uint8
+    shape = (out_features, scheme.num_groups(2 * half))
+    scale_OG = check_leaf(leaves, "weight_scale", dtype, shape)
+    found = {"scale": scale_OG}
+    if scheme.scale_type == "e4m3":
+        stated = leaves["weight_global_scale"]
+        if stated.dtype != torch.float32 or stated.numel() != 1:
+            raise UnsupportedFormat("its weight_global_scale is not one float32 number.")
+        found["global_scale"] = stated.reshape(())
+        wide = scale_OG.to(torch.float32)
+        valid = bool((wide >= 0).all()) and bool((stated > 0).all()) and bool(torch.isfinite(stated).all())
+    else:
+        valid = not bool((scale_OG > LARGEST_BYTE).any())
+    if not valid:
+        raise UnsupportedFormat("one of its scales is no positive number that bfloat16 has.")
+    return QuantizedWeight(scheme, e2m1.unpack(leaves["weight_packed"]), **decoded_scales(found, scheme))
 
 
 def decode_unpacked(
@@ -241,7 +296,7 @@ class CompressedTensors:
         }
 
     def refusal_by_name(self, scheme: Scheme) -> str | None:
-        return None if scheme.num_bits in STABLE_BITS else f"{scheme.num_bits} bits are not written."
+        return None if scheme.num_bits in STORED_BITS else f"{scheme.num_bits} bits are not written."
 
     def reason_dense(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
         if in_features % (scheme.group_size or 1):
@@ -270,8 +325,8 @@ class CompressedTensors:
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = []
-        for bits in sorted({each.num_bits for each in scheme.all} - STABLE_BITS):
-            rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
+        for bits in sorted({each.num_bits for each in scheme.all} - STORED_BITS):
+            rules.append(Rule("bits", f"{bits} bits; 2, 3, 4 and 8 are written."))
         rules += layout_rules(arch, scheme, self.quant_method)
         for name, size, group_size in sorted(
             {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}

@@ -14,10 +14,16 @@ from compress.untrusted.pattern import compile_pattern
 
 PACK_FORMAT = "pack-quantized"
 FLOAT_FORMAT = "float-quantized"
+FP4_FORMATS = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
+"""Forms of four-bit floats, by the type of their scales."""
+FP4_GROUPS = {"e4m3": ("tensor_group", "torch.float8_e4m3fn"), "e8m0": ("group", "torch.uint8")}
+"""Strategy and dtype of these scales, as a group states them."""
 INT_FORMAT = "int-quantized"
 MIXED_FORMAT = "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
+PACKED_BITS = (2, 3, 4, 8)
+"""Bits of packed integers."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
@@ -51,6 +57,8 @@ def read_groups(quantization_config: Mapping[str, Any], linears: list[str]) -> d
 
 def format_of(scheme: Scheme) -> str:
     """Return the form in which the codes of a scheme are stored."""
+    if scheme.scale_type is not None:
+        return FP4_FORMATS[scheme.scale_type]
     if scheme.type == "float":
         return FLOAT_FORMAT
     return PACK_FORMAT if scheme.activation is None else INT_FORMAT
@@ -65,6 +73,9 @@ def group_of(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
         "group_size": None,
         "dynamic": scheme.activation != "tensor",
     }
+    if scheme.scale_type is not None:
+        strategy, scale_dtype = FP4_GROUPS[scheme.scale_type]
+        weights |= {"strategy": strategy, "scale_dtype": scale_dtype}
     if scheme.block_rows > 1:
         weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
         inputs |= {"group_size": scheme.group_size}
@@ -126,6 +137,8 @@ def _read_scheme(group: Mapping[str, Any], typed: Fields, form: str) -> Scheme:
         raise UnsupportedFormat(
             "the checkpoint quantizes the output activations of linears; input activations are read."
         )
+    if form in FP4_FORMATS.values():
+        return _read_fp4(group, form)
     if (group.get("weights") or {}).get("type") == "float":
         return _read_float(group, form)
     return _read_int(group, form) if form == PACK_FORMAT else _read_int8(group, form)
@@ -136,10 +149,15 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     bits = weights.get("num_bits")
     kind = weights.get("type")
     strategy = weights.get("strategy")
-    if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in ("group", "channel"):
+    if (
+        kind != "int"
+        or type(bits) is not int
+        or bits not in PACKED_BITS
+        or strategy not in ("group", "channel")
+    ):
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
-            f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
+            f"{PACK_FORMAT} with int, 2, 3, 4 or 8 bits, per group or channel is read."
         )
     if group.get("input_activations"):
         raise UnsupportedFormat(
@@ -158,6 +176,28 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     )
 
 
+def _read_fp4(group: Mapping[str, Any], form: str) -> Scheme:
+    weights = group.get("weights") or {}
+    scheme = next(
+        each
+        for each in SCHEMES.values()
+        if each.scale_type is not None and FP4_FORMATS[each.scale_type] == form
+    )
+    wanted = group_of(scheme, ())["weights"]
+    given = {key: weights.get(key, wanted[key] if key == "scale_dtype" else None) for key in wanted}
+    given |= {key: weights[key] for key in ("zp_dtype", "block_structure", "actorder") if weights.get(key)}
+    if given["scale_dtype"] is None:
+        given["scale_dtype"] = wanted["scale_dtype"]
+    if given != wanted or group.get("input_activations"):
+        raise UnsupportedFormat(
+            f"the checkpoint's weights are format {form} with "
+            f"{', '.join(f'{key} {value}' for key, value in given.items())}, and input activations "
+            f"{group.get('input_activations')}; it is read with "
+            f"{', '.join(f'{key} {value}' for key, value in wanted.items())} and inputs in 16 bits."
+        )
+    return scheme
+
+
 def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
@@ -170,8 +210,8 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy "
             f"{strategy}, with input activations "
-            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 4 or 8 bits, per group "
-            "or channel, is read, and "
+            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 2, 3, 4 or 8 bits, per "
+            "group or channel, is read, and "
             f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per "
             "token."
         )

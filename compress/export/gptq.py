@@ -6,9 +6,10 @@
     <module>.g_idx    int32 [I]                 group of each input: i // group_size, or any order
 
 `quantization_config` states one number of bits, one group size (-1: one group) and `sym` for all linears
-of the layers, and in `lm_head` whether the head is one of them. Linears that stay dense are patterns
-after `-:` in `dynamic`. Scales are float16 whatever the model's dtype. Checked against vLLM 0.32;
-`transformers` needs the package gptqmodel.
+of the layers, and in `lm_head` whether the head is one of them. Codes of three bits lie without gaps, 32
+in three words. Linears that stay dense are patterns
+after `-:` in `dynamic`. Scales are float16 whatever the model's dtype. Checked against vLLM 0.32,
+which takes 4 and 8 bits, and the code of GPTQModel 7.7, which takes all; `transformers` needs that package.
 
 A zero point of 0 (stored: -1) is read in two ways by programs of this format, so it is refused here in
 both directions.
@@ -29,11 +30,12 @@ from compress.export.rules import float16_scales, in_layers, packed_rules, start
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
-from compress.quant.packing import pack, unpack
+from compress.quant.packing import num_words, pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 
-BITS = (4, 8)
+BITS = (2, 3, 4, 8)
+VLLM_BITS = (4, 8)
 SKIP = "-:"
 """Prefix of a pattern in `dynamic` that names dense linears."""
 FUSED = re.compile(r"\b([qkv]|gate|up)_proj$")
@@ -74,7 +76,7 @@ class GptqCodec:
             raise UnsupportedFormat("its g_idx is not one whole number for each input.")
         in_features = g_idx.shape[0]
         out_features = check_matrix(leaves, "scales")[1]
-        per_word = 32 // scheme.num_bits
+        bits = scheme.num_bits
         if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
             raise UnsupportedFormat(
                 "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose "
@@ -88,10 +90,10 @@ class GptqCodec:
                 f"{scheme.num_groups(in_features)}."
             )
         check_leaf(leaves, "scales", None, scale_GO.shape)
-        check_leaf(leaves, "qweight", torch.int32, (-(-in_features // per_word), out_features))
-        check_leaf(leaves, "qzeros", torch.int32, (len(scale_GO), -(-out_features // per_word)))
-        codes_OI = unpack(leaves["qweight"].t().contiguous(), scheme.num_bits, in_features).contiguous()
-        stored_GO = unpack(leaves["qzeros"], scheme.num_bits, out_features)
+        check_leaf(leaves, "qweight", torch.int32, (num_words(in_features, bits), out_features))
+        check_leaf(leaves, "qzeros", torch.int32, (len(scale_GO), num_words(out_features, bits)))
+        codes_OI = unpack(leaves["qweight"].t().contiguous(), bits, in_features).contiguous()
+        stored_GO = unpack(leaves["qzeros"], bits, out_features)
         zero_OG = _zero_points(stored_GO, scheme)
         return QuantizedWeight(scheme, codes_OI, scale_GO.t().contiguous(), zero_OG)
 
@@ -116,7 +118,8 @@ class GptqCodec:
             or not (1 <= group_size <= MAX_SIZE or group_size == -1)
         ):
             raise UnsupportedFormat(
-                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read."
+                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 2, 3, 4 and 8 "
+                "bits are read."
             )
         if quantization_config.get("modules_in_block_to_quantize"):
             raise UnsupportedFormat(
@@ -221,10 +224,16 @@ class Gptq:
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        bits = scheme.layers.num_bits
+        read = bits in VLLM_BITS
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            Consumer("vLLM", loads=True, note="reads gptq natively"),
+            Consumer(
+                "vLLM",
+                loads=read,
+                note="reads gptq natively" if read else f"it reads gptq of 4 and 8 bits, not of {bits}",
+            ),
         ]
 
 

@@ -13,6 +13,7 @@ from compress.export import Rule, count_changed
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
 from compress.models.layout import keeps_blocks, row_order
+from compress.quant.packing import codes_in_whole_words
 from compress.quant.scheme import ModelScheme, name_of
 
 GROUP_SIZES = (None, 32, 64, 128)
@@ -51,7 +52,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
             )
         )
     rules += layout_rules(arch, scheme, quant_method)
-    per_word = 32 // layers.num_bits
+    per_word = codes_in_whole_words(layers.num_bits)
     for name, (out_features, in_features) in sorted(quantized_shapes(arch, scheme).items()):
         if layers.group_size is not None and in_features % layers.group_size:
             rules.append(
@@ -61,8 +62,8 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
             rules.append(
                 Rule(
                     "whole-words",
-                    f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a "
-                    "word.",
+                    f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes that "
+                    "fill whole words.",
                 )
             )
     return rules
@@ -132,7 +133,7 @@ def _tensor_rules(arch: Arch, scheme: ModelScheme, family: Family) -> list[Rule]
 
 def whole_words(size: int, num_bits: int) -> int:
     """`size` codes rounded up to whole words."""
-    per_word = 32 // num_bits
+    per_word = codes_in_whole_words(num_bits)
     return -(-size // per_word) * per_word
 
 

@@ -13,6 +13,10 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
         return Consumer(name, loads=False, note=refused)
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
+    if any(each.scale_type is not None for each in scheme.all):
+        return Consumer(name, loads=False, note="it has no kernel for four-bit floats")
+    if few := _few_bits(scheme):
+        return Consumer(name, loads=False, note=f"it has no kernel for weights of {few} bits")
     if any(each.activation == "tensor" for each in scheme.all):
         return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
     if any(each.block_rows > 1 for each in scheme.all):
@@ -33,10 +37,24 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
 def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
     """Return how vLLM computes a checkpoint of these compressed-tensors forms on a GPU."""
     notes = [f"reads {' and '.join(sorted(forms))} natively"]
-    if any(each.type == "float" for each in scheme.all):
+    if few := _few_bits(scheme):
+        notes.append(f"multiplies {few} bits by the kernels of the package humming, from sm_75")
+    if any(each.scale_type == "e4m3" for each in scheme.all):
+        notes.append("multiplies four-bit floats with 16-bit inputs, from sm_75")
+    if any(each.scale_type == "e8m0" for each in scheme.all):
+        notes.append(
+            "multiplies four-bit floats from sm_80; from sm_100 on it rounds the inputs to MXFP4, too"
+        )
+    if any(each.type == "float" and each.num_bits == 8 for each in scheme.all):
         notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
     if any(each.type == "int" and each.activation is not None for each in scheme.all):
         notes.append("multiplies in INT8 from sm_75 to sm_90")
     return "; ".join(notes)
+
+
+def _few_bits(scheme: ModelScheme) -> str:
+    """Return the numbers of bits below four that integer codes have, "2 and 3" for both."""
+    found = {each.num_bits for each in scheme.all if each.type == "int" and each.num_bits < 4}
+    return " and ".join(map(str, sorted(found)))

@@ -11,11 +11,12 @@ from compress.artifact.tensors import ShardWriter
 from compress.errors import UnsupportedFormat
 from compress.models.checkpoint import CONFIG_NAME, Checkpoint
 from compress.models.family import Family, family_of
+from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
 from compress.models.stored_tensors import members_of, places_of
-from compress.models.weights import UNTOUCHED, WeightSource
+from compress.models.weights import UNTOUCHED, Weights, WeightSource
 from compress.quant.codec import Codec
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.scheme import QuantizedWeight, with_one_global_scale
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -77,7 +78,7 @@ def write_checkpoint(
     for name, value in source.outer().items():
         add(name, value)
     for idx in range(arch.num_layers):
-        for name, value in source.layer(idx).items():
+        for name, value in _with_shared_scales(arch.layers[idx], source.layer(idx)).items():
             add(f"layers.{idx}.{name}", value)
     shards.finish()
     config = family.changed(family.write_config(arch), **(fields or {}))
@@ -86,6 +87,18 @@ def write_checkpoint(
     (directory / CONFIG_NAME).write_text(
         json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def _with_shared_scales(shape: LayerShape, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
+    """Return the weights of a layer, those of a linear group with one global scale where they have one:
+    vLLM multiplies a group as one matrix, and takes the largest of its global scales for all of it."""
+    shared = dict(weights)
+    for group in shape.groups:
+        names = [f"{linear}.weight" for linear in group.linears]
+        quantized = [each for name in names if isinstance(each := shared.get(name), QuantizedWeight)]
+        if len(quantized) == len(names):
+            shared |= dict(zip(names, with_one_global_scale(quantized), strict=True))
+    return shared
 
 
 def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:

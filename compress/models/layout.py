@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.models.layer_shape import LayerShape
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.scheme import QuantizedWeight, with_one_global_scale
 
 Value = Tensor | QuantizedWeight
 ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
@@ -205,6 +205,7 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
         raise UnsupportedFormat(
             f"'{name}' holds linears whose inputs have several static scales, and has a place for one."
         )
+    codes = with_one_global_scale(codes)
     zeros = [each.zero_point_OG for each in codes if each.zero_point_OG is not None]
     return QuantizedWeight(
         scheme,
@@ -212,4 +213,5 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
         torch.cat([each.scale_OG for each in codes]),
         torch.cat(zeros) if zeros else None,
         input_scales[0] if input_scales else None,
+        codes[0].global_scale,
     )

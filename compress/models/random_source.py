@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.weights import parameter_names
+from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 SCALE_SPREAD = 0.25
@@ -111,11 +112,14 @@ def random_weight(
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
     if scheme.type == "float":
         code_std = scheme.max_code / 3.5
+        if scheme.scale_type == "e8m0":  # a power of two has no deviation of its own to give
+            code_std = std / float(storable(torch.tensor(std / code_std), scheme, torch.float32))
         # Not in bfloat16, where a normal draw of torch 2.11 on a CPU ends at 3.3 deviations.
         codes_OI = torch.empty(shape, dtype=torch.float32, device=device).normal_(
             0.0, code_std, generator=generator
         )
-        codes_OI = codes_OI.clamp_(scheme.min_code, scheme.max_code).to(scheme.code_dtype)
+        one = torch.ones((), device=device)
+        codes_OI = nearest_codes(codes_OI, scheme, one, None).to(scheme.code_dtype)
     else:
         code_std = ((4**scheme.num_bits - 1) / 12) ** 0.5  # of a uniform draw from 2^b neighbouring integers
         codes_OI = torch.randint(
@@ -139,7 +143,9 @@ def random_weight(
     return QuantizedWeight(
         scheme,
         codes_OI,
-        (spread_OG * (std / code_std)).to(dtype),
+        storable(spread_OG * (std / code_std), scheme, dtype)
+        if scheme.scale_type is not None
+        else (spread_OG * (std / code_std)).to(dtype),
         zero_point_OG,
         torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device)
         if scheme.activation == "tensor"

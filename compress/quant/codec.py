@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
+from compress.quant import e2m1
 from compress.quant.packing import pack, unpack
-from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.quant.scale_grid import from_e4m3, from_e8m0, to_e4m3, to_e8m0
+from compress.quant.scheme import QuantizedWeight, Scheme, with_one_global_scale
 
 
 class Codec(Protocol):
@@ -88,16 +90,45 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def byte_scale_leaves(scheme: Scheme) -> tuple[str, ...]:
+    """Return the leaves of scales that are stored in a byte each."""
+    return ("scale", "global_scale") if scheme.scale_type == "e4m3" else ("scale",)
+
+
+def encoded_scales(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the leaves `scale` and, for e4m3, `global_scale` (float32 []) of a weight."""
+    if weight.scheme.scale_type == "e8m0":
+        return {"scale": to_e8m0(weight.scale_OG)}
+    (weight,) = with_one_global_scale([weight])
+    assert weight.global_scale is not None
+    return {
+        "scale": to_e4m3(weight.scale_OG, weight.global_scale),
+        "global_scale": weight.global_scale,
+    }
+
+
+def decoded_scales(leaves: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
+    """Return the fields of a weight with these leaves; the inverse of `encoded_scales`."""
+    if scheme.scale_type == "e8m0":
+        return {"scale_OG": from_e8m0(leaves["scale"])}
+    global_scale = leaves["global_scale"]
+    return {"scale_OG": from_e4m3(leaves["scale"], global_scale), "global_scale": global_scale}
+
+
 class CanonicalCodec:
     """The form of intermediate artifacts: leaf `scale` [O, G] ([R, G] for blocks of rows) in the model's
     dtype, and
 
     integer codes: `packed` int32 [O, ceil(I * b / 32)], `shape` int64 [2] = [O, I] (a last word may be
                    padded), and `zero_point` int8 [O, G] for asymmetric schemes;
-    float codes:   `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations.
+    e4m3 codes:    `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations;
+    e2m1 codes:    `packed` uint8 [O, I / 2], the lower column in the low half of a byte; `scale` is
+                   float8_e4m3fn and goes with `global_scale` float32 [], or uint8 (e8m0).
     """
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
+        if scheme.scale_type is not None:
+            return frozenset({"packed", *byte_scale_leaves(scheme)})
         if scheme.type == "float":
             return frozenset(
                 {"codes", "scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
@@ -105,6 +136,8 @@ class CanonicalCodec:
         return frozenset({"packed", "shape", "scale"} | (set() if scheme.symmetric else {"zero_point"}))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        if weight.scheme.scale_type is not None:
+            return {"packed": e2m1.pack(weight.codes_OI), **encoded_scales(weight)}
         leaves = {"scale": weight.scale_OG}
         if weight.scheme.type == "float":
             leaves["codes"] = weight.codes_OI
@@ -118,6 +151,8 @@ class CanonicalCodec:
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        if scheme.scale_type is not None:
+            return QuantizedWeight(scheme, e2m1.unpack(leaves["packed"]), **decoded_scales(leaves, scheme))
         if scheme.type == "float":
             codes_OI = leaves["codes"]
         else:

@@ -1,8 +1,9 @@
 """Weights in MXFP4, blocks of 32 four-bit floats with a scale that is a power of two (OCP Microscaling
 Formats 1.0), read as bfloat16.
 
-A code is e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; its scale is e8m0, 2^(s - 127). Products of
-the two have two significant bits, so bfloat16 holds every one exactly. Codes are not written here.
+A code is e2m1 (`e2m1.py`); its scale is e8m0, 2^(s - 127) (`scale_grid.py`). Products of the two have two
+significant bits, so bfloat16 holds every one exactly. The layout is that of gpt-oss; the scheme `MXFP4`
+writes codes and scales as compressed-tensors has them.
 
 Shapes: blocks uint8 [..., N, 16], low half of a byte first; scales uint8 [..., N]; N blocks of a row.
 """
@@ -11,12 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
+from compress.quant import e2m1
+from compress.quant.scale_grid import BIAS, LARGEST_BYTE
 
 BLOCK = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127
-MAX_SCALE = 252
-"""The largest stored scale with which all codes are below the largest number of bfloat16."""
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -29,9 +28,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         raise UnsupportedFormat(
             f"blocks and scales of MXFP4 are bytes, not {blocks.dtype} and {scales.dtype}."
         )
-    if bool((scales > MAX_SCALE).any()):
+    if bool((scales > LARGEST_BYTE).any()):
         raise UnsupportedFormat("a scale of MXFP4 weights is beyond the range of bfloat16, or not a number.")
-    values = torch.tensor([*VALUES, *(-each for each in VALUES)], dtype=torch.bfloat16, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponents = (scales.to(torch.int32) - _BIAS).unsqueeze(-1)
-    return torch.ldexp(values[codes.to(torch.int64)], exponents).flatten(-2)
+    exponents = (scales.to(torch.int32) - BIAS).unsqueeze(-1)
+    return torch.ldexp(e2m1.unpack(blocks).to(torch.bfloat16), exponents).flatten(-2)

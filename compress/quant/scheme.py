@@ -4,6 +4,7 @@ codes and scales.
 Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the
 convention of compressed-tensors); value = (code - zero_point) * scale. Float codes are numbers of the e4m3
 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no infinity); value = code * scale.
+Float codes of four bits are numbers of e2m1 (`e2m1.py`), with scales of one byte (`scale_grid.py`).
 `packing.py` packs codes into words, `numerics.py` chooses scales and codes.
 
 A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product
@@ -15,7 +16,7 @@ blocks of rows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, cast
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import StorageError, UsageError, did_you_mean
+from compress.quant import e2m1
+from compress.quant.scale_grid import from_e4m3, global_scale_of, to_e4m3
 from compress.untrusted.fields import Fields
 
 FP8_MAX = 448
@@ -51,8 +54,12 @@ class Scheme:
     With `block_rows` > 1 so many output channels share the scales of their scale groups, and a scale belongs
     to a block of the weight.
 
-    Float codes, and integer codes whose inputs are rounded too, are symmetric and of 8 bits. They have one
-    scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in groups of 128
+    `scale_type` names the grid of scales that are stored in one byte (`scale_grid.py`), None for scales in
+    the model's dtype. Float codes of four bits have such scales, groups of 16 (NVFP4) or 32 (MXFP4, OCP
+    Microscaling Formats 1.0), and inputs in 16 bits.
+
+    Other float codes, and integer codes whose inputs are rounded too, are symmetric and of 8 bits. They have
+    one scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in groups of 128
     (DeepSeek-V3, arXiv 2412.19437, section 3.3): the forms that the 8-bit kernels of every consumer take.
     """
 
@@ -63,6 +70,7 @@ class Scheme:
     type: Literal["int", "float"] = "int"
     activation: Literal["token", "tensor", "group"] | None = None
     block_rows: int = 1
+    scale_type: Literal["e4m3", "e8m0"] | None = None
 
     def for_linear(self, linear: str) -> "Scheme":
         """Return this scheme: alone, it is the scheme of every linear."""
@@ -74,11 +82,13 @@ class Scheme:
 
     @property
     def min_code(self) -> int:
-        return -FP8_MAX if self.type == "float" else -(1 << (self.num_bits - 1))
+        return -self.max_code if self.type == "float" else -(1 << (self.num_bits - 1))
 
     @property
     def max_code(self) -> int:
-        return FP8_MAX if self.type == "float" else (1 << (self.num_bits - 1)) - 1
+        if self.type == "float":
+            return FP8_MAX if self.num_bits == 8 else int(e2m1.LARGEST)
+        return (1 << (self.num_bits - 1)) - 1
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -118,22 +128,20 @@ class Scheme:
         )
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
-        """Return the bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight, on
-        disk and on the device."""
+        """Return the bytes of codes, scales, zero points and float32 scalars (the scale of inputs, or of all
+        scales) of an [O, I] weight, on disk and on the device."""
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
-        input_scale = 4 if self.activation == "tensor" else 0
+        scalars = 4 * ((self.activation == "tensor") + (self.scale_type == "e4m3"))
+        scale_bytes = scale_bytes if self.scale_type is None else 1
         return (
-            out_features * in_features * self.num_bits // 8
-            + num_scales * scale_bytes
-            + zero_points
-            + input_scale
+            out_features * in_features * self.num_bits // 8 + num_scales * scale_bytes + zero_points + scalars
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as JSON; newer fields are left out at their default, so that manifests of older
         schemes keep their digest."""
-        optional = {"type": "int", "activation": None, "block_rows": 1}
+        optional = {"type": "int", "activation": None, "block_rows": 1, "scale_type": None}
         return {
             key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
         }
@@ -148,7 +156,11 @@ class Scheme:
         scheme = Fields(facts, "a scheme of a manifest", StorageError)
         if odd := sorted(set(scheme) - {each.name for each in fields(Scheme)}):
             raise StorageError(f"a scheme of a manifest has unknown fields: {', '.join(odd)}.")
-        for name, choices in (("type", ("int", "float")), ("activation", ("token", "tensor", "group"))):
+        for name, choices in (
+            ("type", ("int", "float")),
+            ("activation", ("token", "tensor", "group")),
+            ("scale_type", ("e4m3", "e8m0")),
+        ):
             if scheme.has(name) and scheme.text(name) not in choices:
                 raise scheme.wrong(name, scheme.text(name), f"one of {', '.join(choices)}")
         return Scheme(
@@ -159,6 +171,7 @@ class Scheme:
             type=cast(Any, scheme.text("type", default="int")),
             activation=cast(Any, scheme.text("activation")) if scheme.has("activation") else None,
             block_rows=scheme.integer("block_rows", 1, 1 << 24, default=1),
+            scale_type=cast(Any, scheme.text("scale_type")) if scheme.has("scale_type") else None,
         )
 
 
@@ -173,6 +186,16 @@ SCHEMES = {
         Scheme("W4A16_G32_ASYM", num_bits=4, symmetric=False, group_size=32),
         Scheme("W4A16_CHANNEL", num_bits=4, symmetric=True, group_size=None),
         Scheme("W4A16_CHANNEL_ASYM", num_bits=4, symmetric=False, group_size=None),
+        Scheme("W3A16_G128", num_bits=3, symmetric=True, group_size=128),
+        Scheme("W3A16_G128_ASYM", num_bits=3, symmetric=False, group_size=128),
+        Scheme("W3A16_G64", num_bits=3, symmetric=True, group_size=64),
+        Scheme("W3A16_G64_ASYM", num_bits=3, symmetric=False, group_size=64),
+        Scheme("W2A16_G128", num_bits=2, symmetric=True, group_size=128),
+        Scheme("W2A16_G128_ASYM", num_bits=2, symmetric=False, group_size=128),
+        Scheme("W2A16_G64", num_bits=2, symmetric=True, group_size=64),
+        Scheme("W2A16_G64_ASYM", num_bits=2, symmetric=False, group_size=64),
+        Scheme("NVFP4", num_bits=4, symmetric=True, group_size=16, type="float", scale_type="e4m3"),
+        Scheme("MXFP4", num_bits=4, symmetric=True, group_size=32, type="float", scale_type="e8m0"),
         Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
         Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
@@ -342,7 +365,9 @@ class QuantizedWeight:
 
     Codes [O, I] are int8, or float8_e4m3fn for float schemes; the scale is [O, G] ([R, G] for blocks of rows)
     in the stored dtype; the zero point is int8 [O, G], or None when symmetric. `input_scale` is a float32
-    scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
+    scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s. `global_scale` is a
+    float32 scalar for weights whose scales are stored as e4m3: the stored numbers are the scales times it;
+    None before it is chosen, which storing does.
     """
 
     scheme: Scheme
@@ -350,6 +375,7 @@ class QuantizedWeight:
     scale_OG: Tensor
     zero_point_OG: Tensor | None = None
     input_scale: Tensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -366,3 +392,23 @@ class QuantizedWeight:
             codes_OGI = codes_OGI - self.zero_point_OG.to(torch.float32).unsqueeze(-1)
         weight_OI = (codes_OGI * scale_OG.unsqueeze(-1)).view(out_features, in_features)
         return weight_OI.to(dtype if dtype is not None else self.scale_OG.dtype)
+
+
+def with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Return weights that are multiplied as one with the smallest of their global scales, as consumers that
+    stack them need; a scale that e4m3 has less precision for then is rounded. Other schemes stay."""
+    if any(each.scheme.scale_type != "e4m3" for each in weights):
+        return list(weights)
+    global_scale = torch.stack([_own_global_scale(each) for each in weights]).amin()
+    return [
+        replace(
+            each,
+            scale_OG=from_e4m3(to_e4m3(each.scale_OG, global_scale), global_scale).to(each.scale_OG.dtype),
+            global_scale=global_scale,
+        )
+        for each in weights
+    ]
+
+
+def _own_global_scale(weight: QuantizedWeight) -> Tensor:
+    return global_scale_of(weight.scale_OG) if weight.global_scale is None else weight.global_scale

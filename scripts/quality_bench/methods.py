@@ -58,12 +58,20 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
 }
 """What a recipe says for a scheme that is chosen linear by linear, of so many of the bytes of 16-bit
 weights."""
+FEW_BITS = ("rtn", "rtn+search", "gptq+search", "balanced", "best")
+"""The methods that schemes of few bits are measured with."""
 SUITE: Mapping[str, tuple[str, ...]] = {
     "W4A16_G128": tuple(name for name in METHODS if name != "smoothquant"),
     "W4A16_G128_ASYM": ("rtn", "balanced", "best"),
     "W4A16_G64": ("rtn", "balanced"),
     "W4A16_G32": ("rtn", "balanced"),
     "W4A16_CHANNEL": ("rtn", "balanced"),
+    "W3A16_G128": FEW_BITS,
+    "W3A16_G64": FEW_BITS,
+    "W2A16_G128": FEW_BITS,
+    "W2A16_G64": FEW_BITS,
+    "NVFP4": FEW_BITS,
+    "MXFP4": FEW_BITS,
     "W8A16": ("rtn",),
     "FP8_DYNAMIC": ("rtn", "gptq"),
     "FP8_STATIC": ("rtn",),

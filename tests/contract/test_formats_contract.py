@@ -13,6 +13,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, ExportFormat, check_rules, codecs
 from compress.models.arch import Arch
 from compress.models.family import family_of
+from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 CONFIG: dict[str, Any] = {
@@ -39,7 +40,7 @@ def supported() -> list[tuple[ExportFormat, Scheme]]:
     smaller = [
         dataclasses.replace(scheme, group_size=32)
         for scheme in SCHEMES.values()
-        if scheme.strategy == "group"
+        if scheme.strategy == "group" and scheme.scale_type is None
     ]
     schemes = [*SCHEMES.values(), *smaller]
     return [
@@ -82,11 +83,9 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
         if scheme.symmetric
         else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
     )
-    codes_OI = (
-        torch.randint(low, high, (out_features, in_features), generator=generator)
-        .to(torch.float32)
-        .to(scheme.code_dtype)
-    )
+    drawn_OI = torch.randint(low, high, (out_features, in_features), generator=generator)
+    codes_OI = nearest_codes(drawn_OI, scheme, torch.ones(()), None).to(scheme.code_dtype)
+    scale_OG = scale_OG if scheme.scale_type is None else storable(scale_OG, scheme, torch.bfloat16)
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
     return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)
 
@@ -108,7 +107,8 @@ def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, 
     assert again.codes_OI.dtype == weight.codes_OI.dtype
     assert torch.equal(again.codes_OI.view(torch.uint8), weight.codes_OI.view(torch.uint8))
     assert torch.equal(again.scale_OG.to(torch.float32), weight.scale_OG.to(torch.float32))
-    assert again.scale_OG.dtype == (form.scale_dtype or weight.scale_OG.dtype)
+    in_memory = weight.scale_OG.dtype if scheme.scale_type is None else torch.float32
+    assert again.scale_OG.dtype == (form.scale_dtype or in_memory)
     assert (again.zero_point_OG is None) == (weight.zero_point_OG is None)
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
         assert torch.equal(again.zero_point_OG, weight.zero_point_OG)
@@ -163,8 +163,8 @@ def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) 
         with pytest.raises(UnsupportedFormat) as refusal:
             check_rules(name, broken, four_bits)
         assert all(f"[{rule.name}]" in str(refusal.value) for rule in rules)
-    three_bits = ModelScheme(Scheme("W3A16", 3, symmetric=True, group_size=None))
-    assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), three_bits))
+    five_bits = ModelScheme(Scheme("W5A16", 5, symmetric=True, group_size=None))
+    assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), five_bits))
 
 
 @EACH

@@ -695,6 +695,6 @@ def test_the_highest_rank_that_refuses_nothing_is_taken_and_refusals_are_told(
 def test_a_problem_nobody_supports_names_every_reason() -> None:
     with pytest.raises(
         EnvironmentUnfit,
-        match=r"scheme NVFP4, N = 64, K = 64, M = 1\.\.8 on tpu: .*reference\.dequantized\.tile4: ",
+        match=r"scheme W1A1, N = 64, K = 64, M = 1\.\.8 on tpu: .*reference\.dequantized\.tile4: ",
     ):
-        select(Problem("linear", 64, 64, 1, 8, True, "NVFP4", torch.bfloat16, "tpu", 0))
+        select(Problem("linear", 64, 64, 1, 8, True, "W1A1", torch.bfloat16, "tpu", 0))

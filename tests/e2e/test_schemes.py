@@ -27,15 +27,19 @@ METHODS: dict[str, dict[str, Any]] = {
 CASES = [
     ("W4A16_G64_ASYM", "rtn"),
     ("W4A16_CHANNEL_ASYM", "awq"),
+    ("W3A16_G64", "balanced"),
     ("INT8_DYNAMIC", "smoothquant"),
     ("FP8_BLOCK", "balanced"),
+    ("NVFP4", "balanced"),
 ]
 MORE_CASES = [
     ("W4A16_G64", "awq"),
     ("W4A16_G32", "gptq"),
     ("W4A16_G32_ASYM", "awq"),
     ("W4A16_CHANNEL", "gptq"),
+    ("W2A16_G64_ASYM", "gptq"),
     ("FP8_BLOCK", "gptq"),
+    ("MXFP4", "awq"),
 ]
 
 

@@ -60,6 +60,17 @@ EXPORTED = [
     ("llama-gqa", "W4A16_G32"),
     ("mistral-window", "W4A16_G32_ASYM"),
     ("qwen3", "W4A16_CHANNEL"),
+    ("llama-gqa", "W3A16_G128"),
+    ("qwen2", "W3A16_G64_ASYM"),
+    ("qwen3-biases", "W2A16_G64"),
+    ("llama-tied", "W3A16_G64"),
+    ("mistral-window", "W3A16_G128_ASYM"),
+    ("llama-gqa", "W2A16_G128"),
+    ("qwen2", "W2A16_G128_ASYM"),
+    ("qwen3", "W2A16_G64_ASYM"),
+    ("llama-gqa", "NVFP4"),
+    ("phi3-window-gqa", "NVFP4"),
+    ("qwen2", "MXFP4"),
     ("llama-tied", "W4A16_CHANNEL_ASYM"),
     ("qwen3-biases", "INT8_DYNAMIC"),
     ("llama-all-biases", "FP8_BLOCK"),
@@ -267,9 +278,9 @@ def test_transformers_loads_the_export_and_computes_the_same(
     assert rms(theirs - exact) < bound
     assert rms(ours - exact) < bound
     assert rms(theirs - ours) < 2**0.5 * bound
-    if scheme.num_bits == 4:
+    if scheme.num_bits <= 4:
         assert rms(before - exact) > 2 * bound  # 4-bit codes differ from the source by more than bf16 does
-    if scheme.type == "float":
+    if scheme.type == "float" and scheme.activation is not None:
         assert rms(theirs - unrounded) > of_bf16  # they round the inputs too
     elif scheme.activation is not None:  # to integers, by less than bf16 moves them
         in_float32 = auto_class(CASES[case][0]).from_pretrained(
@@ -413,7 +424,8 @@ def test_the_export_opens_with_the_same_codes_and_scales(
                 assert again.codes_OI.dtype == value.codes_OI.dtype
                 assert torch.equal(again.codes_OI.view(torch.uint8), value.codes_OI.view(torch.uint8))
                 assert torch.equal(again.scale_OG, value.scale_OG)
-                assert again.scale_OG.dtype == torch.bfloat16
+                one_byte = value.scheme.scale_type is not None
+                assert again.scale_OG.dtype == (torch.float32 if one_byte else torch.bfloat16)
                 assert again.scheme == value.scheme
                 assert (again.zero_point_OG is None) == value.scheme.symmetric
                 assert (again.input_scale is None) == (value.scheme.activation != "tensor")

@@ -64,7 +64,7 @@ def same(found: QuantizedWeight, expected: QuantizedWeight) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(shape=SHAPES, bits=st.sampled_from([4, 8]), symmetric=st.booleans())
+@given(shape=SHAPES, bits=st.sampled_from([2, 3, 4, 8]), symmetric=st.booleans())
 def test_gptq_tensors_mean_what_numpy_reads_and_come_back(
     shape: tuple[int, int, int], bits: int, symmetric: bool
 ) -> None:
@@ -175,6 +175,8 @@ def test_scales_of_another_group_size_than_stated_are_refused(name: str) -> None
         (GPTQ, G128),
         ({**GPTQ, "sym": False, "checkpoint_format": "gptq", "damp_percent": 0.01}, G128_ASYM),
         ({**GPTQ, "bits": 8, "group_size": -1}, SCHEMES["W8A16"]),
+        ({**GPTQ, "bits": 3}, SCHEMES["W3A16_G128"]),
+        ({**GPTQ, "bits": 2, "group_size": 64, "sym": False}, SCHEMES["W2A16_G64_ASYM"]),
         ({**GPTQ, "group_size": 16}, Scheme("W4A16_G16", 4, True, 16)),
         (AWQ, G128_ASYM),
         (
@@ -208,7 +210,7 @@ def test_a_config_says_which_linears_are_left_out_or_added() -> None:
         ({"checkpoint_format": "gptq_v2"}, "gptq_v2"),
         ({"is_marlin_format": True}, "checkpoint_format"),
         ({"pack_dtype": "int16"}, "int16"),
-        ({"bits": 3}, "3 bits"),
+        ({"bits": 5}, "5 bits"),
         ({"group_size": 0}, "groups of 0"),
         ({"group_size": None}, "groups of None"),
         ({"modules_in_block_to_quantize": [["mlp.up_proj"]]}, "modules_in_block_to_quantize"),

@@ -43,6 +43,11 @@ def random_linear(
     return Linear(codes, zeros, ((rng.random((out_features, num_groups)) + 0.5) * scale).astype(np.float16))
 
 
+def bits_in_order(words: Array) -> int:
+    """Return 32-bit words as one number, the first word lowest."""
+    return sum(int(word) << 32 * idx for idx, word in enumerate(words))
+
+
 def gptq_unpacked(leaves: dict[str, Array], *, bits: int) -> Linear:
     qweight = leaves["qweight"].view(np.uint32)
     qzeros = leaves["qzeros"].view(np.uint32)
@@ -50,16 +55,11 @@ def gptq_unpacked(leaves: dict[str, Array], *, bits: int) -> Linear:
     g_idx = leaves["g_idx"]
     (num_groups, n_size) = scales.shape
     k_size = len(g_idx)
-    per_word = 32 // bits
+    columns = [bits_in_order(qweight[:, n]) for n in range(n_size)]
+    rows = [bits_in_order(qzeros[g]) for g in range(num_groups)]
     mask = (1 << bits) - 1
-    codes = [
-        [int(qweight[k // per_word, n]) >> bits * (k % per_word) & mask for k in range(k_size)]
-        for n in range(n_size)
-    ]
-    zeros = [
-        [(int(qzeros[g, n // per_word]) >> bits * (n % per_word) & mask) + 1 for g in range(num_groups)]
-        for n in range(n_size)
-    ]
+    codes = [[column >> bits * k & mask for k in range(k_size)] for column in columns]
+    zeros = [[(row >> bits * n & mask) + 1 for row in rows] for n in range(n_size)]
     assert g_idx.tolist() == [k // (k_size // num_groups) for k in range(k_size)]
     return Linear(np.array(codes), np.array(zeros), scales.T)
 

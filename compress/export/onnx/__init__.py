@@ -148,9 +148,10 @@ def from_nibbles(stored: Tensor, size: int) -> Tensor:
 def unwritten(scheme: Scheme) -> Rule | None:
     """Return why weights of this scheme are not written, None where they are."""
     if scheme.type == "float":
+        other = "W4A16_G32" if scheme.num_bits == 4 else "W8A16 or INT8_DYNAMIC"
         return Rule(
             "float-codes",
-            f"{scheme.name}: ONNX Runtime has no product of e4m3 inputs; take W8A16 or INT8_DYNAMIC.",
+            f"{scheme.name}: ONNX Runtime has no product of these codes; take {other}.",
         )
     if scheme.num_bits not in (4, 8):
         return Rule("bits", f"{scheme.num_bits} bits; 4 (MatMulNBits) and 8 (DequantizeLinear) are written.")

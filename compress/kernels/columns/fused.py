@@ -73,7 +73,7 @@ def launch_descend(
         ),
         COLUMNS=DESCENT_COLUMNS,
         OUTPUTS=DESCENT_OUTPUTS,
-        STORED=_STORED[scale_dtype],
+        STORED=_STORED[scale_dtype] + _GRID[block.scheme.scale_type],
         num_warps=1,
         **_constants(block.scheme),
     )
@@ -82,6 +82,10 @@ def launch_descend(
 
 _STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The number by which the kernel is given the dtype of stored scales."""
+_GRID = {None: 0, "e4m3": 3, "e8m0": 6}
+"""The number that is added to it for scales of one byte."""
+_FLOAT = {4: 2, 8: 1}
+"""The number by which the kernel is given the type of float codes, by their bits; integers are 0."""
 
 
 def _constants(scheme: Scheme) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _constants(scheme: Scheme) -> dict[str, Any]:
     return {
         "LOWEST": scheme.min_code,
         "HIGHEST": scheme.max_code,
-        "FLOAT": scheme.type == "float",
+        "FLOAT": _FLOAT[scheme.num_bits] if scheme.type == "float" else 0,
         "enable_fp_fusion": False,
     }
 
@@ -107,7 +111,10 @@ def _nearest(
     if FLOAT:
         x = tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        step = tl.maximum(power * 0.125, 0.001953125)  # grid step: three bits of mantissa, at least 2^-9
+        if FLOAT == 1:
+            step = tl.maximum(power * 0.125, 0.001953125)  # e4m3: three bits of mantissa, at least 2^-9
+        else:
+            step = tl.maximum(power * 0.5, 0.5)  # e2m1
         return (x / step + 12582912.0 - 12582912.0) * step
     return tl.minimum(tl.maximum(x + 12582912.0 - 12582912.0 + zero, LOWEST), HIGHEST)
 
@@ -150,12 +157,19 @@ def _round(
 
 @jit()
 def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.tensor:
-    """Return what `quant.numerics.storable` does, for the dtype that `_STORED` gives the number `STORED`."""
+    """Return what `quant.numerics.storable` does, for the dtype and the grid that `STORED` numbers."""
     if STORED == 0:
         return scale
     if STORED == 1:
         return scale.to(tl.float16).to(tl.float32)
-    bits = scale.to(tl.int32, bitcast=True)  # to bfloat16, half to even
+    bits = scale.to(tl.int32, bitcast=True)
+    if STORED >= 3:
+        if STORED >= 6:
+            bits = (bits + 0x400000) & -0x800000
+        else:
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        on_grid = bits.to(tl.float32, bitcast=True)
+        return on_grid.to(tl.float16).to(tl.float32) if STORED % 3 == 1 else on_grid
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     stored = bits.to(tl.float32, bitcast=True)
     if FLOAT:

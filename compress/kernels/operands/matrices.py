@@ -9,6 +9,7 @@
                  whole blocks of 128 columns, with codes and scales of zero
 
 Matrices that share their input are stacked along O, and blocks of fp8_block begin with the first row of each.
+Codes of two and three bits are stored as nibbles, too: they are read as fast as four bits, not faster.
 Nibble i of word j of w4 holds column 32 i + j of its 128, stored + 8: a product of 128 columns is four of 32,
 each of whose factors is a nibble of the same words, so nothing is shuffled. The bits 0x4300 | code are the
 bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly (in float16 0x6400 and 1032): an
@@ -62,7 +63,7 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
     """Return the format of a scheme, None where there is none."""
     if scheme is None:
         return "dense16"
-    if scheme.type == "int" and scheme.num_bits == 4 and scheme.activation is None:
+    if scheme.type == "int" and scheme.num_bits <= 4 and scheme.activation is None:
         return "w4"
     if scheme.type == "float" and scheme.activation in ("token", "group"):
         return "fp8" if scheme.activation == "token" else "fp8_block"

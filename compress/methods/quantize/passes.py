@@ -26,7 +26,7 @@ from compress.models.layer_shape import LinearGroup
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
-from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
+from compress.quant.scheme import QuantizedWeight, Scheme, Schemes, with_one_global_scale
 
 CPU_PIECE = (1 << 15) - 1
 """Largest number of weights that a core rounds at once: intermediate results stay in its cache, and torch
@@ -188,7 +188,8 @@ class RoundPass:
             refined = self._refiner.refine(
                 _stacked_blocks(targets(), scheme), rounded.weight, stats, state.output_moment(linears)
             )
-        weights = _split_rows(replace(refined.weight, input_scale=self._input_scale(stats, scheme)), rows)
+        (whole,) = with_one_global_scale([refined.weight])
+        weights = _split_rows(replace(whole, input_scale=self._input_scale(stats, scheme)), rows)
         unrefined = _split_rows(rounded.weight, rows)
         h_II = stats[SecondMoment].mean()
         for linear, w_OI, weight, before in zip(linears, targets(), weights, unrefined, strict=True):
@@ -327,6 +328,6 @@ def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeigh
     scales = weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [
-        QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, weight.input_scale)
+        QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, weight.input_scale, weight.global_scale)
         for codes_OI, scale_OG, zero_OG in zip(codes, scales, zeros, strict=True)
     ]

@@ -108,6 +108,35 @@ def eight_bit() -> str:
     return table(header, rows, align="llrrrrrr")
 
 
+def few_bits_run(name: str) -> Run:
+    """Return the run of a file of few bits."""
+    return result_file(name).run
+
+
+def few_bits(name: str) -> str:
+    """Return the table of the schemes and methods that a file of few bits holds, means over its seeds."""
+    run = few_bits_run(name)
+    header = ["scheme", "made by", "seeds", "mean KL", "± seeds", "p99 KL", "top-1", "perplexity", "CPU s"]
+    rows = []
+    for scheme, method in dict.fromkeys((row["scheme"], row["method"]) for row in run.rows):
+        found = run.where(scheme=scheme, method=method)
+        kls = [row["kl_mean"] for row in found]
+        rows.append(
+            [
+                f"`{scheme}`",
+                f"`{recipe_text(METHODS[method])}`",
+                fixed(len(found)),
+                fixed(mean(kls), 4),
+                fixed((max(kls) - min(kls)) / 2, 4),
+                fixed(mean(row["kl_p99"] for row in found), 3),
+                fixed(mean(row["top1"] for row in found), 3),
+                f"x {mean(row['ppl_ratio'] for row in found):.3f}",
+                fixed(mean(row["cpu_seconds"] for row in found)),
+            ]
+        )
+    return table(header, rows, align="llrrrrrrr")
+
+
 def peer_runs() -> list[Run]:
     """Return the runs in which other tools and this project were measured, runs with `balanced` first."""
     runs = [

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 from torch import nn
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
+from compress.export.config_groups import group_of
+from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
@@ -44,11 +47,14 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
         group_size,
     )
     assert weights.block_structure == ([128, 128] if scheme.strategy == "block" else None)
-    assert weights.strategy == scheme.strategy
+    assert weights.strategy == ("tensor_group" if scheme.scale_type == "e4m3" else scheme.strategy)
     assert weights.type == scheme.type
     assert not weights.dynamic
     assert parsed.ignore == ["lm_head"]
     unpacked = "float-quantized" if scheme.type == "float" else "int-quantized"
+    unpacked = {None: unpacked, "e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}[
+        scheme.scale_type
+    ]
     assert (
         parsed.format
         == group.format
@@ -74,10 +80,12 @@ def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> No
         assert (found.weights.num_bits, found.weights.type, found.weights.strategy) == (
             expected.num_bits,
             expected.type,
-            expected.strategy,
+            "tensor_group" if expected.scale_type == "e4m3" else expected.strategy,
         )
         assert (found.input_activations is None) == (expected.activation is None)
-    kinds = {(each.type, each.activation is None) for each in (SCHEMES[scheme], SCHEMES[head])}
+    kinds = {
+        (each.type, each.activation is None, each.scale_type) for each in (SCHEMES[scheme], SCHEMES[head])
+    }
     one_form = len(kinds) == 1
     assert (parsed.format == "mixed-precision") != one_form
 
@@ -101,7 +109,7 @@ def test_a_scheme_that_has_a_name_here_is_read_under_it(scheme: Scheme) -> None:
         (("sparsity_config",), {"format": "dense"}, "sparsity_config"),
         (("config_groups", "group_0", "targets"), ["LlamaAttention"], "LlamaAttention"),
         (("config_groups", "group_0", "targets"), ["model.layers.7.mlp.up_proj"], r"layers\.7"),
-        (("config_groups", "group_0", "weights", "num_bits"), 3, "3 bits"),
+        (("config_groups", "group_0", "weights", "num_bits"), 5, "5 bits"),
         (("config_groups", "group_0", "weights", "type"), "float", "type float"),
         (("config_groups", "group_0", "weights", "strategy"), "block", "strategy block"),
         (("config_groups", "group_0", "weights", "actorder"), "group", "actorder"),
@@ -337,3 +345,26 @@ def test_float_weights_in_another_type_than_they_claim_are_refused() -> None:
     leaves = {"weight": torch.zeros(2, 2, dtype=torch.float8_e5m2), "weight_scale": torch.ones(2, 1)}
     with pytest.raises(UnsupportedFormat, match="float8_e5m2"):
         FORM.codec.decode(leaves, SCHEMES["FP8_DYNAMIC"])
+
+
+@pytest.mark.parametrize("name", ["W3A16_G128", "W3A16_G64_ASYM", "W2A16_G64"])
+def test_codes_of_few_bits_are_what_the_format_library_decompresses(name: str) -> None:
+    scheme = SCHEMES[name]
+    w_OI = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = nearest_weight(w_OI, scheme, torch.bfloat16)
+    group = group_of(scheme, ["Linear"])
+    args = QuantizationScheme.model_validate({key: group[key] for key in ("targets", "weights", "format")})
+    theirs = PackedQuantizationCompressor.decompress(FORM.codec.encode(weight), args)
+    assert torch.equal(theirs["weight"], weight.dequantize())
+
+
+def test_three_bits_with_ten_codes_a_word_are_refused() -> None:
+    """Words of compressed-tensors before 0.20 begin like ours, and mean something else."""
+    scheme = SCHEMES["W3A16_G128"]
+    leaves = {
+        "weight_packed": torch.zeros(8, -(-256 // 10), dtype=torch.int32),
+        "weight_scale": torch.ones(8, 2),
+        "weight_shape": torch.tensor([8, 256]),
+    }
+    with pytest.raises(UnsupportedFormat, match=r"weight_packed is int32 \[8, 26\].*\[8, 24\]"):
+        FORM.codec.decode(leaves, scheme)

@@ -143,6 +143,8 @@ def test_a_quantized_cache_is_refused(kv_format: str) -> None:
     [
         ("FP8_DYNAMIC", "float-codes"),
         ("FP8_BLOCK", "float-codes"),
+        ("NVFP4", "float-codes"),
+        ("W3A16_G128", "bits"),
         ("W4A16_CHANNEL", "block-size"),
     ],
 )

@@ -90,7 +90,7 @@ def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> 
 
 
 def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
-    reserved, static, total = 1024, 512, 233472  # bytes that the driver keeps of each block, and all there are
+    reserved, static, total = 1024, 512, 233472  # the driver's bytes of each block, ours, and all there are
     assert 2 * (TWO_BLOCKS_BYTES + static + reserved) <= total < 3 * (TWO_BLOCKS_BYTES + reserved)
     for kv_format, cluster in (("BF16", 1), ("FP8_TOKEN_HEAD", 1), ("FP8_TOKEN_HEAD", 4)):
         each = replace(VARIANT, kv_format=kv_format, cluster=cluster)

@@ -31,6 +31,7 @@ CASES = [
     ("FP8_DYNAMIC", torch.bfloat16, (20,), 336, None),
     ("FP8_BLOCK", torch.bfloat16, (128, 128), 1280, "silu"),
     ("FP8_BLOCK", torch.float16, (40,), 4096, None),
+    ("W3A16_G64_ASYM", torch.bfloat16, (16,), 192, None),
 ]
 each_case = pytest.mark.parametrize(("name", "dtype", "sizes", "k", "activation"), CASES)
 few_cases = pytest.mark.parametrize(

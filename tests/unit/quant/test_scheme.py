@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from compress.errors import UsageError
+from compress.quant import e2m1
 from compress.quant.codec import CanonicalCodec
+from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
 
 
@@ -40,7 +42,10 @@ def test_a_weight_only_scheme_is_said_in_four_facts() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_codes_fill_their_type(scheme: Scheme) -> None:
-    if scheme.type == "float":
+    if scheme.scale_type is not None:
+        assert (scheme.min_code, scheme.max_code) == (-max(e2m1.VALUES), max(e2m1.VALUES))
+        assert 2 * len(e2m1.VALUES) == 2**scheme.num_bits
+    elif scheme.type == "float":
         limits = torch.finfo(scheme.code_dtype)
         assert (scheme.min_code, scheme.max_code, limits.bits) == (limits.min, limits.max, scheme.num_bits)
     else:
@@ -104,6 +109,8 @@ def test_dequantizing_rounds_the_exact_product_once(scheme: Scheme, dtype: torch
 @pytest.mark.parametrize("in_features", [30, 32, 33, 256])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, in_features: int) -> None:
+    if scheme.scale_type is not None:
+        in_features += in_features % 2  # two codes are a byte
     scheme = scheme if scheme.group_size is None else dataclasses.replace(scheme, group_size=in_features)
     weight = random_weight(scheme, 7, in_features, torch.bfloat16)
     codec = CanonicalCodec()
@@ -116,7 +123,7 @@ def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, 
         weight.input_scale,
         scheme.activation != "tensor",
     )
-    assert torch.equal(again.scale_OG, weight.scale_OG)
+    assert torch.equal(again.scale_OG.to(weight.scale_OG.dtype), weight.scale_OG)
     assert (again.zero_point_OG is None) == scheme.symmetric
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
         assert torch.equal(again.zero_point_OG, weight.zero_point_OG)
@@ -126,13 +133,11 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int, dtype: to
     generator = torch.Generator().manual_seed(1)
     low = scheme.min_code
     high = scheme.max_code + 1
-    codes_OI = (
-        torch.randint(low, high, (out_features, in_features), generator=generator)
-        .to(torch.float32)
-        .to(scheme.code_dtype)
-    )
+    drawn_OI = torch.randint(low, high, (out_features, in_features), generator=generator)
+    codes_OI = nearest_codes(drawn_OI, scheme, torch.ones(()), None).to(scheme.code_dtype)
     groups = scheme.num_groups(in_features)
     scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(dtype)
+    scale_OG = scale_OG if scheme.scale_type is None else storable(scale_OG, scheme, dtype)
     zero_OG = (
         None
         if scheme.symmetric
