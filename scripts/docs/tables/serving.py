@@ -1,12 +1,66 @@
-"""Tables of many requests at once: a fixed workload, first tokens, and long prompts among decodes."""
+"""Tables of many requests at once: a fixed workload, first tokens, long prompts among decodes, arrivals of a
+trace and at a low rate, and long contexts.
+"""
+
+from typing import Any
 
 from scripts.docs.markdown import bold, fixed, table
-from scripts.docs.result_files import Run, result_file
+from scripts.docs.result_files import Row, Run, result_file
+
+_DRAWN = "workload_512"
 
 
 def runs(experiment: str) -> list[Run]:
     """Return the runs that have rows of an experiment."""
     return [run for run in result_file("h200/serving").runs if run.where(experiment=experiment)]
+
+
+def one(experiment: str, **wanted: Any) -> Row:
+    """Return the only row of an experiment with these values."""
+    (row,) = (row for run in runs(experiment) for row in run.where(experiment=experiment, **wanted))
+    return row
+
+
+def arrivals(*, drawn: bool) -> list[Run]:
+    """Return the runs whose requests arrive: those drawn by the law of the fixed workload, or of a trace."""
+    return [run for run in runs("trace") if (run.rows[0]["trace"] == _DRAWN) == drawn]
+
+
+def long_context_run() -> Run:
+    """Return the run that times a long context by the format of the cache."""
+    return result_file("h200/long_context").run
+
+
+def policies(run: Run) -> str:
+    """Return the table of requests that arrive at a low rate, by policy of batching."""
+    rows = [
+        [
+            row["policy"],
+            bold(f"{fixed(row['e2el_ms_p50'])} ms"),
+            f"{fixed(row['ttft_ms_p50'])} ms",
+            f"{fixed(row['itl_ms_p50'], 1)} ms",
+            fixed(row["req_s"], 1),
+        ]
+        for row in run.where(experiment="trace")
+    ]
+    header = ["policy", "whole request, median", "TTFT, median", "ITL, median", "requests/s done"]
+    return table(header, rows, align="lrrrr")
+
+
+def long_contexts(run: Run) -> str:
+    """Return the table of times of a token at a long context, by the format of the cache."""
+    rows = [
+        [
+            row["kv"],
+            row["batch_size"],
+            bold(f"{fixed(row['tpot_ms_p50'], 2)} ms"),
+            f"{fixed(row['tpot_ms_p10'], 2)} .. {fixed(row['tpot_ms_p90'], 2)}",
+            fixed(row["tokens_per_gib"]),
+        ]
+        for row in run.rows
+    ]
+    header = ["KV cache", "requests", "TPOT, median", "10th to 90th percentile", "tokens a GiB holds"]
+    return table(header, rows, align="lrrrr")
 
 
 def workload(run: Run) -> str:

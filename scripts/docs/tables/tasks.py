@@ -1,7 +1,7 @@
 """Tables of tasks: what ways of quantizing cost in points of benchmarks, and lm-eval on two backends."""
 
 from compress.validate.parts.tasks import drop_text
-from scripts.docs.markdown import fixed, table
+from scripts.docs.markdown import bold, fixed, table
 from scripts.docs.result_files import Row, Run, result_file
 
 TITLES = {
@@ -45,6 +45,29 @@ def recovery(way: str) -> str:
         for row in main_run().where(kind="recovery", way=way)
     ]
     return table(header, rows, align="lrrrrrlrr")
+
+
+def scoring_run() -> Run:
+    """Return the run of scoring beside a plain loop over transformers."""
+    return result_file("h200/scoring").run
+
+
+def scoring() -> str:
+    """Return the table of scoring beside a plain loop."""
+    header = ["model", "task", "items", "same score", "s, this engine", "s, plain loop", "times as fast"]
+    rows = [
+        [
+            f"`{row['model']}`",
+            row["task"],
+            fixed(row["num_items"]),
+            fixed(row["num_equal"]),
+            fixed(row["seconds"], 2),
+            fixed(row["seconds_loop"], 2),
+            bold(fixed(row["times_faster"], 1)),
+        ]
+        for row in scoring_run().rows
+    ]
+    return table(header, rows, align="llrrrrr")
 
 
 def adapter_rows() -> list[Row]:
