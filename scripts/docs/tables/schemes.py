@@ -17,19 +17,17 @@ ROWS = (
         "from sm_80, prefill in Triton, less tuned than the others",
     ),
     (
-        "`W3A16_G128`, `W3A16_G64`, each also `_ASYM`",
-        "3-bit integers, a scale for each 128 or 64 inputs",
+        "`W3A16_G128`, `W3A16_G64`, `W2A16_G128`, `W2A16_G64`, each also `_ASYM`",
+        "3-bit and 2-bit integers, a scale for each 128 or 64 inputs",
         "16 bits",
         "from sm_80: the kernels of 4 bits, which hold a code in 4 bits",
     ),
-    ("`W2A16_G128`, `W2A16_G64`, each also `_ASYM`", "2-bit integers, the same", "16 bits", "the same"),
     (
-        "`NVFP4`",
-        "e2m1, an e4m3 scale for each 16 inputs, a float32 scale for all",
+        "`NVFP4`, `MXFP4`",
+        "e2m1; an e4m3 scale for each 16 inputs and a float32 scale for all, or a power of two for each 32",
         "16 bits",
         "none: dequantized to 16 bits",
     ),
-    ("`MXFP4`", "e2m1, a power of two for each 32 inputs", "16 bits", "the same"),
     ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "none: dequantized to 16 bits"),
     (
         "`INT8_DYNAMIC`",
@@ -38,12 +36,11 @@ ROWS = (
         "none: reference kernel",
     ),
     (
-        "`FP8_DYNAMIC`",
+        "`FP8_DYNAMIC`, `FP8_STATIC`",
         "e4m3, a scale an output channel",
-        "e4m3, a scale a token, found while serving",
+        "e4m3; a scale a token, found while serving, or one scale an input, calibrated",
         "prefill from sm_90, decoding from sm_80",
     ),
-    ("`FP8_STATIC`", "the same", "e4m3, one scale an input, calibrated", "the same"),
     (
         "`FP8_BLOCK`",
         "e4m3, a scale a block of 128 x 128, as DeepSeek-V3",
