@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from compress.export import open_weights
@@ -37,12 +36,15 @@ from compress.validate.tasks.items import Item
 from compress.validate.tasks.kinds.jsonl import JsonlTask
 from compress.validate.tasks.text_model import TextModel
 from scripts.bench_setup import markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_tasks import read_tasks
 from scripts.eval_tasks import BENCHMARKS
 
 BUNDLED = "builtin://reference"
 WARM_UP_ITEMS = 8
 LONGEST = 1024
 """Tokens of a question with its answer, at most."""
+Tasks = Mapping[str, tuple[JsonlTask, list[Item], int]]
+"""Each task by name, the items that are drawn of it, and how many there are."""
 
 
 class PlainLoop:
@@ -76,26 +78,15 @@ class PlainLoop:
         return []
 
 
-def read_tasks(folder: Path, num_items: int, seed: int) -> dict[str, tuple[JsonlTask, list[Item]]]:
-    """Return each task with the items that are drawn of it."""
-    found = {}
-    for name, benchmark in BENCHMARKS.items():
-        task = JsonlTask.model_validate(benchmark.recipe_task(folder))
-        items = task.items()
-        order = np.sort(np.random.default_rng(seed).permutation(len(items))[:num_items])
-        found[name] = (task, [items[idx] for idx in order])
-    return found
-
-
 def timed(
-    model: TextModel | PlainLoop, tasks: Mapping[str, tuple[JsonlTask, list[Item]]], device: torch.device
+    model: TextModel | PlainLoop, tasks: Tasks, device: torch.device
 ) -> dict[str, tuple[list[float], float]]:
     """Return the score of each item, and the seconds that all of a task took."""
     answering = cast(TextModel, model)
-    for task, items in tasks.values():
+    for task, items, _ in tasks.values():
         task.answers(answering, items[:WARM_UP_ITEMS])
     found = {}
-    for name, (task, items) in tasks.items():
+    for name, (task, items, _) in tasks.items():
         if device.type == "cuda":
             torch.cuda.synchronize()
         started_s = time.perf_counter()
@@ -104,9 +95,7 @@ def timed(
     return found
 
 
-def measure(
-    model: str, path: Path, tokenizer: Path, tasks: Mapping[str, tuple[JsonlTask, list[Item]]]
-) -> list[dict[str, Any]]:
+def measure(model: str, path: Path, tokenizer: Path, tasks: Tasks) -> list[dict[str, Any]]:
     """Return one row a task of a checkpoint on disk, and one of all tasks."""
     device = pick_device()
     dtype = model_dtype(device)
@@ -186,7 +175,7 @@ def main() -> None:
         parser.error("--folder names the directory of the four benchmarks")
     device = pick_device()
     bundled = resolve_source(BUNDLED).path
-    tasks = read_tasks(args.folder, args.items, args.seed)
+    tasks = read_tasks(args.folder, args.seed, dict.fromkeys(BENCHMARKS, args.items))
     rows: list[dict[str, Any]] = []
     for model in args.models:
         started_s = time.perf_counter()
