@@ -26,7 +26,7 @@
 //
 // Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
 // raw row that a thread keeps; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
-// thread that multiplies, where four-bit weights are.
+// thread that multiplies, where it takes some from those that copy.
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
