@@ -78,8 +78,8 @@ def global_scale_of(scale_OG: Tensor) -> Tensor:
 
 
 def to_e4m3(scale_OG: Tensor, global_scale: Tensor) -> Tensor:
-    """Return scales as they are stored, the nearest e4m3 numbers: 0 for a group whose weights are nothing
-    beside the largest of the matrix."""
+    """Return scales as they are stored, the nearest e4m3 numbers: 0 for a group whose weights are a
+    hundred-thousandth of the largest of the matrix."""
     return (scale_OG.to(torch.float32) * global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
 
 
