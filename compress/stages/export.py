@@ -104,7 +104,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     scheme = store.scheme
     name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
-    written = write_format(name, out.path, store, scheme)
+    write_format(name, out.path, store, scheme)
     inputs.source.copy_text_files(out.path)
     inputs.source.copy_documents(out.path)
     manifest = artifact.manifest
@@ -115,7 +115,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
         )
     out.describe(
         role="checkpoint",
-        arch=None if manifest.arch is None else {**manifest.arch, "dtype": written.dtype},
+        arch=manifest.arch,
         layers=manifest.layers,
         scheme=manifest.scheme,
         facts=facts,
