@@ -320,7 +320,7 @@ class CompressedTensors:
             "ignore": list(dense),
             KV_KEY: None,
             "version": FORMAT_VERSION,
-            **({"dequantize": True} if format_of(scheme) == PACK_FORMAT else {}),
+            **({"dequantize": True} if scheme.num_bits < 8 or format_of(scheme) == PACK_FORMAT else {}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:

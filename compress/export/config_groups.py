@@ -185,7 +185,8 @@ def _read_fp4(group: Mapping[str, Any], form: str) -> Scheme:
     )
     wanted = group_of(scheme, ())["weights"]
     given = {key: weights.get(key, wanted[key] if key == "scale_dtype" else None) for key in wanted}
-    given |= {key: weights[key] for key in ("zp_dtype", "block_structure", "actorder") if weights.get(key)}
+    given |= {key: weights[key] for key in ("block_structure",) if weights.get(key)}
+    given |= {"actorder": "group"} if weights.get("actorder") == "group" else {}
     if given["scale_dtype"] is None:
         given["scale_dtype"] = wanted["scale_dtype"]
     if given != wanted or group.get("input_activations"):

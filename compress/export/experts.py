@@ -54,8 +54,8 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
 
 
 def _is_packed(scheme: Scheme) -> bool:
-    return format_of(scheme) == PACK_FORMAT and scheme.symmetric
+    return scheme.scale_type == "e8m0" or (format_of(scheme) == PACK_FORMAT and scheme.symmetric)
 
 
 def _is_channel_fp8(scheme: Scheme | None) -> bool:
-    return scheme is not None and scheme.type == "float" and scheme.block_rows == 1
+    return scheme is not None and (scheme.type, scheme.num_bits, scheme.block_rows) == ("float", 8, 1)

@@ -24,6 +24,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, check_rules, codecs
 from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch
 from compress.models.checkpoint import CONFIG_NAME, read_config
+from compress.models.checkpoint_writer import with_shared_scales
 from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabulary_tensors
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
@@ -74,7 +75,7 @@ def write_speculators(
         check_rules(_CODES, head.facts.arch, scheme)
     tensors: dict[str, Tensor] = vocabulary_tensors(head.vocabulary_W, head.facts.arch.vocab_size)
     own = {} if head.embed_VD is None else {"embed.weight": head.embed_VD}
-    for name, value in {**head.weights, **own}.items():
+    for name, value in {**_with_shared_scales(head), **own}.items():
         module, _, leaf = name.rpartition(".")
         leaves = codec.encode(value) if isinstance(value, QuantizedWeight) else {leaf: value}
         tensors |= {f"{NAMES[module]}.{each}": tensor.contiguous() for each, tensor in leaves.items()}
@@ -84,6 +85,16 @@ def write_speculators(
     (directory / CONFIG_NAME).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def _with_shared_scales(head: Eagle3Head) -> dict[str, Tensor | QuantizedWeight]:
+    """Return the weights of a head, with one global scale where consumers multiply linears as one."""
+    prefix = "layers.0."
+    layer = {
+        name.removeprefix(prefix): each for name, each in head.weights.items() if name.startswith(prefix)
+    }
+    shared = with_shared_scales(head.facts.arch.layers[0], layer)
+    return {**head.weights, **{prefix + name: each for name, each in shared.items()}}
 
 
 def open_eagle3(path: Path) -> Eagle3Head:

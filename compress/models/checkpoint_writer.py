@@ -78,7 +78,7 @@ def write_checkpoint(
     for name, value in source.outer().items():
         add(name, value)
     for idx in range(arch.num_layers):
-        for name, value in _with_shared_scales(arch.layers[idx], source.layer(idx)).items():
+        for name, value in with_shared_scales(arch.layers[idx], source.layer(idx)).items():
             add(f"layers.{idx}.{name}", value)
     shards.finish()
     config = family.changed(family.write_config(arch), **(fields or {}))
@@ -89,14 +89,15 @@ def write_checkpoint(
     )
 
 
-def _with_shared_scales(shape: LayerShape, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
+def with_shared_scales(shape: LayerShape, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
     """Return the weights of a layer, those of a linear group with one global scale where they have one:
-    vLLM multiplies a group as one matrix, and takes the largest of its global scales for all of it."""
+    vLLM multiplies a group as one matrix, and takes the largest of its global scales for all of it. Those
+    that were read from another checkpoint stay as they came."""
     shared = dict(weights)
     for group in shape.groups:
         names = [f"{linear}.weight" for linear in group.linears]
         quantized = [each for name in names if isinstance(each := shared.get(name), QuantizedWeight)]
-        if len(quantized) == len(names):
+        if len(quantized) == len(names) and all(each.global_scale is None for each in quantized):
             shared |= dict(zip(names, with_one_global_scale(quantized), strict=True))
     return shared
 

@@ -217,9 +217,11 @@ def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
 
 
 def stored_scale(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """Return the scale as it is stored; a group of zeros gets 1 so that no consumer divides by zero."""
+    """Return the scale as it is stored; a group of zeros gets 1, or in NVFP4 what the usual global scale
+    makes 1, so that no consumer divides by zero."""
     stored = storable(scale, scheme, dtype)
-    return torch.where(stored > 0, stored, torch.ones_like(stored))
+    of_zeros = 2.0**-scale_grid.PREFERRED_EXPONENT if scheme.scale_type == "e4m3" else 1.0
+    return torch.where(stored > 0, stored, torch.full_like(stored, of_zeros))
 
 
 def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:

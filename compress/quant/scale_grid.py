@@ -78,9 +78,9 @@ def global_scale_of(scale_OG: Tensor) -> Tensor:
 
 
 def to_e4m3(scale_OG: Tensor, global_scale: Tensor) -> Tensor:
-    """Return scales as they are stored; one too small for e4m3 becomes its least number, not 0."""
-    stored = scale_OG.to(torch.float32) * global_scale
-    return stored.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+    """Return scales as they are stored, the nearest e4m3 numbers: 0 for a group whose weights are nothing
+    beside the largest of the matrix."""
+    return (scale_OG.to(torch.float32) * global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
 
 
 def from_e4m3(stored_OG: Tensor, global_scale: Tensor) -> Tensor:

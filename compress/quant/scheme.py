@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from compress.errors import StorageError, UsageError, did_you_mean
+from compress.errors import StorageError, UnsupportedFormat, UsageError, did_you_mean
 from compress.quant import e2m1
 from compress.quant.scale_grid import from_e4m3, global_scale_of, to_e4m3
 from compress.untrusted.fields import Fields
@@ -129,7 +129,7 @@ class Scheme:
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
         """Return the bytes of codes, scales, zero points and float32 scalars (the scale of inputs, or of all
-        scales) of an [O, I] weight, on disk and on the device."""
+        scales) of an [O, I] weight, on disk and, from four bits on, on the device."""
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
         scalars = 4 * ((self.activation == "tensor") + (self.scale_type == "e4m3"))
@@ -163,6 +163,13 @@ class Scheme:
         ):
             if scheme.has(name) and scheme.text(name) not in choices:
                 raise scheme.wrong(name, scheme.text(name), f"one of {', '.join(choices)}")
+        is_float = scheme.has("type") and scheme.text("type") == "float"
+        known = (8, False), (4, True) if is_float else (scheme.integer("num_bits", 1, 8), False)
+        if (scheme.integer("num_bits", 1, 8), scheme.has("scale_type")) not in known:
+            raise StorageError(
+                "a scheme of a manifest has floats of other than 8 bits, or of 4 with scales of one byte, or "
+                "integers with scales of one byte."
+            )
         return Scheme(
             name=scheme.text("name"),
             num_bits=scheme.integer("num_bits", 1, 8),
@@ -396,11 +403,15 @@ class QuantizedWeight:
 
 def with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     """Return weights that are multiplied as one with the smallest of their global scales, as consumers that
-    stack them need; a scale that e4m3 has less precision for then is rounded. Other schemes stay."""
+    stack them need; a scale that e4m3 has less precision for then is rounded. Other schemes stay.
+
+    Raises:
+        UnsupportedFormat: weights that came with global scales of their own would be rounded.
+    """
     if any(each.scheme.scale_type != "e4m3" for each in weights):
         return list(weights)
     global_scale = torch.stack([_own_global_scale(each) for each in weights]).amin()
-    return [
+    shared = [
         replace(
             each,
             scale_OG=from_e4m3(to_e4m3(each.scale_OG, global_scale), global_scale).to(each.scale_OG.dtype),
@@ -408,6 +419,13 @@ def with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedW
         )
         for each in weights
     ]
+    given = [(a, b) for a, b in zip(weights, shared, strict=True) if a.global_scale is not None]
+    if any(not torch.equal(a.scale_OG, b.scale_OG) for a, b in given):
+        raise UnsupportedFormat(
+            "linears that are one matrix in the other checkpoint came with several global scales, and one "
+            "for all of them would round them."
+        )
+    return shared
 
 
 def _own_global_scale(weight: QuantizedWeight) -> Tensor:

@@ -18,8 +18,10 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.moe import best
 from compress.models.overrides import overridden
 from compress.models.weights import Weights, build_decoder, dense
-from compress.quant.mxfp4 import MAX_SCALE, VALUES, from_mxfp4
+from compress.quant.e2m1 import VALUES
+from compress.quant.mxfp4 import from_mxfp4
 from compress.quant.numerics import nearest_weight
+from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
 from tests.support.tiny_hf import CASES, auto_class, build, saved, tokens
@@ -137,7 +139,7 @@ def test_mxfp4_blocks_are_read_as_the_numbers_that_transformers_makes_of_them(tm
 
 
 def test_all_scales_of_mxfp4_that_bfloat16_represents_are_exact() -> None:
-    scales = torch.arange(MAX_SCALE + 1, dtype=torch.uint8).unsqueeze(1)
+    scales = torch.arange(LARGEST_BYTE + 1, dtype=torch.uint8).unsqueeze(1)
     blocks = torch.arange(16, dtype=torch.uint8).expand(len(scales), 1, 16)
     exact = torch.tensor([*VALUES, *(-each for each in VALUES)], dtype=torch.float64)
     exact = exact * 2.0 ** (scales.to(torch.float64) - 127)
@@ -251,6 +253,8 @@ COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
     ("mixtral", "INT8_DYNAMIC", None, {}, False),
     ("mixtral", "W4A16_G128_ASYM", None, {}, False),
     ("qwen3-moe", "FP8_BLOCK", None, {}, False),
+    ("qwen3-moe", "NVFP4", None, {}, False),
+    ("mixtral", "MXFP4", None, {}, True),
     ("mixtral", "W4A16_G128", None, {"layers.0.moe.experts.*": "W8A16"}, False),
 ]
 

@@ -8,7 +8,7 @@ that a scheme without a fast kernel, which runs dequantized, is as slow as a den
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,13 +54,18 @@ class LatencyTable:
         num_bytes = (
             2 * n * k
             if scheme is None or self._dequantized(n, k, scheme, dtype)
-            else scheme.weight_bytes(n, k)
+            else _in_kernels(scheme).weight_bytes(n, k)
         )
         return self.launch_us + num_bytes / self.bytes_per_us, "bytes"
 
     def _dequantized(self, n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> bool:
         problem = KernelDevice("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)
         return DEQUANTIZED in select(problem).name
+
+
+def _in_kernels(scheme: Scheme) -> Scheme:
+    """Return the scheme as kernels hold it: codes of two and three bits take four."""
+    return replace(scheme, num_bits=4) if scheme.type == "int" and scheme.num_bits < 4 else scheme
 
 
 def known_devices() -> list[str]:

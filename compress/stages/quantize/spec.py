@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from compress.calibrate.experts import DEFAULT_POLICY, MIN_TOKENS, ExpertPolicy, StarvedPolicy
 from compress.calibrate.guide import Guide
+from compress.distill.scales import tunes
 from compress.errors import UsageError, did_you_mean
 from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Rounder, Smoother
 from compress.methods.quantize.descent import Descent
@@ -25,6 +26,7 @@ HEAD_SCHEMES = tuple(
 )
 """Schemes that an output head can have: 8 bits, and no calibrated input scale, because a head is rounded
 without calibration."""
+_DEFAULT_SCHEME = "W4A16_G128"
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
     "balanced": {
@@ -81,6 +83,16 @@ def _check_overrides(overrides: Mapping[str, str]) -> None:
         scheme_or_dense(name)
 
 
+def _has_scales_to_tune(raw: Mapping[str, Any]) -> bool:
+    """Return whether one of the schemes that a recipe names, if they have no mistake, has scales that `tune`
+    trains."""
+    name = raw.get("scheme", _DEFAULT_SCHEME)
+    overrides = raw.get("overrides")
+    names = [name, *(overrides.values() if isinstance(overrides, Mapping) else ())]
+    known = [SCHEMES.get(each) for each in names if isinstance(each, str)]
+    return len(known) < len(names) or None in known or any(tunes(each) for each in known if each is not None)
+
+
 def _kind_of_scheme(value: Any) -> str:
     return "mixed" if isinstance(value, Mapping | Mixed) else "name"
 
@@ -115,7 +127,7 @@ class Quantize(Spec):
         | Annotated[Mixed, Tag("mixed")],
         Discriminator(_kind_of_scheme),
     ] = Field(
-        "W4A16_G128",
+        _DEFAULT_SCHEME,
         description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or "
         f"`{{kind: mixed}}`, which chooses among several",
     )
@@ -200,6 +212,8 @@ class Quantize(Spec):
         if not isinstance(name, str) or name not in PRESETS:
             return raw  # no preset, or a value that its field refuses
         filled = {**PRESETS[name], **raw}
+        if "tune" not in raw and not _has_scales_to_tune(raw):
+            filled.pop("tune", None)
         if filled.get("smooth") is not None and "true_sequential" not in raw:
             filled.pop(
                 "true_sequential", None
@@ -212,6 +226,17 @@ class Quantize(Spec):
             raise ValueError(
                 "refine: coupled_rounds need the gradients of a guide, which tell how errors of rows add up: "
                 "add `guide: {kind: gradients}`, or leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tune(self) -> Self:
+        if self.tune is not None and not _has_scales_to_tune(
+            {"scheme": self.scheme, "overrides": self.overrides}
+        ):
+            raise ValueError(
+                f"tune: {self.scheme} has no scales to train: they are one byte, or of blocks of rows. Leave "
+                "`tune` out."
             )
         return self
 

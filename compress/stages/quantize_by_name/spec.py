@@ -11,13 +11,21 @@ from compress.quant.scheme import SCHEMES, Scheme, scheme_named
 from compress.recipe import Spec, checked_by, list_to_tuple
 
 MAX_PATTERNS = 64
-SCHEMES_BY_NAME = tuple(name for name, scheme in SCHEMES.items() if scheme.activation != "tensor")
-"""Schemes whose codes and scales depend on the weights alone."""
+SCHEMES_BY_NAME = tuple(
+    name for name, scheme in SCHEMES.items() if scheme.activation != "tensor" and scheme.scale_type != "e4m3"
+)
+"""Schemes whose codes and scales depend on the weight alone, and on no other weight that is multiplied as one
+with it."""
 Pattern = Annotated[str, Field(min_length=1, max_length=200)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(list_to_tuple), Field(max_length=MAX_PATTERNS)]
 
 
 def _check_scheme(name: str) -> None:
+    if scheme_named(name).scale_type == "e4m3":
+        raise UsageError(
+            f"{name} has one global scale for linears that are multiplied as one, and which these are is not "
+            f"known of a model that is quantized by name. Choose one of {', '.join(SCHEMES_BY_NAME)}."
+        )
     if scheme_named(name).name not in SCHEMES_BY_NAME:
         raise UsageError(
             f"{name} takes a scale of the inputs, which calibration finds, and no text goes through a model "

@@ -15,10 +15,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from compress.errors import UnsupportedFormat
-from compress.export.speculators import is_eagle3, open_eagle3, write_speculators
+from compress.export.speculators import LINEARS, is_eagle3, open_eagle3, write_speculators
 from compress.models.attention import FullAttention
 from compress.models.eagle3 import Eagle3Head, random_eagle3, save_eagle3
 from compress.models.layer_shape import Rope
+from compress.models.weights import dense
+from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
@@ -193,3 +195,23 @@ def test_other_directories_are_none(tmp_path: Path) -> None:
     save_eagle3(tmp_path, make_head())
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert not is_eagle3(tmp_path)
+
+
+def test_linears_of_one_input_have_one_global_scale(tmp_path: Path) -> None:
+    head = make_head()
+    scheme = SCHEMES["NVFP4"]
+    names = [f"layers.0.attn.{each}.weight" for each in "qkv"]
+    sizes = dict(zip(names, (4.0, 0.02, 0.02), strict=True))
+    codes = {
+        f"{name}.weight": nearest_weight(
+            sizes.get(f"{name}.weight", 1.0) * dense(head.weights[f"{name}.weight"]), scheme, torch.float32
+        )
+        for name in LINEARS
+        if f"{name}.weight" in head.weights
+    }
+    write_speculators(
+        tmp_path, replace(head, weights={**head.weights, **codes}), verifier="v", architectures=["V"], k=2
+    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    shared = {float(tensors[f"layers.0.self_attn.{each}_proj.weight_global_scale"]) for each in "qkv"}
+    assert len(shared) == 1

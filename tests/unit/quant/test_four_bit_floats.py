@@ -12,15 +12,17 @@ from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 from torch import Tensor
 
 from compress.calibrate.stats import InputStats, SecondMoment
-from compress.errors import UnsupportedFormat
+from compress.errors import StorageError, UnsupportedFormat
 from compress.export import FORMATS
 from compress.export.config_groups import group_of, read_groups
 from compress.methods.quantize.descent import Descent
+from compress.models.checkpoint_writer import with_shared_scales
 from compress.quant import e2m1, scale_grid
 from compress.quant.codec import CanonicalCodec
 from compress.quant.mxfp4 import from_mxfp4
 from compress.quant.numerics import choose_scale, nearest_weight, output_error, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, with_one_global_scale
+from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 NVFP4 = SCHEMES["NVFP4"]
 MXFP4 = SCHEMES["MXFP4"]
@@ -218,3 +220,59 @@ def test_a_global_scale_of_another_tool_comes_back_bit_for_bit() -> None:
         assert torch.equal(each.view(torch.uint8), leaves[name].view(torch.uint8)), name
     theirs = NVFP4PackedCompressor.decompress(leaves, preset_name_to_scheme("NVFP4A16", ["Linear"]))
     assert torch.equal(theirs["weight"], weight.dequantize(torch.bfloat16))
+
+
+def test_a_group_of_zeros_moves_no_global_scale() -> None:
+    w_OI = 0.02 * randn(8, 64)
+    w_OI[3, 16:32] = 0
+    weight = nearest_weight(w_OI, NVFP4, torch.bfloat16)
+    assert CODEC.encode(weight)["weight_global_scale"] == 512
+    assert torch.equal(CODEC.decode(CODEC.encode(weight), NVFP4).dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("large", [3.0, 0.02])
+def test_weights_that_are_nothing_beside_the_others_stay_so(large: float) -> None:
+    w_OI = large * randn(8, 64)
+    w_OI[2] *= 1e-6
+    weight = nearest_weight(w_OI, NVFP4, torch.float32)
+    stored = CODEC.decode(CODEC.encode(weight), NVFP4)
+    assert float(stored.dequantize()[2].abs().max()) < 2.0**-9 * large
+    others = [0, 1, 3, 4, 5, 6, 7]
+    assert torch.equal(stored.dequantize()[others], weight.dequantize()[others])
+
+
+def test_foreign_global_scales_are_not_rounded_away() -> None:
+    """Linears of one group stay as they came; what must become one matrix is refused."""
+    weights = {
+        f"attn.{name}.weight": CODEC.decode(
+            CODEC.encode(nearest_weight(size * randn(8, 64), NVFP4, torch.float32))
+            | {"weight_global_scale": torch.tensor([2688 / size])},
+            NVFP4,
+        )
+        for name, size in (("q", 0.03), ("k", 0.02), ("v", 0.01))
+    }
+    shape = tiny_arch(LLAMA).layers[0]
+    kept = with_shared_scales(shape, weights)
+    assert all(kept[name] is weight for name, weight in weights.items())
+    with pytest.raises(UnsupportedFormat, match="several global scales"):
+        with_one_global_scale(list(weights.values()))
+
+
+def test_fields_that_change_no_number_are_passed_over() -> None:
+    group = group_of(NVFP4, ["Linear"])
+    extra = {"zp_dtype": "torch.float8_e4m3fn", "actorder": "static"}
+    config = {"config_groups": {"group_0": {**group, "weights": {**group["weights"], **extra}}}}
+    assert read_groups(config, ["a.0.b"]) == {"a.0.b": NVFP4}
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    with pytest.raises(UnsupportedFormat, match="actorder group"):
+        read_groups(config, ["a.0.b"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale_type": None}, {"num_bits": 8}, {"num_bits": 5}, {"type": "int"}], ids=str
+)
+def test_a_manifest_names_only_floats_that_there_are(change: dict[str, Any]) -> None:
+    facts = {key: value for key, value in (NVFP4.to_json() | change).items() if value is not None}
+    with pytest.raises(StorageError, match="floats of other than"):
+        Scheme.from_json(facts)
+    assert Scheme.from_json(NVFP4.to_json()) == NVFP4

@@ -111,3 +111,14 @@ def test_a_linear_group_is_timed_as_the_loader_places_it(name: str, scheme: str 
         tiny, 0, LINEAR_GROUPS[name], SCHEMES[scheme] if scheme else None, rows=2, deployment=deployment
     )
     assert 0 < us < 1e6
+
+
+@pytest.mark.parametrize("bits", ["W3A16", "W2A16"])
+def test_fewer_than_four_bits_take_the_time_of_four(bits: str) -> None:
+    """Kernels hold their codes in four bits, so that a budget of time buys nothing with them."""
+    table = latency_table("NVIDIA H200")
+
+    def us(name: str) -> float:
+        return table.linear_us("down", 4096, 12288, SCHEMES[name], rows=1, dtype=BF16)[0]
+
+    assert us(f"{bits}_G64") == us("W4A16_G64")

@@ -179,6 +179,8 @@ def test_quantized_checkpoints_and_empty_choices_are_refused(tmp_path: Path) -> 
 def test_specs_that_no_format_or_no_weight_alone_decides_are_refused() -> None:
     with pytest.raises(ValueError, match="no text goes through a model"):
         QuantizeByName(scheme="FP8_STATIC")
+    with pytest.raises(ValueError, match="multiplied as one"):
+        QuantizeByName(scheme="NVFP4")
     with pytest.raises(ValueError, match="fp8 is written in FP8_BLOCK alone"):
         QuantizeByName(scheme="FP8_DYNAMIC", format="fp8")
     with pytest.raises(ValueError, match="gptq is not written by tensor name"):

@@ -119,3 +119,14 @@ def test_every_sweep_is_in_the_estimate() -> None:
     assert found[0].flops < found[1].flops < found[2].flops
     assert found[2].flops - found[1].flops == pytest.approx(found[1].flops - found[0].flops)
     assert found[0].num_launches < found[1].num_launches < found[2].num_launches
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "MXFP4", "FP8_BLOCK"])
+def test_schemes_without_scales_to_train_are_not_tuned(scheme: str) -> None:
+    best = parsed(f"{{preset: best, scheme: {scheme}}}")
+    assert best.tune is None
+    assert best.refine is not None
+    mixed = f"{{preset: best, scheme: {scheme}, overrides: {{'*.ffn.down': W8A16}}}}"
+    assert parsed(mixed).tune is not None, "one linear has scales to train"
+    with pytest.raises(RecipeError, match="no scales to train"):
+        parsed(f"{{scheme: {scheme}, tune: {{kind: scales}}}}")
