@@ -116,9 +116,9 @@ def _outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int) -> int:
 
 
 def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
-    """Return the memory that writing `size` bytes takes: that of a shard. A format with a graph has smaller
-    shards, though none smaller than the embedding, and holds embedding and head in its own dtype beside
-    one."""
+    """Return the memory in bytes that writing `size` bytes takes: one shard at most. Formats with a graph
+    have smaller shards, except for an embedding that is larger than one; writing them also holds the
+    embedding and the head in the dtype of the format."""
     if not is_graph(name):
         return min(size, MAX_SHARD_BYTES)
     itemsize = dense_itemsize(name)
