@@ -159,8 +159,8 @@ def format_by_name(name: str) -> FormatByName:
 
 
 def dense_itemsize(name: str) -> int:
-    """Return the bytes of a dense weight in the format of that name: two where it keeps the dtype of the
-    model."""
+    """Return the bytes of a dense weight, and of a scale, in the format of that name: two where it keeps the
+    dtype of the model."""
     form = FORMATS.get(name)
     return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
 
@@ -262,10 +262,10 @@ def write_format(
     scheme: ModelScheme | None,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Arch:
+) -> None:
     """Write a quantized model as a Hugging Face directory in the format of that name, with its graph if the
-    format has one; without a scheme, a dense one with its KV cache. Return the facts of what was written,
-    whose dtype may be the format's.
+    format has one; without a scheme, a dense one with its KV cache. The config states the dtype in which the
+    model computes, also where the format stores dense weights in another.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -305,7 +305,6 @@ def write_format(
     )
     if isinstance(form, GraphFormat):
         form.write_graph(directory, source.arch, scheme)
-    return source.arch
 
 
 def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:

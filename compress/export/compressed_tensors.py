@@ -34,7 +34,7 @@ there are no groups. `dequantize` asks transformers to decompress at load, where
 otherwise. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,7 +52,7 @@ from compress.export.config_groups import (
     read_groups,
 )
 from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
-from compress.export.rules import layout_rules, shapes, start_of
+from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
@@ -327,22 +327,11 @@ class CompressedTensors:
         rules = []
         for bits in sorted({each.num_bits for each in scheme.all} - STORED_BITS):
             rules.append(Rule("bits", f"{bits} bits; 2, 3, 4 and 8 are written."))
-        rules += layout_rules(arch, scheme, self.quant_method)
-        for name, size, group_size in sorted(
-            {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}
-        ):
-            if size % group_size:
-                rules.append(
-                    Rule(
-                        "whole-groups",
-                        f"{name} has K = {size}, not a multiple of {group_size}; vLLM would floor it.",
-                    )
-                )
-        return rules
+        return [*rules, *layout_rules(arch, scheme, self.quant_method), *whole_group_rules(arch, scheme)]
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         narrow = sorted(
-            {name for name, size, each in _quantized(arch, scheme) if each.type == "int" and size % 32}
+            {name for name, size, each in quantized_linears(arch, scheme) if each.type == "int" and size % 32}
         )
         blocks = [each for each in scheme.of_layers if each.block_rows > 1]
         ragged = _fused_ragged(arch, blocks[0]) if blocks else []
@@ -384,14 +373,6 @@ def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
         for name, (out_features, _) in sorted(shapes(arch).items())
         if name in fused and out_features % scheme.block_rows
     ]
-
-
-def _quantized(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Scheme]]:
-    """Name in its layer, K and scheme of every quantized linear of the layers."""
-    for idx, layer in enumerate(arch.layers):
-        for name in layer.linears:
-            if (each := scheme.for_linear(f"layers.{idx}.{name}")) is not None:
-                yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 
 FORMATS.add("compressed-tensors", CompressedTensors())

@@ -52,10 +52,10 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     kv_cache = _cache_facts(weights, artifact)
 
     def build(out: ArtifactWriter) -> None:
-        written = write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
+        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
         source.copy_text_files(out.path)
         source.copy_documents(out.path)
-        arch, layers = described(written, scheme)
+        arch, layers = described(weights.arch, scheme)
         out.describe(
             role="checkpoint",
             arch=arch,

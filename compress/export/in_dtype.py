@@ -14,7 +14,8 @@ from compress.quant.scheme import QuantizedWeight
 @dataclass(frozen=True)
 class InDtype:
     """The weights of a source, dense ones rounded to the nearest number of `dtype`; quantized ones are left
-    to their codec. Float32 holds those of 16 bits exactly.
+    to their codec. Float32 holds those of 16 bits exactly. `arch.dtype` stays the dtype in which the model
+    computes.
 
     Raises:
         UnsupportedFormat: from `outer` and `layer`, where a weight is too large for the dtype.
@@ -25,8 +26,7 @@ class InDtype:
 
     @property
     def arch(self) -> Arch:
-        name = str(self.dtype).removeprefix("torch.")
-        return self.source.arch.replace(dtype=name)
+        return self.source.arch
 
     @property
     def kv_format(self) -> str | None:

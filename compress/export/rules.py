@@ -3,7 +3,7 @@ in whole words, with scales in float16.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from compress.models.arch import Arch
 from compress.models.family import Family, family_of
 from compress.models.layout import keeps_blocks, row_order
 from compress.quant.packing import codes_in_whole_words
-from compress.quant.scheme import ModelScheme, name_of
+from compress.quant.scheme import ModelScheme, Scheme, name_of
 
 GROUP_SIZES = (None, 32, 64, 128)
 """Group sizes of vLLM's Marlin kernels, which serve both formats."""
@@ -52,12 +52,9 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
             )
         )
     rules += layout_rules(arch, scheme, quant_method)
+    rules += whole_group_rules(arch, scheme)
     per_word = codes_in_whole_words(layers.num_bits)
     for name, (out_features, in_features) in sorted(quantized_shapes(arch, scheme).items()):
-        if layers.group_size is not None and in_features % layers.group_size:
-            rules.append(
-                Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}.")
-            )
         if out_features % per_word or in_features % per_word:
             rules.append(
                 Rule(
@@ -67,6 +64,23 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
                 )
             )
     return rules
+
+
+def whole_group_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+    """Return a broken rule for each quantized linear whose K is no multiple of the group size of its own
+    scheme; vLLM would floor the number of groups."""
+    found = {(name, size, each.group_size) for name, size, each in quantized_linears(arch, scheme)}
+    if scheme.head is not None:
+        found.add(("head", arch.hidden_size, scheme.head.group_size))
+    broken = sorted(
+        (name, size, group_size)
+        for name, size, group_size in found
+        if group_size is not None and size % group_size
+    )
+    return [
+        Rule("whole-groups", f"{name} has K = {size}, not a multiple of {group_size}.")
+        for name, size, group_size in broken
+    ]
 
 
 def layout_rules(arch: Arch, scheme: ModelScheme, quant_method: str) -> list[Rule]:
@@ -178,6 +192,14 @@ def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
     return {
         name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears
     }
+
+
+def quantized_linears(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Scheme]]:
+    """Yield the name in its layer, K and the scheme of every quantized linear of the layers."""
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            if (each := scheme.for_linear(f"layers.{idx}.{name}")) is not None:
+                yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 
 def quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:

@@ -17,21 +17,27 @@ from compress.errors import UsageError
 from compress.export import (
     DRAFT_FOLDER,
     FORMATS,
+    GRAPH_SHARD_BYTES,
     PROPOSED,
     check_rules,
     dense_itemsize,
+    is_graph,
     kv_note,
     write_format,
 )
 from compress.export.speculators import write_speculators
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
+from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of
+from compress.quant.scheme import Scheme
 from compress.recipe import Spec, checked_by, list_to_tuple
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes
+from compress.stages.budget.costs import largest_bytes, matrix_bytes
+from compress.stages.budget.spec import Mixed
+from compress.stages.quantize.schemes import mixed_schemes, model_scheme, outer_bytes, possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 
@@ -64,29 +70,60 @@ class Export(Spec):
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize")
-    if quantize is None:
-        check_rules(spec.formats[0], facts.arch, None)
-        size = dense_itemsize(spec.formats[0]) * facts.arch.num_params
-        return Estimate(
-            min(size, 5_000_000_000),
-            size,
-            0.0,
-            notes=("dense weights",),
-        )
-    assert isinstance(quantize, Quantize)
     arch = facts.arch
-    possible = possible_schemes(quantize, facts.arch)
+    name = spec.formats[0]
+    itemsize = dense_itemsize(name)
+    if quantize is None:
+        check_rules(name, arch, None)
+        size = itemsize * arch.num_params
+        return Estimate(_peak_bytes(name, arch, size, None), size, 0.0, notes=("dense weights",))
+    assert isinstance(quantize, Quantize)
+    possible = possible_schemes(quantize, arch)
     kv_format = quantize.kv_format()
     for scheme in possible:
-        check_rules(spec.formats[0], arch, scheme, kv_format)
-    outer_size = outer_bytes(arch, quantize.head_scheme) * dense_itemsize(spec.formats[0]) // 2
-    size = most_linear_bytes(quantize, arch) + outer_size
-    consumers = [] if possible[-1] is None else FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
+        check_rules(name, arch, scheme, kv_format)
+    head = quantize.head_scheme
+    size = _linear_bytes(quantize, arch, itemsize=itemsize) + _outer_bytes(arch, head, itemsize=itemsize)
+    consumers = [] if possible[-1] is None else FORMATS.get(name).consumers(arch, possible[-1])
     notes = tuple(
         f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers
     )
     notes += () if kv_format is None else (kv_note(kv_format),)
-    return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
+    return Estimate(_peak_bytes(name, arch, size, head), size, 0.0, notes=notes)
+
+
+def _linear_bytes(quantize: Quantize, arch: Arch, *, itemsize: int) -> int:
+    """Return the most bytes that all linears of the layers take on disk; a dense weight and a scale have
+    `itemsize` bytes."""
+    if isinstance(quantize.scheme, Mixed):
+        groups = mixed_schemes(quantize, quantize.scheme, arch)
+        outer_size = outer_bytes(arch, quantize.head_scheme)
+        return largest_bytes(quantize.scheme, arch, groups, outer_size, itemsize=itemsize)
+    scheme = model_scheme(quantize, arch)
+    total = 0
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            own = None if scheme is None else scheme.for_linear(f"layers.{idx}.{name}")
+            total += matrix_bytes(*layer.linear_shape(name, arch.hidden_size), own, itemsize=itemsize)
+    return total
+
+
+def _outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int) -> int:
+    """Return the bytes of embedding and head on disk."""
+    embed_size = matrix_bytes(arch.vocab_size, arch.hidden_size, None, itemsize=itemsize)
+    head_size = matrix_bytes(arch.vocab_size, arch.hidden_size, head, itemsize=itemsize)
+    return embed_size if arch.tied_head else embed_size + head_size
+
+
+def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
+    """Return the memory in bytes that writing `size` bytes takes: one shard at most. Formats with a graph
+    have smaller shards, except for an embedding that is larger than one; writing them also holds the
+    embedding and the head in the dtype of the format."""
+    if not is_graph(name):
+        return min(size, MAX_SHARD_BYTES)
+    itemsize = dense_itemsize(name)
+    shard_size = max(GRAPH_SHARD_BYTES, itemsize * arch.vocab_size * arch.hidden_size)
+    return _outer_bytes(arch, head, itemsize=itemsize) + min(size, shard_size)
 
 
 @STAGES.stage(
@@ -104,7 +141,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     scheme = store.scheme
     name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
-    written = write_format(name, out.path, store, scheme)
+    write_format(name, out.path, store, scheme)
     inputs.source.copy_text_files(out.path)
     inputs.source.copy_documents(out.path)
     manifest = artifact.manifest
@@ -115,7 +152,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
         )
     out.describe(
         role="checkpoint",
-        arch=None if manifest.arch is None else {**manifest.arch, "dtype": written.dtype},
+        arch=manifest.arch,
         layers=manifest.layers,
         scheme=manifest.scheme,
         facts=facts,

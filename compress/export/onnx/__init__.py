@@ -7,7 +7,7 @@
 
 So weights are on disk once, this project reads back what the graph reads, and a dense model is an ordinary
 checkpoint, too. All weights and scales are float32, which holds those of 16 bits exactly; the graph computes
-in it. Quantized linears:
+in it. `dtype` in config.json stays that of the model, in which this project computes. Quantized linears:
 
     four bits     <module>.weight_nibbles         uint8 [O, G, group_size / 2]: code + 8, even inputs low
                   <module>.weight_zero_point      uint8 [O, ceil(G / 2)]: zero_point + 8, even groups low;
@@ -49,7 +49,7 @@ from compress.export.onnx.linears import (
     ZERO_POINT,
     Linears,
 )
-from compress.export.rules import exact_scales, layout_rules, quantized_shapes
+from compress.export.rules import exact_scales, layout_rules, whole_group_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.plugins import check_extra
@@ -206,15 +206,7 @@ class Onnx:
                 for each in scheme.all
                 if each.activation is not None and each.type == "int"
             ]
-        rules += layout_rules(arch, scheme, self.quant_method)
-        for name, (_, in_features) in sorted(quantized_shapes(arch, scheme).items()):
-            sizes = {each.group_size for each in scheme.all if each.group_size is not None}
-            rules += [
-                Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {size}.")
-                for size in sorted(sizes)
-                if in_features % size
-            ]
-        return rules
+        return [*rules, *layout_rules(arch, scheme, self.quant_method), *whole_group_rules(arch, scheme)]
 
     def broken_facts(self, arch: Arch) -> list[Rule]:
         """Return the facts of a model, dense or quantized, that the graph does not express."""

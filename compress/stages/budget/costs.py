@@ -30,11 +30,20 @@ class GroupSchemes:
         """Canonical names of the linears of the group."""
         return [f"layers.{self.layer_idx}.{linear}" for linear in self.group.linears]
 
-    def num_bytes(self, arch: Arch, scheme: Scheme | None) -> int:
-        """Return the bytes of the group's weights in a scheme, in 16 bits for None."""
+    def num_bytes(self, arch: Arch, scheme: Scheme | None, *, itemsize: int = 2) -> int:
+        """Return the bytes of the group's weights in a scheme, dense for None; `itemsize` is as in
+        `matrix_bytes`."""
         layer = arch.layers[self.layer_idx]
         shapes = [layer.linear_shape(linear, arch.hidden_size) for linear in self.group.linears]
-        return sum(2 * n * k if scheme is None else scheme.weight_bytes(n, k) for n, k in shapes)
+        return sum(matrix_bytes(n, k, scheme, itemsize=itemsize) for n, k in shapes)
+
+
+def matrix_bytes(out_features: int, in_features: int, scheme: Scheme | None, *, itemsize: int) -> int:
+    """Return the bytes of a weight [O, I] in a scheme, dense for None; a dense weight and a scale have
+    `itemsize` bytes."""
+    if scheme is None:
+        return itemsize * out_features * in_features
+    return scheme.weight_bytes(out_features, in_features, scale_bytes=itemsize)
 
 
 def schemes_by_group(spec: Mixed, overrides: Mapping[str, Scheme | None], arch: Arch) -> list[GroupSchemes]:
@@ -109,21 +118,29 @@ def costs_of(
     return costs
 
 
-def largest_bytes(spec: Mixed, arch: Arch, groups: Sequence[GroupSchemes], outer_bytes: int) -> int:
-    """Return the most bytes that the layers' linears may take, as far as that follows from shapes and tables.
+def largest_bytes(
+    spec: Mixed, arch: Arch, groups: Sequence[GroupSchemes], outer_bytes: int, *, itemsize: int = 2
+) -> int:
+    """Return the most bytes that the layers' linears may take, as far as that follows from shapes and tables;
+    `itemsize` is as in `matrix_bytes`. A budget of bytes counts 16 bits, whatever the format.
 
     Raises:
         UsageError: even the cheapest schemes exceed the budget.
     """
     budget = spec.budget
-    sizes = [{name_of(scheme): each.num_bytes(arch, scheme) for scheme in each.schemes} for each in groups]
+    sizes = [
+        {name_of(scheme): each.num_bytes(arch, scheme, itemsize=itemsize) for scheme in each.schemes}
+        for each in groups
+    ]
     most = sum(max(each.values()) for each in sizes)
-    if not budget.is_time:
-        return min(most, costs_of(budget, groups, arch, outer_bytes=outer_bytes, times=None).limit)
-    if budget.device is None:
-        return most
-    times = TableTimes(latency_table(budget.device), budget.rows)
+    times = None
+    if budget.is_time:
+        if budget.device is None:
+            return most
+        times = TableTimes(latency_table(budget.device), budget.rows)
     costs = costs_of(budget, groups, arch, outer_bytes=outer_bytes, times=times)
+    if times is None and itemsize == 2:
+        return min(most, costs.limit)
     by_bytes = [
         [Option(name, -float(size[name]), cost) for name, cost in each.items()]
         for size, each in zip(sizes, costs.by_group, strict=True)

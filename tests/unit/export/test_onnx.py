@@ -18,7 +18,7 @@ from compress.errors import EnvironmentUnfit, UnsupportedFormat
 from compress.export import FORMATS, check_rules, dense_itemsize, open_checkpoint, write_format
 from compress.export.conversion import convert
 from compress.export.onnx.genai import genai_config, refusal_of_genai
-from compress.export.onnx.graph import MICROSOFT, Graph
+from compress.export.onnx.graph import MICROSOFT, Graph, element_type
 from compress.export.onnx.linears import Linears
 from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
 from compress.models.checkpoint_writer import write_checkpoint
@@ -28,6 +28,7 @@ from compress.models.weights import Dense
 from compress.pipeline import resolve_source
 from compress.quant.kv import FP8_STATIC, INT4_TOKEN_HEAD
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.runtime.engine_config import EngineConfig
 from tests.contract.test_formats_contract import CONFIG, arch, random_weight
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -181,7 +182,7 @@ def test_a_dense_model_is_converted_to_a_graph_and_an_ordinary_checkpoint(tmp_pa
     model = resolve_source(str(tmp_path / "source"), offline=True)
     artifact = convert(model, "onnx", tmp_path / "onnx", progress=SilentProgress())
     assert artifact.manifest.arch is not None
-    assert artifact.manifest.arch["dtype"] == "float32"
+    assert artifact.manifest.arch["dtype"] == "bfloat16"
     assert "quantization_config" not in json.loads((tmp_path / "onnx" / "config.json").read_text())
     before, after = (open_checkpoint(tmp_path / name) for name in ("source", "onnx"))
     for name, weight in before.layer(1).items():
@@ -191,6 +192,43 @@ def test_a_dense_model_is_converted_to_a_graph_and_an_ordinary_checkpoint(tmp_pa
         assert torch.equal(again, weight.to(torch.float32))
     with pytest.raises(UnsupportedFormat, match="dense"):
         convert(model, "gptq", tmp_path / "gptq", progress=SilentProgress())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("form", "stored"), [("onnx", torch.float32), ("onnx-float16", torch.float16)])
+@pytest.mark.parametrize("scheme", ["W4A16_G32", None])
+def test_the_runtime_serves_a_graph_format_in_the_dtype_of_the_model(
+    scheme: str | None, form: str, stored: torch.dtype, dtype: str, tmp_path: Path
+) -> None:
+    small = source_of(dtype=dtype)
+    coded = None if scheme is None else SCHEMES[scheme]
+    source = RandomSource(small.arch, device=CPU, dtype=torch.float16, scheme=coded)  # scales fit both
+    write_format(form, tmp_path, source, None if coded is None else ModelScheme(coded))
+    written = open_checkpoint(tmp_path)
+    sizes = EngineConfig()
+    assert sizes.dtype_for(written.arch, torch.device("cuda")) == getattr(torch, dtype)
+    assert sizes.dtype_for(written.arch, CPU) == torch.float32
+    norm = written.layer(0)["attn_norm.weight"]
+    assert isinstance(norm, Tensor)
+    assert norm.dtype == stored
+    (logits,) = [each for each in _model(tmp_path / "model.onnx").graph.output if each.name == "logits"]
+    assert logits.type.tensor_type.elem_type == element_type(stored)
+
+
+@pytest.mark.parametrize("form", ["onnx", "compressed-tensors"])
+def test_groups_divide_the_inputs_of_the_linears_that_have_them(form: str) -> None:
+    facts = arch(hidden_size=960, intermediate_size=2560, num_attention_heads=15, num_key_value_heads=5)
+    wide = SCHEMES["W4A16_G128"]
+    downs = tuple((f"layers.{idx}.ffn.down", wide) for idx in range(2))
+    queries = tuple((f"layers.0.attn.{name}", wide) for name in "qkv")
+    layers = SCHEMES["W4A16_G64"]
+    check_rules(form, facts, ModelScheme(layers, exceptions=downs))
+    check_rules(form, facts, ModelScheme(layers, head=SCHEMES["W8A16"], exceptions=downs))
+    with pytest.raises(UnsupportedFormat, match=r"\[whole-groups\] attn\.q has K = 960, .* 128\.") as refusal:
+        check_rules(form, facts, ModelScheme(layers, exceptions=(*downs, *queries)))
+    assert "attn.o" not in str(refusal.value)
+    with pytest.raises(UnsupportedFormat, match=r"\[whole-groups\] head has K = 960, .* 128\."):
+        check_rules(form, facts, ModelScheme(layers, head=wide, exceptions=downs))
 
 
 def test_a_layout_of_the_cache_that_genai_lacks_is_a_note_and_no_refusal() -> None:
