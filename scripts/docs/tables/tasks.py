@@ -27,8 +27,14 @@ def title(way: str) -> str:
     return f"{TITLES[way]}, `{scheme}`"
 
 
-def recovery(way: str) -> str:
+def prose_run() -> Run:
+    """Return the run whose calibration text is prose."""
+    return result_file("tasks_prose").run
+
+
+def recovery(way: str, run: Run | None = None) -> str:
     """Return the recovery table of a way of quantizing."""
+    run = run or main_run()
     header = ["task", "items", "source", "candidate", "recovery", "drop, points", "verdict", "shows", "needs"]
     rows = [
         [
@@ -42,7 +48,7 @@ def recovery(way: str) -> str:
             f"{100 * row['detectable_drop']:.1f}",
             fixed(row["items_needed"]),
         ]
-        for row in main_run().where(kind="recovery", way=way)
+        for row in run.where(kind="recovery", way=way)
     ]
     return table(header, rows, align="lrrrrrlrr")
 
