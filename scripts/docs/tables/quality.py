@@ -108,14 +108,13 @@ def eight_bit() -> str:
     return table(header, rows, align="llrrrrrr")
 
 
-def few_bits_run(name: str) -> Run:
-    """Return the run of a file of few bits."""
-    return result_file(name).run
+def few_bits_runs(name: str) -> list[Run]:
+    """Return the runs of a file of few bits."""
+    return result_file(name).runs
 
 
-def few_bits(name: str) -> str:
-    """Return the table of the schemes and methods that a file of few bits holds, means over its seeds."""
-    run = few_bits_run(name)
+def few_bits(run: Run) -> str:
+    """Return the table of the schemes and methods of a run, means over its seeds."""
     header = ["scheme", "made by", "seeds", "mean KL", "± seeds", "p99 KL", "top-1", "perplexity", "CPU s"]
     rows = []
     for scheme, method in dict.fromkeys((row["scheme"], row["method"]) for row in run.rows):
@@ -127,7 +126,7 @@ def few_bits(name: str) -> str:
                 f"`{recipe_text(METHODS[method])}`",
                 fixed(len(found)),
                 fixed(mean(kls), 4),
-                fixed((max(kls) - min(kls)) / 2, 4),
+                fixed((max(kls) - min(kls)) / 2, 4) if len(kls) > 1 else "–",
                 fixed(mean(row["kl_p99"] for row in found), 3),
                 fixed(mean(row["top1"] for row in found), 3),
                 f"x {mean(row['ppl_ratio'] for row in found):.3f}",
