@@ -16,7 +16,8 @@ from compress.models.layout import ROTATED, expert_stack, stacked
 from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Weights, WeightSource
 from compress.quant.codec import Codec
-from compress.quant.scheme import QuantizedWeight, with_one_global_scale
+from compress.quant.global_scale import with_one_global_scale
+from compress.quant.scheme import QuantizedWeight
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.models.layer_shape import LayerShape
-from compress.quant.scheme import QuantizedWeight, with_one_global_scale
+from compress.quant.global_scale import with_one_global_scale
+from compress.quant.scheme import QuantizedWeight
 
 Value = Tensor | QuantizedWeight
 ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.quant import e2m1
+from compress.quant.global_scale import with_one_global_scale
 from compress.quant.packing import pack, unpack
 from compress.quant.scale_grid import from_e4m3, from_e8m0, to_e4m3, to_e8m0
-from compress.quant.scheme import QuantizedWeight, Scheme, with_one_global_scale
+from compress.quant.scheme import QuantizedWeight, Scheme
 
 
 class Codec(Protocol):

@@ -16,7 +16,7 @@ blocks of rows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, cast
@@ -24,9 +24,8 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from compress.errors import StorageError, UnsupportedFormat, UsageError, did_you_mean
+from compress.errors import StorageError, UsageError, did_you_mean
 from compress.quant import e2m1
-from compress.quant.scale_grid import from_e4m3, global_scale_of, to_e4m3
 from compress.untrusted.fields import Fields
 
 FP8_MAX = 448
@@ -399,34 +398,3 @@ class QuantizedWeight:
             codes_OGI = codes_OGI - self.zero_point_OG.to(torch.float32).unsqueeze(-1)
         weight_OI = (codes_OGI * scale_OG.unsqueeze(-1)).view(out_features, in_features)
         return weight_OI.to(dtype if dtype is not None else self.scale_OG.dtype)
-
-
-def with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Return weights that are multiplied as one with the smallest of their global scales, as consumers that
-    stack them need; a scale that e4m3 has less precision for then is rounded. Other schemes stay.
-
-    Raises:
-        UnsupportedFormat: weights that came with global scales of their own would be rounded.
-    """
-    if any(each.scheme.scale_type != "e4m3" for each in weights):
-        return list(weights)
-    global_scale = torch.stack([_own_global_scale(each) for each in weights]).amin()
-    shared = [
-        replace(
-            each,
-            scale_OG=from_e4m3(to_e4m3(each.scale_OG, global_scale), global_scale).to(each.scale_OG.dtype),
-            global_scale=global_scale,
-        )
-        for each in weights
-    ]
-    given = [(a, b) for a, b in zip(weights, shared, strict=True) if a.global_scale is not None]
-    if any(not torch.equal(a.scale_OG, b.scale_OG) for a, b in given):
-        raise UnsupportedFormat(
-            "linears that are one matrix in the other checkpoint came with several global scales, and one "
-            "for all of them would round them."
-        )
-    return shared
-
-
-def _own_global_scale(weight: QuantizedWeight) -> Tensor:
-    return global_scale_of(weight.scale_OG) if weight.global_scale is None else weight.global_scale

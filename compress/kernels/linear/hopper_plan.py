@@ -35,7 +35,7 @@ would read memory more slowly, and all of x."""
 _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
 fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`). Up
-to 32 rows of 16 bits want four."""
+to 32 rows of 16 bits want four (a scratch sweep, no result file)."""
 PROMPT_TILES = {8: 1.0, 12: 1.32}
 """Row tiles of a unit for prompts, and the time of an item (of 4,096 columns 26 and 34 us on an H200): three
 warpgroups read x less often, two leave fewer multiprocessors without work where the weight is narrow."""

@@ -25,8 +25,9 @@ from compress.models.decoder import SmoothingPair
 from compress.models.layer_shape import LinearGroup
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
+from compress.quant.global_scale import with_one_global_scale
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
-from compress.quant.scheme import QuantizedWeight, Scheme, Schemes, with_one_global_scale
+from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 CPU_PIECE = (1 << 15) - 1
 """Largest number of weights that a core rounds at once: intermediate results stay in its cache, and torch

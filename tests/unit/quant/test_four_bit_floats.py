@@ -19,9 +19,10 @@ from compress.methods.quantize.descent import Descent
 from compress.models.checkpoint_writer import with_shared_scales
 from compress.quant import e2m1, scale_grid
 from compress.quant.codec import CanonicalCodec
+from compress.quant.global_scale import with_one_global_scale
 from compress.quant.mxfp4 import from_mxfp4
 from compress.quant.numerics import choose_scale, nearest_weight, output_error, round_to_nearest
-from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, with_one_global_scale
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 NVFP4 = SCHEMES["NVFP4"]
