@@ -107,9 +107,8 @@ class ModelRunner:
     def prefill(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
         """Return float32 logits [W, V] of the wanted rows, and fill in `features` of all rows.
 
-        `short` prompts, at most `short_prompt_rows` rows, use the decode kernels of the linears: the weight
-        bytes bound their time, and a row has the same bits in any batch. The caller decides which prompts are
-        short, by nothing but the prompt itself.
+        `short` batches, at most `short_prompt_rows` rows, use the decode kernels of the linears: the weight
+        bytes bound their time, and a row has the same bits in any short batch.
         """
         x_TD = self._prefills.run(batch, short=short, features=features)
         return self._logits(Stream(x_TD[batch.wanted_rows_W]), "decode")

@@ -56,8 +56,9 @@ class Prefill:
     """Launches the prefill chunks of a step.
 
     `run(batch, short=...)` returns the logits [W, V] of a batch (`ModelRunner.prefill`). A prompt of at most
-    `short_prompt_rows` tokens is short: short prompts run in batches of at most as many rows, while chunks of
-    long prompts all run in one.
+    `short_prompt_rows` tokens is short: short prompts run in batches of at most as many rows, with the bits
+    that each has alone. Chunks of long prompts all run in one batch, whose bits depend on its rows, and which
+    counts as short where they are so few: what is left behind a cached prefix, or the end of a prompt.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Prefill:
         return PrefilledTokens(generations, logits_WV, sampled, results)
 
     def _groups(self, chunks: Sequence[PrefillChunk]) -> Iterator[tuple[Sequence[PrefillChunk], bool]]:
-        """Yield the chunks of each batch, and whether they are short prompts."""
+        """Yield the chunks of each batch, and whether it is short."""
         short: list[PrefillChunk] = []
         long: list[PrefillChunk] = []
         for each in chunks:
@@ -121,7 +122,7 @@ class Prefill:
         if short:
             yield short, True
         if long:
-            yield long, False
+            yield long, sum(each.num_tokens for each in long) <= self._short_prompt_rows
 
     def _batch(self, chunks: Sequence[PrefillChunk]) -> PrefillBatch:
         """Return the ragged batch of these chunks, on the device."""

@@ -35,7 +35,7 @@ would read memory more slowly, and all of x."""
 _SHORT = 8
 """Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
 fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`). Up
-to 32 rows of 16 bits want four (a scratch sweep, no result file)."""
+to 32 rows of 16 bits want four, and blocks of 128 tokens of e4m3 three (scratch sweeps, no result file)."""
 PROMPT_TILES = {8: 1.0, 12: 1.32}
 """Row tiles of a unit for prompts, and the time of an item (of 4,096 columns 26 and 34 us on an H200): three
 warpgroups read x less often, two leave fewer multiprocessors without work where the weight is narrow."""
@@ -223,7 +223,8 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     in_all = steps * -(-num_items * segments // blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
     is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
-    window = min(stages, (2 if is_short else 4) // deep)
+    in_flight = 3 if shape.e4m3 and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
+    window = min(stages, in_flight // deep)
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(
         grid=(blocks, 1),
