@@ -109,7 +109,7 @@ def test_gated_weights_and_prompts_of_them_agree(n: int, k: int, activation: str
         x = first_rows(rows_of(k), rows)
         gates_ups = prefill_w4a8.linear(x, packed, None)
         gate, up = gates_ups.chunk(2, dim=1)
-        expected = activate(activation)(gate) * up
+        expected = activate(activation, gate) * up
         y = w4a8.hopper_linear(x, packed, None, activation=activation)
         torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
 

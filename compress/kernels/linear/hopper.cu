@@ -43,7 +43,7 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 // leave theirs.
 constexpr bool TRADES_REGISTERS = W4 || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr int DEEP = W4 && !W4A8 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
@@ -408,6 +408,27 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         };
         load_residuals(my_token);
 #endif
+#if W4A8
+        u32 a[2][2][4], scale_pair;  // numbers of both halves of a chunk, scales of rows g and g + 8
+        uint4 later;                 // codes of the second
+        auto load_codes = [&](u32 stage) {
+            const u32 at = stage + a_offset;
+            later = load_shared(at + 512 + lane * 16), scale_pair = load_word(at + 1024 + (lane >> 2) * 4);
+            return load_shared(at + lane * 16);
+        };
+        auto numbers_of = [&](u32 (&to)[2][4], const uint4& codes) {
+            codes_of(to[0][0], to[0][1], codes.x), codes_of(to[0][2], to[0][3], codes.y);
+            codes_of(to[1][0], to[1][1], codes.z), codes_of(to[1][2], to[1][3], codes.w);
+        };
+        auto multiply_half = [&](float (&sums)[NT][4], int half, u64 x) {
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            wgmma(sums, a[half][0], x + half * 4, half), wgmma(sums, a[half][1], x + half * 4 + 2, 1);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        };
+        wait_barrier(full + 8 * slot, phase);
+        __syncwarp();
+        numbers_of(a[0], load_codes(ring + slot * stage_bytes));
+#endif
         for (int step = 0; step < steps; ++step) {
             const u32 stage = ring + slot * stage_bytes;
             auto x_of = [&](int deep) {
@@ -418,8 +439,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 return descriptor(stage + b_offset + deep * K_SLOTS * X_BYTES);
 #endif
             };
+#if !W4A8
             wait_barrier(full + 8 * slot, phase);
             __syncwarp();
+#endif
 #if DENSE
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -452,6 +475,28 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
                 }
             }
+#elif W4A8
+            // The second half of a chunk becomes numbers while the first is multiplied, and the first of the next chunk while the second is.
+            float sums[NT][4];
+            multiply_half(sums, 0, x_of(0));
+            numbers_of(a[1], later);
+            multiply_half(sums, 1, x_of(0));
+            const float low_scale = widen(scale_pair & 0xFFFF), high_scale = widen(scale_pair >> 16);
+            const bool wraps = slot + 1 == args.stages, more = step + 1 < steps;
+            uint4 first;
+            if (more) {
+                wait_barrier(full + 8 * (wraps ? 0 : slot + 1), phase ^ wraps);
+                __syncwarp();
+                first = load_codes(wraps ? ring : stage + stage_bytes);
+            }
+            wait_products<1>();
+            if (more) numbers_of(a[0], first);
+            wait_products<0>();
+            if (lane == 0) arrive(empty + 8 * slot);
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[j][c], total[j][c]);
 #elif SCALES_WEIGHTS
             const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
             const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
@@ -496,22 +541,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 x[deep] = x_of(deep);
             }
             float sums[NT <= 4 ? DEEP : 1][NT][4];
-            constexpr int STEPS = W4A8 ? 2 : 4;  // instructions of a half
-            u32 a[2][STEPS][4];
+            u32 a[2][4][4];
             auto begin_half = [&](int deep, int half) {
                 const uint4 word = words[deep][half];
                 const u32 each[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s)
-#if W4A8
-                    codes_of(a[half][s][0], a[half][s][1], each[2 * s]), codes_of(a[half][s][2], a[half][s][3], each[2 * s + 1]);
-#else
-                    dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
-#endif
+                for (int s = 0; s < 4; ++s) dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                const u64 x_half = x[deep] + half * (W4A8 ? 4 : RAW ? 8 : TOKENS * 8);
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s) wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x_half + s * 2, half > 0 || s > 0);
+                for (int s = 0; s < 4; ++s)
+                    wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x[deep] + half * (RAW ? 8 : TOKENS * 8) + s * 2, half > 0 || s > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
             auto add_scaled = [&](int deep) {

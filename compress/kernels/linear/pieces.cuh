@@ -133,11 +133,9 @@ __device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
 // Eight codes of one thread in half of one k32 step, four of row g and four of row g + 8, as e4m3 numbers code 2^-9: the least bit of e4m3, where
 // bytes 0 to 15 stand for 0 to 15. `word` has the sign of each code, and the code or, where it is negative, -1 - code.
 __device__ __forceinline__ void codes_of(u32& a, u32& b, u32 word) {
-    const u32 turned = __funnelshift_r(word, word, 4);
-    u32 low, high;
-    IN_ORDER("and.b32 %0, %1, 0x87878787;" : "=r"(low) : "r"(word));
-    IN_ORDER("and.b32 %0, %1, 0x87878787;" : "=r"(high) : "r"(turned));
-    a = low + ((low & 0x80808080) >> 7), b = high + ((high & 0x80808080) >> 7);
+#define RAISED "and.b32 sign, %0, 0x80808080; shr.b32 sign, sign, 7; add.u32 %0, %0, sign;}"
+    IN_ORDER("{.reg .b32 sign; and.b32 %0, %1, 0x87878787;" RAISED : "=&r"(a) : "r"(word));
+    IN_ORDER("{.reg .b32 sign; shf.r.wrap.b32 %0, %1, %1, 4; and.b32 %0, %0, 0x87878787;" RAISED : "=&r"(b) : "r"(word));
 }
 #endif
 // Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
