@@ -32,6 +32,7 @@
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
 #define SCALES_WEIGHTS (PROMPTS && !W4A8)  // before they are multiplied
+#define OVERLAPPED (W4A8 && NT != 8 && !RAW)  // scales sums of a chunk while the next one is multiplied
 #define LEAVES_PRODUCTS (DENSE || SCALES_WEIGHTS)  // under way while the next step begins
 
 constexpr int MAX_STAGES = 16, MAX_ROWS = 512;
@@ -43,7 +44,7 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 // leave theirs.
 constexpr bool TRADES_REGISTERS = W4 || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && !W4A8 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr int DEEP = W4 && !OVERLAPPED && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
@@ -408,27 +409,57 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         };
         load_residuals(my_token);
 #endif
-#if W4A8
-        u32 a[2][2][4], scale_pair;  // numbers of both halves of a chunk, scales of rows g and g + 8
-        uint4 later;                 // codes of the second
-        auto load_codes = [&](u32 stage) {
-            const u32 at = stage + a_offset;
-            later = load_shared(at + 512 + lane * 16), scale_pair = load_word(at + 1024 + (lane >> 2) * 4);
-            return load_shared(at + lane * 16);
+#if OVERLAPPED
+        // Half of a chunk becomes numbers while the half before it is multiplied, and the sums of a chunk are scaled while the next one is
+        // multiplied into others. `low` and `high` are the scales of rows g and g + 8.
+        float sums[2][NT][4], low, high;
+        u32 a[2][2][4];
+        uint4 codes[2];
+        auto load_codes = [&] {
+            wait_barrier(full + 8 * slot, phase);
+            __syncwarp();
+            const u32 at = ring + slot * stage_bytes + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
+            codes[0] = load_shared(at + lane * 16), codes[1] = load_shared(at + 512 + lane * 16);
+            low = widen(pair & 0xFFFF), high = widen(pair >> 16);
         };
-        auto numbers_of = [&](u32 (&to)[2][4], const uint4& codes) {
-            codes_of(to[0][0], to[0][1], codes.x), codes_of(to[0][2], to[0][3], codes.y);
-            codes_of(to[1][0], to[1][1], codes.z), codes_of(to[1][2], to[1][3], codes.w);
-        };
-        auto multiply_half = [&](float (&sums)[NT][4], int half, u64 x) {
+        auto begin_half = [&](float (&to)[NT][4], int half) {
+            codes_of(a[half][0][0], a[half][0][1], codes[half].x), codes_of(a[half][0][2], a[half][0][3], codes[half].y);
+            codes_of(a[half][1][0], a[half][1][1], codes[half].z), codes_of(a[half][1][2], a[half][1][3], codes[half].w);
+            const u64 x = descriptor(ring + slot * stage_bytes + b_offset) + half * 4;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-            wgmma(sums, a[half][0], x + half * 4, half), wgmma(sums, a[half][1], x + half * 4 + 2, 1);
+            wgmma(to, a[half][0], x, half), wgmma(to, a[half][1], x + 2, 1);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         };
-        wait_barrier(full + 8 * slot, phase);
-        __syncwarp();
-        numbers_of(a[0], load_codes(ring + slot * stage_bytes));
-#endif
+        auto add_scaled = [&](const float (&from)[NT][4], float low_scale, float high_scale) {
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, from[j][c], total[j][c]);
+        };
+        auto advance = [&](float (&now)[NT][4], const float (&before)[NT][4]) {
+            const float low_before = low, high_before = high;
+            const u32 emptied = empty + 8 * slot;
+            if (++slot == args.stages) slot = 0, phase ^= 1;
+            load_codes();
+            wait_products<1>();
+            begin_half(now, 0);
+            wait_products<1>();
+            if (lane == 0) arrive(emptied);
+            begin_half(now, 1);
+            add_scaled(before, low_before, high_before);
+        };
+        auto finish = [&](const float (&last)[NT][4]) {
+            wait_products<0>();
+            if (lane == 0) arrive(empty + 8 * slot);
+            if (++slot == args.stages) slot = 0, phase ^= 1;
+            add_scaled(last, low, high);
+        };
+        load_codes(), begin_half(sums[0], 0), begin_half(sums[0], 1);
+        int step = 1;
+        for (; step + 1 < steps; step += 2) advance(sums[1], sums[0]), advance(sums[0], sums[1]);
+        if (step < steps) advance(sums[1], sums[0]), finish(sums[1]);
+        else finish(sums[0]);
+#else
         for (int step = 0; step < steps; ++step) {
             const u32 stage = ring + slot * stage_bytes;
             auto x_of = [&](int deep) {
@@ -439,10 +470,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 return descriptor(stage + b_offset + deep * K_SLOTS * X_BYTES);
 #endif
             };
-#if !W4A8
             wait_barrier(full + 8 * slot, phase);
             __syncwarp();
-#endif
 #if DENSE
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -475,28 +504,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
                 }
             }
-#elif W4A8
-            // The second half of a chunk becomes numbers while the first is multiplied, and the first of the next chunk while the second is.
-            float sums[NT][4];
-            multiply_half(sums, 0, x_of(0));
-            numbers_of(a[1], later);
-            multiply_half(sums, 1, x_of(0));
-            const float low_scale = widen(scale_pair & 0xFFFF), high_scale = widen(scale_pair >> 16);
-            const bool wraps = slot + 1 == args.stages, more = step + 1 < steps;
-            uint4 first;
-            if (more) {
-                wait_barrier(full + 8 * (wraps ? 0 : slot + 1), phase ^ wraps);
-                __syncwarp();
-                first = load_codes(wraps ? ring : stage + stage_bytes);
-            }
-            wait_products<1>();
-            if (more) numbers_of(a[0], first);
-            wait_products<0>();
-            if (lane == 0) arrive(empty + 8 * slot);
-#pragma unroll
-            for (int j = 0; j < NT; ++j)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[j][c], total[j][c]);
 #elif SCALES_WEIGHTS
             const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
             const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
@@ -541,16 +548,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 x[deep] = x_of(deep);
             }
             float sums[NT <= 4 ? DEEP : 1][NT][4];
-            u32 a[2][4][4];
+            constexpr int STEPS = W4A8 ? 2 : 4;  // instructions of a half
+            u32 a[2][STEPS][4];
             auto begin_half = [&](int deep, int half) {
                 const uint4 word = words[deep][half];
                 const u32 each[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-                for (int s = 0; s < 4; ++s) dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+                for (int s = 0; s < STEPS; ++s)
+#if W4A8
+                    codes_of(a[half][s][0], a[half][s][1], each[2 * s]), codes_of(a[half][s][2], a[half][s][3], each[2 * s + 1]);
+#else
+                    dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+#endif
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                const u64 x_half = x[deep] + half * (W4A8 ? 4 : RAW ? 8 : TOKENS * 8);
 #pragma unroll
-                for (int s = 0; s < 4; ++s)
-                    wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x[deep] + half * (RAW ? 8 : TOKENS * 8) + s * 2, half > 0 || s > 0);
+                for (int s = 0; s < STEPS; ++s) wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x_half + s * 2, half > 0 || s > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
             auto add_scaled = [&](int deep) {
@@ -575,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             if (++slot == args.stages) slot = 0, phase ^= 1;
         }
+#endif
 #if LEAVES_PRODUCTS
         wait_products<0>();
         if (lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
