@@ -2,9 +2,10 @@
 codes and scales.
 
 Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the
-convention of compressed-tensors); value = (code - zero_point) * scale. Float codes are numbers of the e4m3
-grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no infinity); value = code * scale.
-Float codes of four bits are numbers of e2m1 (`e2m1.py`), with scales of one byte (`scale_grid.py`).
+convention of compressed-tensors; W4A8_FP8 chooses none below -7); value = (code - zero_point) * scale. Float
+codes are numbers of the e4m3 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no
+infinity); value = code * scale. Float codes of four bits are numbers of e2m1 (`e2m1.py`), with scales of one
+byte (`scale_grid.py`).
 `packing.py` packs codes into words, `numerics.py` chooses scales and codes.
 
 A scheme with an `activation` also rounds the input of the linear to eight bits, of the weight's type or of
@@ -85,7 +86,9 @@ class Scheme:
 
     @property
     def min_code(self) -> int:
-        return -self.max_code if self.type == "float" else -(1 << (self.num_bits - 1))
+        """The least code that is chosen; integers by e4m3 inputs leave out the one without a negative."""
+        is_even = self.type == "float" or self.activation_type == "float"
+        return -self.max_code if is_even else -(1 << (self.num_bits - 1))
 
     @property
     def max_code(self) -> int:

@@ -33,9 +33,9 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
-def weight_of(n: int, k: int) -> QuantizedWeight:
+def weight_of(n: int, k: int, *, least: int = -7) -> QuantizedWeight:
     generator = torch.Generator("cuda").manual_seed(2)
-    codes = torch.randint(-8, 8, (n, k), device="cuda", generator=generator, dtype=torch.int8)
+    codes = torch.randint(least, 8, (n, k), device="cuda", generator=generator, dtype=torch.int8)
     scale = (randn(n, k // 128, seed=3).abs() + 0.1) / k**0.5
     return QuantizedWeight(SCHEME, codes, scale.to(torch.bfloat16))
 
@@ -59,9 +59,10 @@ def _poisoned_memory() -> None:
     del large
 
 
+@pytest.mark.parametrize("least", [-7, -8])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_it_is_the_product_as_exactly_as_the_instruction_sums(n: int, k: int) -> None:
-    weight = weight_of(n, k)
+def test_it_is_the_product_as_exactly_as_the_instruction_sums(n: int, k: int, least: int) -> None:
+    weight = weight_of(n, k, least=least)
     x = rows_of(k)
     factors = x.dequantize(torch.float64), weight.dequantize(torch.float64)
     exact = factors[0] @ factors[1].t()
@@ -69,7 +70,7 @@ def test_it_is_the_product_as_exactly_as_the_instruction_sums(n: int, k: int) ->
     packed = packed_of(weight)
     decoded = w4a8.hopper_linear(x, packed, None, activation=None, out_dtype=torch.float32).double()
     prompts = [prefill_w4a8.linear(x, packed, None, out_dtype=torch.float32).double()]
-    shape = Shape("w4a8", n, k, False)
+    shape = Shape(packed.kernel_weight.format, n, k, False)
     for tiles in PROMPT_TILES:
         chosen = prompt_plan(shape, 512, gpu_of(CUDA), tiles=tiles)
         prompts.append(

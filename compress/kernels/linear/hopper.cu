@@ -32,7 +32,7 @@
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
 #define SCALES_WEIGHTS (PROMPTS && !W4A8)  // before they are multiplied
-#define OVERLAPPED (W4A8 && NT != 8 && !RAW)  // scales sums of a chunk while the next one is multiplied
+#define OVERLAPPED (W4A8 && PROMPTS && ROW_GROUPS <= 2)  // scales sums of a chunk while the next one is multiplied
 #define LEAVES_PRODUCTS (DENSE || SCALES_WEIGHTS)  // under way while the next step begins
 
 constexpr int MAX_STAGES = 16, MAX_ROWS = 512;

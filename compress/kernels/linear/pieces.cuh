@@ -1,7 +1,7 @@
 // What kernels that stream weights share: asynchronous copies, wgmma, the four-bit trick, sums over parts of K.
 // Macros as in stream.cu.
 
-#define W4A8 (FORMAT == 5)  // four-bit weights by e4m3 rows
+#define W4A8 (FORMAT == 5 || FORMAT == 6)  // four-bit weights by e4m3 rows, -8 among the codes (6) or not
 #define W4 (FORMAT == 1 || FORMAT == 2 || W4A8)
 #define FP8 (FORMAT == 3 || FORMAT == 4)
 #define E4M3_ROWS (FP8 || W4A8)
@@ -131,11 +131,13 @@ __device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
 #endif
 #if W4A8
 // Eight codes of one thread in half of one k32 step, four of row g and four of row g + 8, as e4m3 numbers code 2^-9: the least bit of e4m3, where
-// bytes 0 to 15 stand for 0 to 15. `word` has the sign of each code, and the code or, where it is negative, -1 - code.
+// bytes 0 to 15 stand for 0 to 15. `word` has the sign of each code and its magnitude, less one where the code is negative and -8 is among them.
 __device__ __forceinline__ void codes_of(u32& a, u32& b, u32 word) {
-#define RAISED "and.b32 sign, %0, 0x80808080; shr.b32 sign, sign, 7; add.u32 %0, %0, sign;}"
-    IN_ORDER("{.reg .b32 sign; and.b32 %0, %1, 0x87878787;" RAISED : "=&r"(a) : "r"(word));
-    IN_ORDER("{.reg .b32 sign; shf.r.wrap.b32 %0, %1, %1, 4; and.b32 %0, %0, 0x87878787;" RAISED : "=&r"(b) : "r"(word));
+    IN_ORDER("and.b32 %0, %1, 0x87878787;" : "=r"(a) : "r"(word));
+    IN_ORDER("{.reg .b32 turned; shf.r.wrap.b32 turned, %1, %1, 4; and.b32 %0, turned, 0x87878787;}" : "=r"(b) : "r"(word));
+#if FORMAT == 6
+    a += (a & 0x80808080) >> 7, b += (b & 0x80808080) >> 7;
+#endif
 }
 #endif
 // Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.

@@ -9,10 +9,12 @@ group is that of FP8 weights, of which the instruction keeps 14 bits; it is scal
 
 Packed layout: blocks as in `w4a16.py`, 1024 bytes of codes and 16 scales, with other words. A 32-bit word is
 the eight codes that one thread feeds to half of one m64n8k32 instruction: byte b holds rows g and g + 8 of
-column 32 step + 16 half + 4 t + b (lane = 4 g + t). A code c is stored as its sign s and m = c, or -1 - c
-where it is negative: row g has m in bits 0..2 and s in bit 7 of its byte, row g + 8 has m in bits 4..6 and
-s in bit 3 of the next byte (of byte 0 after byte 3), so that it lies as row g does once the word is turned
-by four bits. A negative byte is then raised by one.
+column 32 step + 16 half + 4 t + b (lane = 4 g + t). A code is stored as its sign s and its magnitude m: row
+g has m in bits 0..2 and s in bit 7 of its byte, row g + 8 has m in bits 4..6 and s in bit 3 of the next byte
+(of byte 0 after byte 3), so that it lies as row g does once the word is turned by four bits.
+
+Three bits hold no 8. This project's W4A8 has codes from -7 on; where other programs wrote a -8, every
+negative code of the linear is stored with its magnitude less one, and the kernel adds it again.
 """
 
 from collections.abc import Sequence
@@ -34,17 +36,19 @@ SCHEMES = ("W4A8_FP8",)
 
 @dataclass(frozen=True)
 class PackedW4A8:
-    """Blocks uint8 [tiles, groups, 1056 bytes] of n rows (padded to whole tiles) and k columns."""
+    """Blocks uint8 [tiles, groups, 1056 bytes] of n rows (padded to whole tiles) and k columns; `wide` where
+    -8 is among the codes."""
 
     blocks: Tensor
     n: int
     k: int
     dtype: torch.dtype
     gated: bool
+    wide: bool
 
     @property
     def kernel_weight(self) -> KernelWeight:
-        return KernelWeight("w4a8", self.blocks, self.n, self.k)
+        return KernelWeight("w4a8_wide" if self.wide else "w4a8", self.blocks, self.n, self.k)
 
 
 def repack(
@@ -58,11 +62,13 @@ def repack(
     rows = tile_rows(n, gated=gated).to(device)
     real = rows.flatten().clamp(max=n - 1)
     tiles = (len(rows), TILE, k // GROUP)
-    parts = (_code_bytes(codes_OI[real].view(*tiles, GROUP)), row_pairs(scale_OG[real].view(tiles)))
-    return PackedW4A8(torch.cat(parts, dim=-1), n, k, dtype, gated)
+    wide = bool((codes_OI == -8).any())
+    codes = _code_bytes(codes_OI[real].view(*tiles, GROUP), wide)
+    blocks = torch.cat((codes, row_pairs(scale_OG[real].view(tiles))), dim=-1)
+    return PackedW4A8(blocks, n, k, dtype, gated, wide)
 
 
-def _code_bytes(codes: Tensor) -> Tensor:
+def _code_bytes(codes: Tensor, wide: bool) -> Tensor:
     """Pack codes [tiles, 16, groups, 128] to bytes [tiles, groups, 1024]."""
     tiles, _, groups, _ = codes.shape
     # Row = 8 high_row + g; column = 64 half + 32 step + 16 high_column + 4 t + byte.
@@ -70,7 +76,7 @@ def _code_bytes(codes: Tensor) -> Tensor:
     # Tile, group, half, g, t, step, high_column; then byte, high_row.
     ordered = split.permute(0, 3, 4, 2, 7, 5, 6, 8, 1)
     sign = (ordered < 0).to(torch.int64)
-    magnitude = torch.where(ordered < 0, -1 - ordered, ordered)
+    magnitude = ordered.abs() - (sign if wide else 0)
     byte = 8 * torch.arange(4, device=codes.device)
     low = (magnitude[..., 0] << byte) + (sign[..., 0] << (byte + 7))
     high = (magnitude[..., 1] << (byte + 4)) + (sign[..., 1] << ((byte + 8) % 32 + 3))

@@ -43,7 +43,7 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8")
+WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide")
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -150,7 +150,7 @@ def test_the_kernel_compiles(
         torch.empty(rows, 8),
         torch.empty(8),
         1e-5,
-        ActivationQuant() if weight_format in ("fp8", "w4a8") else None,
+        ActivationQuant() if weight_format in ("fp8", "w4a8", "w4a8_wide") else None,
     )
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None

@@ -14,32 +14,36 @@ SCHEME = SCHEMES["W4A8_FP8"]
 MASK = 0x87878787
 
 
-def random_weight(n: int, k: int, seed: int = 0) -> QuantizedWeight:
+def random_weight(n: int, k: int, seed: int = 0, *, least: int = -7) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+    codes = torch.randint(least, 8, (n, k), generator=generator, dtype=torch.int8)
     scale = torch.rand(n, k // 128, generator=generator) * 0.1 + 0.01
     return QuantizedWeight(SCHEME, codes, scale.to(torch.bfloat16))
 
 
-def in_registers(words: torch.Tensor) -> torch.Tensor:
+def in_registers(words: torch.Tensor, *, wide: bool) -> torch.Tensor:
     """Return what `codes_of` makes of words: the e4m3 numbers [..., 2 rows, 4 bytes] times 512."""
     words = words.to(torch.int64) & 0xFFFFFFFF
     turned = (words >> 4) | ((words & 15) << 28)
     rows = torch.stack([words & MASK, turned & MASK], dim=-1)
-    rows = rows + ((rows & 0x80808080) >> 7)
+    rows = rows + (((rows & 0x80808080) >> 7) if wide else 0)
     numbers = (rows.unsqueeze(-1) >> (8 * torch.arange(4))) & 255
     return numbers.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32) * 512
 
 
+@pytest.mark.parametrize("least", [-7, -8])
 @pytest.mark.parametrize(("n", "gated"), [(48, False), (64, True), (40, False)])
-def test_words_become_the_codes_of_their_rows_and_columns(n: int, gated: bool) -> None:
-    weight = random_weight(n, 256)
+def test_words_become_the_codes_of_their_rows_and_columns(n: int, gated: bool, least: int) -> None:
+    weight = random_weight(n, 256, least=least)
     packed = repack([weight], dtype=torch.bfloat16, device=torch.device("cpu"), gated=gated)
     rows = tile_rows(n, gated=gated)
     blocks = packed.blocks
     assert blocks.shape == (len(rows), 2, 1056)
     words = blocks[..., :1024].contiguous().view(torch.int32).view(len(rows), 2, 2, 8, 4, 2, 2)
-    numbers = in_registers(words)  # tile, group, half, g, t, step, high column, high row, byte
+    assert packed.wide == (least == -8)
+    numbers = in_registers(
+        words, wide=packed.wide
+    )  # tile, group, half, g, t, step, high column, high row, byte
     there = numbers.permute(0, 7, 3, 1, 2, 5, 6, 4, 8).reshape(len(rows) * 16, 256)
     flat = rows.flatten()
     assert torch.equal(there[flat < n], weight.codes_OI.to(torch.float32)[flat[flat < n]])
