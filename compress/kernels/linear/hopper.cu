@@ -40,9 +40,9 @@ constexpr int CHUNK = K_STAGE;                        // columns of one chunk of
 constexpr int X_ROW = E4M3_ROWS ? CHUNK : 2 * CHUNK;        // bytes of a row of x in it
 constexpr int W_TILE = A_BYTES;                       // of a row tile in it
 constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
-// Four-bit weights, and the sums of two chunks of 128 tokens, want more registers than 17 warps can have: the others of the copying warp's group
-// leave theirs.
-constexpr bool TRADES_REGISTERS = W4 || (FP8 && NT > 8);
+// Four-bit weights by more than 16 tokens, and the sums of two chunks of 128 tokens, want more registers than 17 warps can have: the others of the
+// copying warp's group leave theirs. With fewer tokens a small kernel finds room beside a block.
+constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
 constexpr int DEEP = W4 && !OVERLAPPED && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes

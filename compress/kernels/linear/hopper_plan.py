@@ -203,7 +203,9 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     num_items = units * token_blocks
     num_chunks = shape.k // shape.stage_k
     deep = 2 if shape.four_bits and token_tiles <= 4 else 1
-    trades_registers = shape.four_bits or (shape.e4m3 and token_tiles == MOST_TOKEN_TILES)
+    trades_registers = (shape.four_bits and token_tiles > 2) or (
+        shape.e4m3 and token_tiles == MOST_TOKEN_TILES
+    )
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
     # As hopper.cu lays it out: inbox | raw row | scales of x | ring. The last warpgroup reads past its tiles.
     tile_bytes = TILE_BYTES[shape.format]
