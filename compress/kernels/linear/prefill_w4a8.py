@@ -10,7 +10,8 @@ from torch import Tensor
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.hopper_plan import prompt_plan
 from compress.kernels.linear.shape import Shape
-from compress.kernels.linear.w4a8 import SCHEMES, TILE, PackedW4A8, repack
+from compress.kernels.linear.w4a8 import SCHEMES, PackedW4A8, repack
+from compress.kernels.linear.w4a16 import TILE
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compress.kernels.linear import w4a8_widened, w4a16
 from compress.kernels.linear.w4a8 import repack
 from compress.kernels.linear.w4a16 import tile_rows
 from compress.kernels.operands.rows import activation_quant, quantize
@@ -65,6 +66,29 @@ def test_the_reference_is_the_product_of_the_rounded_rows(rows: int, dtype: torc
     exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).t()
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), exact, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("m_max", "decode", "name"), [(64, True, "stream.w4a8.widened"), (2048, False, "w4a8.widened")]
+)
+def test_other_gpus_take_the_kernels_of_w4a16(m_max: int, decode: bool, name: str) -> None:
+    problem = Problem("linear", 4096, 4096, 1, m_max, decode, "W4A8_FP8", torch.bfloat16, "cuda", 80)
+    assert select(problem).name == name
+
+
+def test_widened_rows_have_their_product_scaled() -> None:
+    weight = random_weight(64, 256)
+    x = quantize(torch.randn(3, 256, generator=torch.Generator().manual_seed(1)), activation_quant(SCHEME))
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    packed = w4a16.repack([weight], dtype=torch.bfloat16, device=torch.device("cpu"), gated=False)
+
+    def product(values: torch.Tensor, given: object, bias_O: None, *, out_dtype: torch.dtype) -> torch.Tensor:
+        assert given is packed
+        return (values.double() @ weight.dequantize(torch.float64).t()).to(out_dtype)
+
+    y = w4a8_widened.linear(x, packed, bias, product=product)
+    exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).t() + bias.double()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=2e-2)
 
 
 def test_a_prompt_has_kernels_of_its_own_on_hopper() -> None:
