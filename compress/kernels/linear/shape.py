@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block"]
-FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block")
+Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "int8"]
+FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block", "int8")
 TILE_ROWS = 16
-TILE_BYTES = {"dense16": 2048, "fp8": 2048, "fp8_block": 2112, "w4": 1056, "w4_asym": 1088}
+TILE_BYTES = {"dense16": 2048, "fp8": 2048, "fp8_block": 2112, "int8": 2048, "w4": 1056, "w4_asym": 1088}
 """Bytes of one row tile in one stage."""
 ALONE_BYTES = 117 * 1024
 """Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
@@ -31,6 +31,11 @@ class Shape:
     def e4m3(self) -> bool:
         """Whether weights and rows are e4m3 codes."""
         return self.format in ("fp8", "fp8_block")
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether weights and rows are codes of eight bits."""
+        return self.e4m3 or self.format == "int8"
 
     @property
     def four_bits(self) -> bool:

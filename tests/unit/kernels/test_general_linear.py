@@ -44,7 +44,8 @@ def rows_of(x_TI: Tensor, name: str | None) -> tuple[Tensor | QuantizedRows, Ten
     if kind is None:
         return x_TI, x_TI.double()
     static = torch.tensor(0.02) if kind == "tensor" else None
-    rows = quantize(x_TI, ActivationQuant(static, group_size=128 if kind == "group" else None))
+    dtype = SCHEMES[name].code_dtype
+    rows = quantize(x_TI, ActivationQuant(static, dtype, 128 if kind == "group" else None))
     return rows, rows.dequantize(torch.float64)
 
 
@@ -78,6 +79,7 @@ def in_float64(
         slow("W2A16_G128", torch.bfloat16, (16, 32), 256, True),
         ("FP8_BLOCK", torch.float16, (144, 48, 16), 256, True),
         ("FP8_STATIC", torch.float16, (21,), 48, False),
+        ("INT8_DYNAMIC", torch.float16, (21, 16), 144, True),
         slow("W4A16_CHANNEL", torch.bfloat16, (16,), 80, False),
         slow("W4A16_G128", torch.bfloat16, (300, 4), 384, True),
         slow("FP8_BLOCK", torch.bfloat16, (136, 136), 128, False),
