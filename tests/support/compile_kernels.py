@@ -149,7 +149,8 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
 
 
 def compile_int8(sm: int, rows: Any, ready: Any) -> None:
-    """Compile every tile of the linear of int8 with its whole end, and the end of the linear of two passes."""
+    """Compile every tile of the linear of int8 with its whole end, and the end of the linear of two
+    passes."""
     bias = torch.zeros(64, dtype=torch.bfloat16)
     residual = torch.zeros(512, 64, dtype=torch.bfloat16)
     for tile, _ in prefill_int8.TILES[sm]:

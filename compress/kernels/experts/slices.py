@@ -1,5 +1,5 @@
-"""Experts of decode rows with weights of four bits, and of int8, by products in slices (`operands/slices.cu`): gate and up
-with their activation, down, and the sum over the choices of a token.
+"""Experts of decode rows with weights of four bits, and of int8, by products in slices
+(`operands/slices.cu`): gate and up with their activation, down, and the sum over the choices of a token.
 
 Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and a
 block has a warp for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
@@ -79,7 +79,9 @@ def decode(
     multiply_units = partial(multiply, dtype=packed.dtype, num_rows=num_rows, chosen=chosen)
     bias = packed.gate_up.bias_EO
     x_values, x_scale = operand_of(x_TD, packed)
-    multiply_units(x_values, x_scale, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen")
+    multiply_units(
+        x_values, x_scale, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen"
+    )
     h_values, h_scale = operand_of(h_PF, packed)
     multiply_down = partial(
         multiply_units, h_values, h_scale, packed.down, bias=packed.down.bias_EO, rows="by pair"

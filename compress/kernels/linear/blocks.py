@@ -79,7 +79,9 @@ def as_blocks(packed: Any) -> Blocks:
         )
     if isinstance(packed, PackedInt8):
         return Blocks(
-            Matrices("int8", packed.codes_OI, packed.scale_O, None, None, packed.n, packed.k, 0), 1, packed.dtype
+            Matrices("int8", packed.codes_OI, packed.scale_O, None, None, packed.n, packed.k, 0),
+            1,
+            packed.dtype,
         )
     return Blocks(
         Matrices("dense16", packed, None, None, None, packed.shape[0], packed.shape[1], 0), 1, packed.dtype

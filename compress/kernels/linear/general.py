@@ -1,5 +1,5 @@
-"""Triton linear of every format of `operands/matrices.py` but int8 (`prefill_int8.py`), and of every size, for the
-rows of prompts.
+"""Triton linear of every format of `operands/matrices.py` but int8 (`prefill_int8.py`), and of every size,
+for the rows of prompts.
 
     y = W x, rounded to the model's dtype after the bias, plus the residual
 

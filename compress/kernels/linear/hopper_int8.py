@@ -1,8 +1,9 @@
-"""Decode linears of int8 weights and int8 activations (W8A8) on Hopper: a scale for each output row and for each
-token.
+"""Decode linears of int8 weights and int8 activations (W8A8) on Hopper: a scale for each output row and for
+each token.
 
-`hopper.cu` multiplies int8 directly and adds in int32, so every plan gives the bits of the reference (`int8.py`),
-but for a bias, which is added before the result is rounded. Other devices multiply in slices (`slices.py`).
+`hopper.cu` multiplies int8 directly and adds in int32, so every plan gives the bits of the reference
+(`int8.py`), but for a bias, which is added before the result is rounded. Other devices multiply in slices
+(`slices.py`).
 """
 
 from compress.kernels.linear.decode_kernels import decode_kernels, for_packed

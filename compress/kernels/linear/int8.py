@@ -1,5 +1,5 @@
-"""Reference W8A8 linear of int8 weights and int8 rows, exact in int32, and the layout of its weight, which every
-kernel of int8 reads.
+"""Reference W8A8 linear of int8 weights and int8 rows, exact in int32, and the layout of its weight, which
+every kernel of int8 reads.
 
     y = (x_values W_codes^T) x_scale w_scale      the product exact in int32, scaled in float32, rounded once
 

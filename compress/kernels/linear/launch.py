@@ -21,8 +21,8 @@ from compress.kernels.quantize_rows.fused import quantize_rows
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
 Rounding = Literal["no", "by row", "static", "to int8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-"""How a kernel rounds raw rows: not at all, to e4m3 with a scale a row or with one given scale, or to int8 with a
-scale a row. The macro QUANT."""
+"""How a kernel rounds raw rows: not at all, to e4m3 with a scale a row or with one given scale, or to int8
+with a scale a row. The macro QUANT."""
 TileMap = ctypes.c_ubyte * 128
 
 
@@ -214,11 +214,16 @@ def variant_of(
 def _prepare_function(
     dtype: torch.dtype, normed: bool, rounding: Rounding, chunks: int, device: torch.device
 ) -> Function:
+    source = prepare_source(dtype, normed, rounding, chunks)
+    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
+
+
+def prepare_source(dtype: torch.dtype, normed: bool, rounding: Rounding, chunks: int) -> Source:
+    """Return prepare_rows.cu for rows of which a thread keeps so many chunks."""
     macros = (
         ("F16", int(dtype == torch.float16)),
         ("NORM", int(normed)),
         ("QUANT", ROUNDINGS.index(rounding)),
         ("KEEP", chunks),
     )
-    source = Source(source_text("operands/numbers.cuh", "linear/prepare_rows.cu"), "prepare_rows", macros)
-    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
+    return Source(source_text("operands/numbers.cuh", "linear/prepare_rows.cu"), "prepare_rows", macros)

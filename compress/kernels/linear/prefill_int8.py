@@ -1,11 +1,11 @@
-"""W8A8 linear of many rows of int8, in one pass: sums in int32 on the tensor cores, both scales, the bias and the
-residual before a result leaves the registers.
+"""W8A8 linear of many rows of int8, in one pass: sums in int32 on the tensor cores, both scales, the bias and
+the residual before a result leaves the registers.
 
     y = (x_values W_codes^T) x_scale w_scale        scaled in float32, rounded once after the bias
 
-A library's product (`torch._int_mm`) writes its sums as int32, which a second pass reads: four bytes written and
-four read beside the two of each result (`prefill_int8_passes.py`). Sums are exact, so no tile changes a bit, and
-without a bias the bits are those of the reference.
+A library's product (`torch._int_mm`) writes its sums as int32, which a second pass reads: four bytes written
+and four read beside the two of each result (`prefill_int8_passes.py`). Sums are exact, so no tile changes a
+bit, and without a bias the bits are those of the reference.
 
 A program owns tiles of rows by outputs, neighbours in bands of rows, which read the same weights from L2.
 Hopper's copy engine brings the factors.
@@ -46,9 +46,9 @@ MOST_TILES = 1 << 30
 
 @dataclass(frozen=True)
 class PromptTile:
-    """The rows, outputs and columns of a step of a tile, the warps of a program and the stages of its pipeline.
-    `persistent` gives a program every tile that is its multiprocessor's, and loads for the next one while the
-    last is written; otherwise each tile has a program."""
+    """The rows, outputs and columns of a step of a tile, the warps of a program and the stages of its
+    pipeline. `persistent` gives a program every tile that is its multiprocessor's, and loads for the next one
+    while the last is written; otherwise each tile has a program."""
 
     rows: int
     outputs: int
@@ -70,14 +70,14 @@ TILES = {
         (PromptTile(64, 128, 128, 4, 5, True), 0.32),
     ),
 }
-"""Tiles and the time of each as a share of the first one's, by compute capability. The shares are estimates from
-arithmetic and reads; `scripts/bench_int8.py` measures tiles."""
+"""Tiles and the time of each as a share of the first one's, by compute capability. The shares are estimates
+from arithmetic and reads; `scripts/bench_int8.py` measures tiles."""
 
 
 @functools.cache
 def tile_of(out_features: int, num_rows: int, gpu: Gpu, *, float32: bool = False) -> PromptTile:
-    """Return the tile whose rounds over the multiprocessors take the least time. Results of `float32` leave no
-    shared memory for the widest tile."""
+    """Return the tile whose rounds over the multiprocessors take the least time. Results of `float32` leave
+    no shared memory for the widest tile."""
 
     def time_of(choice: tuple[PromptTile, float]) -> float:
         tile, each = choice
@@ -228,4 +228,8 @@ def refusal(problem: Problem) -> str | None:
     return triton_refusal(problem) or refuse_long_sums(problem)
 
 
-register(Kernel("linear", "triton.int8.prefill", min_sm=80, priority=10, supports=refusal, fn=linear, repack=repack))
+register(
+    Kernel(
+        "linear", "triton.int8.prefill", min_sm=80, priority=10, supports=refusal, fn=linear, repack=repack
+    )
+)

@@ -1,8 +1,10 @@
-"""W8A8 linear of many rows of int8 in two passes: cuBLAS writes sums as int32, and a second kernel scales them.
+"""W8A8 linear of many rows of int8 in two passes: cuBLAS writes sums as int32, and a second kernel scales
+them.
 
     y = (x_values W_codes^T) x_scale w_scale        scaled in float32, rounded once after the bias
 
-It serves what the linear of one pass (`prefill_int8.py`) refuses, and `scripts/bench_int8.py` compares the two.
+It serves what the linear of one pass (`prefill_int8.py`) refuses, and `scripts/bench_int8.py` compares the
+two.
 """
 
 import torch
@@ -63,9 +65,7 @@ def linear(
     """Return x W^T, [T, O]."""
     assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
     num_rows = x.shape[0]
-    y_TO = torch.empty(
-        num_rows, packed.n, dtype=out_dtype or packed.dtype, device=packed.codes_OI.device
-    )
+    y_TO = torch.empty(num_rows, packed.n, dtype=out_dtype or packed.dtype, device=packed.codes_OI.device)
     if num_rows == 0:
         return y_TO
     sums_TO = int_product(x.values_TK, packed.codes_OI)
