@@ -92,6 +92,7 @@ static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float v) { return 1 / v; }
 static float __fdividef(float a, float b) { return a / b; }
 static float fast_exp(float v) { return expf(v); }
 #define __expf fast_exp
