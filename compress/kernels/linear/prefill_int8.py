@@ -4,7 +4,7 @@ the residual before a result leaves the registers.
     y = (x_values W_codes^T) x_scale w_scale        scaled in float32, rounded once after the bias
 
 A library's product (`torch._int_mm`) writes its sums as int32, which a second pass reads: four bytes written
-and four read beside the two of each result (`prefill_int8_passes.py`). Sums are exact, so no tile changes a
+and four read, and two for each result (`prefill_int8_passes.py`). Sums are exact, so no tile changes a
 bit, and without a bias the bits are those of the reference.
 
 A program owns tiles of rows by outputs, neighbours in bands of rows, which read the same weights from L2.
