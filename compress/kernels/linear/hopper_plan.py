@@ -20,7 +20,7 @@ MOST_TOKEN_TILES = 16
 """Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
 weights need the registers to become numbers."""
 _STAGES_OF_MOST = {True: 2, False: 3}
-"""Stages of such a block at least, of e4m3 weights and of 16 bits: products of the latter are still under way
+"""Stages of such a block at least, of weights of 8 bits and of 16: products of the latter are still under way
 in one stage while the next begins, so that two leave nothing to load into."""
 MAX_TILES = 16
 """Row tiles of 16 in a unit: four warpgroups of 64 rows."""
@@ -131,7 +131,7 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     for token_tiles in reversed(choices):
         if token_tiles <= enough:
             found = _filled(shape, num_rows, gpu, token_tiles)
-            if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.e4m3]:
+            if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.eight_bits]:
                 yield found
 
 
@@ -225,7 +225,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     in_all = steps * -(-num_items * segments // blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
     is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
-    in_flight = 3 if shape.e4m3 and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
+    in_flight = 3 if shape.eight_bits and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
     window = min(stages, in_flight // deep)
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(

@@ -5,6 +5,7 @@
 #define W4 (FORMAT == 1 || FORMAT == 2 || W4A8)
 #define FP8 (FORMAT == 3 || FORMAT == 4)
 #define E4M3_ROWS (FP8 || W4A8)
+#define INT8 (FORMAT == 7)     // by hopper.cu alone
 #define BLOCKED (FORMAT == 4)  // a scale for each output, or row, and 128 columns
 #define MMA_F16 (F16 || FP8)
 #define TMA (HOPPER && !RESIDENT && !FP8)  // x by the copy engine
@@ -43,6 +44,7 @@ __device__ __forceinline__ u32 load_word(u32 at) {
     return v;
 }
 __device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(load_word(at)); }
+__device__ __forceinline__ void store_word(u32 at, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -294,9 +296,9 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
 
 // term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
 // No term is -0 (sums start at +0), so that padding by 0 changes nothing.
-template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
-    float v[8];
+template <typename Term> __device__ __forceinline__ auto tree_sum(int count, Term term) {
+    decltype(term(0)) v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
+    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : decltype(term(0))(0);
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }

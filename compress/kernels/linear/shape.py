@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide"]
+Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TILE_ROWS = 16
 TILE_BYTES: dict[Format, int] = {
@@ -14,6 +14,7 @@ TILE_BYTES: dict[Format, int] = {
     "w4_asym": 1088,
     "w4a8": 1056,
     "w4a8_wide": 1056,
+    "int8": 2048,
 }
 """Bytes of one row tile in one stage."""
 ALONE_BYTES = 117 * 1024
@@ -41,6 +42,11 @@ class Shape:
         return self.format in ("fp8", "fp8_block")
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether weights and rows are codes of eight bits."""
+        return self.e4m3 or self.format == "int8"
+
+    @property
     def four_bits(self) -> bool:
         """Whether weights are packed codes of four bits."""
         return self.format.startswith("w4")
@@ -48,7 +54,7 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a number of a row."""
-        return 1 if self.e4m3 or self.format.startswith("w4a8") else 2
+        return 1 if self.eight_bits or self.format.startswith("w4a8") else 2
 
     @property
     def stage_k(self) -> int:

@@ -25,9 +25,9 @@ from compress.kernels.linear.hopper_plan import (
 from compress.kernels.linear.launch import KernelWeight, rounding_of, variant_of
 from compress.kernels.linear.shape import Format, Shape
 from compress.kernels.operands.gpu import Gpu
-from compress.kernels.operands.rows import ActivationQuant, RawRows
+from compress.kernels.operands.rows import INT8, ActivationQuant, RawRows
 from compress.kernels.problem import Problem
-from compress.kernels.select import select
+from compress.kernels.select import refusals, select
 
 H200 = Gpu(90, 132, 232448)
 H100_PCIE = Gpu(90, 114, 232448)
@@ -43,7 +43,16 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide")
+WEIGHT_FORMATS: tuple[Format, ...] = (
+    "dense16",
+    "w4",
+    "w4_asym",
+    "fp8",
+    "fp8_block",
+    "w4a8",
+    "w4a8_wide",
+    "int8",
+)
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -62,7 +71,8 @@ def test_plans_fit_the_device_and_cover_the_product(
 ) -> None:
     for rows, each in each_plan(Shape(weight_format, n, k, gated), gpu):
         assert 1 <= each.window <= each.stages <= MAX_STAGES
-        assert each.stages > 1 or weight_format != "dense16", "its products are left under way for a step"
+        leaves = weight_format in ("dense16", "int8")
+        assert each.stages > 1 or not leaves, "its products are left under way for a step"
         assert each.launch.shared_bytes < gpu.shared_bytes
         assert each.launch.threads <= 640
         assert 1 <= each.tiles <= MAX_TILES
@@ -146,12 +156,9 @@ def test_the_kernel_compiles(
     name: str, rows: int, weight_format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    raw = RawRows(
-        torch.empty(rows, 8),
-        torch.empty(8),
-        1e-5,
-        ActivationQuant() if weight_format in ("fp8", "w4a8", "w4a8_wide") else None,
-    )
+    e4m3 = weight_format in ("fp8", "w4a8", "w4a8_wide")
+    quant = ActivationQuant() if e4m3 else ActivationQuant(dtype=INT8) if weight_format == "int8" else None
+    raw = RawRows(torch.empty(rows, 8), torch.empty(8), 1e-5, quant)
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None
     for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
@@ -245,6 +252,19 @@ def test_hopper_serves_itself_and_other_devices_stream(
     assert select(asked).prepares
     for sm in (80, 89, 100) if kernel != "w4a8" else ():
         assert select(replace(asked, sm=sm)).name == f"stream.{kernel}{suffix}"
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
+def test_hopper_serves_int8_and_other_devices_multiply_in_slices(activation: str | None) -> None:
+    suffix = f".{activation}" if activation else ""
+    asked = problem(scheme="INT8_DYNAMIC", activation=activation)
+    assert select(asked).name == f"hopper.int8{suffix}"
+    assert select(asked).prepares
+    for other in (replace(asked, sm=80), replace(asked, k=4112), replace(asked, n=4104)):
+        assert select(other).name == f"cuda.slices.int8{suffix}"
+    longer = problem(scheme="INT8_DYNAMIC", activation=activation, k=1 << 18)
+    assert "overflow" in refusals(longer)[f"hopper.int8{suffix}"]
+    assert "overflow" in refusals(longer)[f"cuda.slices.int8{suffix}"]
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
