@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import Kernel, select
 from scripts.kernel_bench.case import (
@@ -23,7 +23,6 @@ from scripts.kernel_bench.case import (
     Case,
     bytes_per_position,
     clone_pages,
-    empty_pages,
     relative_error,
 )
 from scripts.kernel_bench.timer import num_copies, walk
@@ -164,7 +163,7 @@ def _pages(
     generator = bench.generator()
     blocks_each = -(-length // block_size)
     num_blocks = num_requests * blocks_each + 1
-    kv = empty_pages(bench, kv_format, num_blocks, block_size)
+    kv = empty_pages(kv_format, (layer.num_kv_heads, num_blocks, block_size, layer.head_dim), bench.device)
     order = torch.randperm(num_blocks - 1, generator=generator, device=bench.device) + 1
     for part in torch.split(torch.arange(num_blocks * block_size, device=bench.device), 1 << 16):
         k, v = (

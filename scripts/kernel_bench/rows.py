@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.problem import Op
 from compress.kernels.select import KERNELS, Kernel, select
@@ -26,7 +26,6 @@ from scripts.kernel_bench.case import (
     Bench,
     Case,
     bytes_per_position,
-    empty_pages,
     launches_of,
     relative_error,
 )

@@ -82,9 +82,9 @@ static u32 load_word(u32 at) {
 }
 """,
     "copy": """
-static void copy(u32 to, const char* from, bool real) {
+static void copy(u32 to, const char* from, int real) {
     memset(shared_at(to), 0, 16);
-    if (real) memcpy(shared_at(to), from, 16);
+    memcpy(shared_at(to), from, real);
 }
 """,
     "commit": "static void commit() {}\n",

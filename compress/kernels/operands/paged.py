@@ -25,6 +25,12 @@ PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
 TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
+PAGE_DTYPES = {
+    **{name: dtype for dtype, name in (DENSE_FORMATS | INT_FORMATS).items()},
+    FP8_TOKEN_HEAD: FP8,
+    FP8_STATIC: FP8,
+}
+"""The dtype of the pages of each format."""
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
 _OFFSET = 8
 """The number that is added to an INT4 code when it is stored."""
@@ -98,6 +104,24 @@ class PagedKV:
             for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
         return k, v
+
+
+def empty_pages(
+    kv_format: str,
+    shape_KNSC: tuple[int, int, int, int],
+    device: torch.device | str = "cpu",
+    *,
+    static_scales: tuple[float, float] = (1.0, 1.0),
+) -> PagedKV:
+    """Return zeroed pages of a format; `static_scales` are those of keys and of values in FP8_STATIC."""
+    (*slots, head_dim) = shape_KNSC
+    stored = head_dim // 2 if kv_format == INT4_TOKEN_HEAD else head_dim
+    k, v = (torch.zeros(*slots, stored, dtype=PAGE_DTYPES[kv_format], device=device) for _ in "kv")
+    if kv_format in TOKEN_HEAD_FORMATS:
+        return PagedKV(k, v, *(torch.zeros(slots, dtype=torch.float32, device=device) for _ in "kv"))
+    if kv_format == FP8_STATIC:
+        return PagedKV(k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales))
+    return PagedKV(k, v)
 
 
 def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

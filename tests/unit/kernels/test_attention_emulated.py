@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
-from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import FP8
+from compress.kernels.operands.paged import PagedKV, empty_pages
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
@@ -24,20 +23,19 @@ CASES = [
     ("FP8_TOKEN_HEAD", 64, 16, 4, 2, 40, torch.bfloat16),
     slow("FP8_STATIC", 80, 64, 2, 2, None, torch.float16),
     slow("BF16", 96, 32, 8, 1, 20, torch.bfloat16),
+    ("INT8_TOKEN_HEAD", 48, 16, 4, 1, None, torch.bfloat16),
+    ("INT4_TOKEN_HEAD", 64, 64, 6, 2, 40, torch.bfloat16),
+    slow("INT8_TOKEN_HEAD", 128, 64, 3, 1, 40, torch.float16),
+    slow("INT4_TOKEN_HEAD", 96, 16, 8, 2, None, torch.float16),
 ]
 
 
 def pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-    both = randn(*shape, seed=0), randn(*shape, seed=1)
-    if kv_format in ("BF16", "F16"):
-        return PagedKV(*(each.to(dtype) for each in both))
-    static = torch.tensor(0.02)
-    scales = [static if kv_format == "FP8_STATIC" else each.abs().amax(-1) / 448 for each in both]
-    codes = [
-        (each / (scale.unsqueeze(-1) if scale.dim() else scale)).clamp(-448, 448).to(FP8)
-        for each, scale in zip(both, scales, strict=True)
-    ]
-    return PagedKV(*codes, *scales)
+    num_kv_heads, num_blocks, block_size, head_dim = shape
+    empty = empty_pages(kv_format, shape, static_scales=(0.02, 0.02))
+    k, v = (randn(num_blocks * block_size, num_kv_heads, head_dim, seed=seed).to(dtype) for seed in (0, 1))
+    empty.write_(torch.arange(num_blocks * block_size), k, v)
+    return empty
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +66,14 @@ def test_values_and_bits(
     kv = pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(len(LENS), Q_LEN, num_heads, head_dim, seed=3).to(dtype)
     facts = {"window": window, "scale": head_dim**-0.5}
+    slicing = hopper.slicing_of(kv_format, head_dim)
 
     def attend(queries: Tensor, ends: Tensor, tables: Tensor) -> Tensor:
         q_len = queries.shape[1]
         eights = hopper.row_eights_of(q_len * num_heads // num_kv_heads)
         rows = queries.flatten(0, 1).contiguous()
-        out = hopper.attend(rows, kv, tables, ends, q_len=q_len, row_eights=eights, cluster=1, **facts)
+        dealt = {"row_eights": eights, "cluster": 1, "slicing": slicing}
+        out = hopper.attend(rows, kv, tables, ends, q_len=q_len, **dealt, **facts)
         return out.view(queries.shape)
 
     whole = attend(q, lens, table)
