@@ -121,6 +121,9 @@ static u32 transposed(u32 v) {
     "mma": """
 static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma<F16>(d, a, b0, b1, true); }
 """,
+    "plus_128_of_low_bytes": """
+static u32 plus_128_of_low_bytes(u32 v) { return (v ^ 0x00800080) & 0x00FF00FF; }
+""",
     "await_launches": "static void await_launches() {}\n",
     "let_next_start": "static void let_next_start() {}\n",
     "exp2_of": "static float exp2_of(float v) { return exp2f(v); }\n",

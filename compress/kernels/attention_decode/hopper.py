@@ -17,11 +17,8 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.paged import (
-    DENSE_FORMATS,
-    FP8_STATIC,
-    FP8_TOKEN_HEAD,
+    CODED_FORMATS,
     INT4_TOKEN_HEAD,
-    INT8_TOKEN_HEAD,
     TOKEN_HEAD_FORMATS,
     PagedKV,
 )
@@ -38,8 +35,6 @@ TWO_BLOCKS_BYTES = 78 * 1024
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
-_NUMBER_OF = {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
-"""`FORMAT` of lanes.cu; 0 is any dense format."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,9 @@ def slicing_of(kv_format: str, head_dim: int) -> Slicing:
     theirs has as many bytes as two of others, and a single request with eight KV heads would keep 32
     multiprocessors busy. Codes are a half or a quarter of the bytes, and so two slices are on their way."""
     lanes = 16 if head_dim <= 128 else 32
-    if kv_format in DENSE_FORMATS.values():
-        return Slicing(keys=32 if head_dim <= 128 else 16, lanes=lanes, depth=1)
-    return Slicing(keys=32, lanes=lanes, depth=2)
+    if kv_format in CODED_FORMATS:
+        return Slicing(keys=32, lanes=lanes, depth=2)
+    return Slicing(keys=32 if head_dim <= 128 else 16, lanes=lanes, depth=1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Variant:
 
     @property
     def coded(self) -> bool:
-        return self.kv_format in _NUMBER_OF
+        return self.kv_format in CODED_FORMATS
 
     @property
     def tile_bytes(self) -> int:
@@ -107,7 +102,7 @@ class Variant:
     def source(self) -> Source:
         macros = {
             "F16": int(self.dtype == torch.float16),
-            "FORMAT": _NUMBER_OF.get(self.kv_format, 0),
+            "FORMAT": CODED_FORMATS.get(self.kv_format, 0),
             "C": self.head_dim,
             "LANES": self.slicing.lanes,
             "KEYS": self.slicing.keys,
@@ -182,7 +177,7 @@ def row_eights_of(num_rows: int) -> int:
 
 def row_bytes_of(kv_format: str, head_dim: int) -> int:
     """Return the bytes of a key."""
-    return {INT4_TOKEN_HEAD: head_dim // 2}.get(kv_format, head_dim if kv_format in _NUMBER_OF else 2 * head_dim)
+    return {INT4_TOKEN_HEAD: head_dim // 2}.get(kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim)
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:
@@ -299,7 +294,7 @@ def supports(problem: Problem) -> str | None:
         return "attention scores have sinks"
     if problem.softcap:
         return "its scores have no cap"
-    if problem.scheme in _NUMBER_OF and row_bytes_of(problem.scheme, problem.n) % 16:
+    if problem.scheme in CODED_FORMATS and row_bytes_of(problem.scheme, problem.n) % 16:
         return f"a key of {problem.n} dimensions in {problem.scheme} is no multiple of 16 bytes"
     return None
 

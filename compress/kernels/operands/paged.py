@@ -32,6 +32,8 @@ PAGE_DTYPES = {
 }
 """The dtype of the pages of each format."""
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
+CODED_FORMATS = {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
+"""The number that kernels know a format of codes by, `FORMAT`; 0 is any dense format."""
 _OFFSET = 8
 """The number that is added to an INT4 code when it is stored."""
 
@@ -146,11 +148,6 @@ def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
         return codes
     even, odd = (codes + _OFFSET).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return even | odd << 4
-
-
-def integers_refused(kv_format: str | None) -> str | None:
-    """Refuse INT8 and INT4 pages; for kernels that read neither."""
-    return f"reads no {kv_format} pages" if kv_format in INT_FORMATS.values() else None
 
 
 def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:
