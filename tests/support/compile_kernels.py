@@ -19,7 +19,7 @@ from compress.kernels.linear import general
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused

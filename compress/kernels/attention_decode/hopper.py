@@ -113,7 +113,7 @@ class Variant:
             "P": self.cluster,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
-            "BLOCKS": 12 // self.slicing.warps if _has_few_sums(self.head_dim, self.row_eights) else 1,
+            "BLOCKS": -(-12 // self.slicing.warps) if _has_few_sums(self.head_dim, self.row_eights) else 1,
         }
         text = source_text("operands/numbers.cuh", "attention_decode/lanes.cu")
         return Source(text, "attend_lanes", tuple(macros.items()))
@@ -177,7 +177,9 @@ def row_eights_of(num_rows: int) -> int:
 
 def row_bytes_of(kv_format: str, head_dim: int) -> int:
     """Return the bytes of a key."""
-    return {INT4_TOKEN_HEAD: head_dim // 2}.get(kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim)
+    return {INT4_TOKEN_HEAD: head_dim // 2}.get(
+        kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim
+    )
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:
@@ -242,7 +244,9 @@ def attend(
     if num_requests == 0:
         return out_THC
     index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
-    variant = Variant(q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing)
+    variant = Variant(
+        q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing
+    )
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),

@@ -87,8 +87,8 @@ def _attend_chunks(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.program_id(1) // K
     kv_head = tl.program_id(1) % K
-    # Codes come in pairs, even dimensions in the low half and odd ones in the high: loads of two bytes (one of
-    # four-bit codes), and two products instead of one.
+    # Codes come in pairs, even dimensions in the low half and odd ones in the high: loads of two bytes, or of
+    # one that holds two codes, and two products instead of one.
     CODES: tl.constexpr = 1 if FORMAT == 0 else 2
     C_PAGE: tl.constexpr = C // CODES
     columns = tl.arange(0, C_TILE // CODES)
@@ -340,6 +340,11 @@ def attend(
 
 register(
     Kernel(
-        "attention_decode", "triton.paged", min_sm=80, priority=10, supports=triton_refusal, fn=attention_decode
+        "attention_decode",
+        "triton.paged",
+        min_sm=80,
+        priority=10,
+        supports=triton_refusal,
+        fn=attention_decode,
     )
 )

@@ -5,9 +5,9 @@ value at once, those with an even number or those with an odd one.
     FORMAT 3       integers -127 .. 127, two codes to an int16
     FORMAT 4       integers -7 .. 7, two to a byte, stored + 8
 
-An integer is stored as u = code + OFFSET, or becomes it by one bit, and an unsigned integer in the low bits of
-a 16-bit float is that subnormal number: u 2^-133 in bfloat16 (where 128 to 255 are the next binade and just as
-right), u 2^-24 in float16, which stands in for float32, too. Who multiplies makes up for the offset:
+An integer is stored as u = code + OFFSET, or becomes it by one bit. An unsigned integer in the low bits of a
+16-bit float is that subnormal number: u 2^-133 in bfloat16 (where 128 to 255 are the next binade and just as
+right), u 2^-24 in float16, which stands in for float32, too. The caller makes up for the offset:
 sum (u - OFFSET) x = sum u x - OFFSET sum x.
 """
 
@@ -21,8 +21,8 @@ def load_queries(at: tl.tensor, mask: tl.tensor, scale: tl.tensor, FORMAT: tl.co
     of the result).
 
     Pages without scales (FORMAT 0) take q as it is. Pages of codes take even and odd dimensions apart, as
-    `even_codes` and `odd_codes` give keys. The factors cancel the power of two that a wider float reads into a
-    code: in bfloat16 each factor of a product gets a part of it, so that none is subnormal.
+    `even_codes` and `odd_codes` return keys. The factors cancel the power of two that a wider float reads
+    into a code: in bfloat16 each factor of a product gets a part of it, so that none is subnormal.
     """
     q = tl.load(at, mask=mask, other=0.0)
     logit_scale = scale * 1.4426950408889634
@@ -42,7 +42,9 @@ def load_queries(at: tl.tensor, mask: tl.tensor, scale: tl.tensor, FORMAT: tl.co
 
 
 @jit()
-def even_codes(codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+def even_codes(
+    codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr
+) -> tl.tensor:
     """Return the codes of even dimensions in DTYPE, integers with their offset."""
     if FORMAT == 3:
         return _unsigned((codes ^ 0x80) & 0xFF, DTYPE)
@@ -53,7 +55,9 @@ def even_codes(codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTE
 
 
 @jit()
-def odd_codes(codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+def odd_codes(
+    codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTERPRETED: tl.constexpr
+) -> tl.tensor:
     """Return the codes of odd dimensions in DTYPE, integers with their offset."""
     if FORMAT == 3:
         return _unsigned(((codes >> 8) ^ 0x80) & 0xFF, DTYPE)
@@ -65,11 +69,14 @@ def odd_codes(codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, INTER
 
 @jit()
 def offset_sum(terms: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return what the offsets add to products of integer codes with rows of these terms, [rows, 1] in float32."""
+    """Return what the offsets of integer codes add to their products with rows of these terms, float32
+    [rows, 1]."""
     OFFSET: tl.constexpr = 128.0 if FORMAT == 3 else 8.0
     total = tl.sum(terms.to(tl.float32), axis=1)[:, None] * OFFSET
     if DTYPE is tl.bfloat16:
-        return total * 8.470329472543003e-22 * 1.0842021724855044e-19  # 2^-70 2^-63: their product is subnormal
+        return (
+            total * 8.470329472543003e-22 * 1.0842021724855044e-19
+        )  # 2^-70 2^-63: their product is subnormal
     else:
         return total * 5.9604644775390625e-08  # 2^-24
 

@@ -122,7 +122,9 @@ def empty_pages(
     if kv_format in TOKEN_HEAD_FORMATS:
         return PagedKV(k, v, *(torch.zeros(slots, dtype=torch.float32, device=device) for _ in "kv"))
     if kv_format == FP8_STATIC:
-        return PagedKV(k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales))
+        return PagedKV(
+            k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales)
+        )
     return PagedKV(k, v)
 
 
