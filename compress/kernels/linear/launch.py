@@ -116,7 +116,7 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     arguments = _PrepareArguments(
         x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
     )
-    threads = min(32 * -(-k // 256), 512)
+    threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
     launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
     chunks = -(-k // (8 * threads))
     _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(

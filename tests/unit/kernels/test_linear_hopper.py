@@ -43,7 +43,7 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block")
+WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide")
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -147,7 +147,10 @@ def test_the_kernel_compiles(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     raw = RawRows(
-        torch.empty(rows, 8), torch.empty(8), 1e-5, ActivationQuant() if weight_format == "fp8" else None
+        torch.empty(rows, 8),
+        torch.empty(8),
+        1e-5,
+        ActivationQuant() if weight_format in ("fp8", "w4a8", "w4a8_wide") else None,
     )
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None
@@ -167,7 +170,7 @@ def test_the_kernel_compiles(
 
 
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
 def test_plans_of_prompts_fit_the_device_and_cover_the_product(
     n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
@@ -184,7 +187,7 @@ def test_plans_of_prompts_fit_the_device_and_cover_the_product(
 
 @needs_nvrtc
 @pytest.mark.parametrize("tiles", PROMPT_TILES)
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
 def test_the_kernel_of_prompts_compiles(
     weight_format: Format, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +232,7 @@ def problem(**facts: object) -> Problem:
         ("FP8_STATIC", "fp8"),
         ("W4A16_G128", "w4a16"),
         ("W4A16_G128_ASYM", "w4a16"),
+        ("W4A8_FP8", "w4a8"),
     ],
 )
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
@@ -239,7 +243,7 @@ def test_hopper_serves_itself_and_other_devices_stream(
     asked = problem(scheme=scheme, activation=activation)
     assert select(asked).name == f"hopper.{kernel}{suffix}"
     assert select(asked).prepares
-    for sm in (80, 89, 100):
+    for sm in (80, 89, 100) if kernel != "w4a8" else ():
         assert select(replace(asked, sm=sm)).name == f"stream.{kernel}{suffix}"
 
 
