@@ -7,7 +7,7 @@ value at once, those with an even number or those with an odd one.
 
 An integer is stored as u = code + OFFSET, or becomes it by one bit. An unsigned integer in the low bits of a
 16-bit float is that subnormal number: u 2^-133 in bfloat16 (where 128 to 255 are the next binade and just as
-right), u 2^-24 in float16, which stands in for float32, too. The caller makes up for the offset:
+right), u 2^-24 in float16, which is used for float32, too. The caller makes up for the offset:
 sum (u - OFFSET) x = sum u x - OFFSET sum x.
 """
 

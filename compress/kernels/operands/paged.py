@@ -33,7 +33,7 @@ PAGE_DTYPES = {
 """The dtype of the pages of each format."""
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
 CODED_FORMATS = {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
-"""The number that kernels know a format of codes by, `FORMAT`; 0 is any dense format."""
+"""The number of each format of codes in kernels, `FORMAT`; 0 is any dense format."""
 _OFFSET = 8
 """The number that is added to an INT4 code when it is stored."""
 

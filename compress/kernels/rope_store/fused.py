@@ -327,7 +327,9 @@ def rope_store(
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
     H + K where the keys before their norm are the values."""
-    (num_kv_heads, num_rows, head_dim) = (kv.k.shape[0], qkv_TF.shape[0], kv.head_dim)
+    num_kv_heads = kv.k.shape[0]
+    num_rows = qkv_TF.shape[0]
+    head_dim = kv.head_dim
     num_stored = qkv_TF.shape[1] // head_dim
     assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     assert qkv_TF.stride(1) == 1
