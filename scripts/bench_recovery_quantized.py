@@ -65,11 +65,13 @@ HELD_OUT = 16
 
 
 class Bench:
-    """What all rows share: the model, the text, and a workspace for what quantizing leaves."""
+    """What all rows share: the model, the text, a workspace for results of stages, and one for those of this
+    run alone."""
 
-    def __init__(self, args: argparse.Namespace, workspace: Workspace) -> None:
+    def __init__(self, args: argparse.Namespace, workspace: Workspace, trained: Workspace) -> None:
         self.args = args
         self.workspace = workspace
+        self.trained = trained
         self.device = pick_device() if args.device is None else torch.device(args.device)
         self.source: ModelSource = resolve_source(args.model)
         self.setting = Setting(
@@ -157,7 +159,7 @@ def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
     start, quantize_s = bench.quantized(bench.setting, scheme, bench.args.start)
     spec = bench.spec(scheme, lora=variant == "lora")
     key = f"{scheme}-{variant}"
-    ctx = Context(str(bench.device), SEED, bench.workspace.scratch(key))
+    ctx = Context(str(bench.device), SEED, bench.trained.scratch(key))
     quantized = open_weights(start)
     started_s = time.perf_counter()
     recovered = train_codes(
@@ -171,7 +173,7 @@ def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
         scheme_json = quantized.scheme.to_json()
         out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme_json, facts={})
 
-    path = bench.workspace.commit(key, "recover", {}, write).path
+    path = bench.trained.commit(key, "recover", {}, write).path
     keys = ("lr", "scale_lr", "batch_size", "seq_len", "passes", "optimizer", "warmup_frac")
     return {
         "tokens": recovered.measured[-1]["tokens"],
@@ -180,7 +182,7 @@ def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
         "settings": {
             **{key: getattr(spec, key) for key in keys},
             "loss": spec.loss.model_dump(mode="json"),
-            "trained": recovery_facts(spec, recovered)["trained"],
+            "trained": recovery_facts(spec, recovered, {})["trained"],
         },
         "curve": [
             {"tokens": row["tokens"], "kl": row["kl"], "bits_per_token": row["bits_per_byte"]}
@@ -322,6 +324,7 @@ def arguments() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()) / "bench-recovery",
         help="encoded text is kept here",
     )
+    add("--workspace", type=Path, default=None, help="keep what quantizing leaves here")
     add("--commit", default=None)
     add("--out", type=Path, default=None, help="write the result file here, beside rows that it has")
     return parser.parse_args()
@@ -332,9 +335,10 @@ def main() -> None:
     known = json.loads(args.out.read_text())["rows"] if args.out is not None and args.out.exists() else []
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as scratch:
-        workspace = Workspace(Path(scratch) / "workspace")
-        with workspace.lock():
-            bench = Bench(args, workspace)
+        trained = Workspace(Path(scratch) / "trained")
+        workspace = Workspace(args.workspace or Path(scratch) / "workspace")
+        with workspace.lock(), trained.lock():
+            bench = Bench(args, workspace, trained)
             num_tokens = bench.text.training.tokens_NS.numel()
             print(f"{num_tokens / 1e6:.1f} M different training tokens", file=sys.stderr, flush=True)
             for row in rows_of(bench, Path(scratch)):

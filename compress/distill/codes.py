@@ -46,12 +46,12 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 class Levels(nn.Module):
     """Latent levels that are trained one by one."""
 
-    def __init__(self, levels_OI: Tensor) -> None:
+    def __init__(self, weight: QuantizedWeight, *, device: torch.device) -> None:
         super().__init__()
-        self.latent_OI = nn.Parameter(levels_OI.to(torch.float32))
+        self.latent_OI = nn.Parameter(levels_of(weight).to(device=device, dtype=torch.float32))
 
-    def forward(self, ratio_OI: Tensor) -> Tensor:
-        """Return the latent levels, float32 [O, I]; `ratio_OI` is not used."""
+    def forward(self) -> Tensor:
+        """Return the latent levels, float32 [O, I]."""
         return self.latent_OI
 
 
@@ -59,33 +59,45 @@ class LevelsLora(nn.Module):
     """Fixed levels and a low-rank term that is trained (arXiv 2106.09685)."""
 
     levels_OI: Tensor
+    ratio_RG: Tensor
 
-    def __init__(self, levels_OI: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        *,
+        rank: int,
+        alpha: float,
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        num_rows, num_columns = levels_OI.shape
+        num_rows, num_columns = weight.shape
+        scale_RG = weight.scale_OG.to(device=device, dtype=torch.float32)
         a_KI = torch.randn(rank, num_columns, generator=generator) * num_columns**-0.5
-        self.register_buffer("levels_OI", levels_OI, persistent=False)
-        self.a_KI = nn.Parameter(a_KI.to(levels_OI.device))
-        self.b_OK = nn.Parameter(torch.zeros(num_rows, rank, device=levels_OI.device))
+        self.scheme = weight.scheme
         self.scale = alpha / rank
+        self.register_buffer("levels_OI", levels_of(weight).to(device), persistent=False)
+        self.register_buffer("ratio_RG", scale_RG.mean() / scale_RG, persistent=False)
+        self.a_KI = nn.Parameter(a_KI.to(device))
+        self.b_OK = nn.Parameter(torch.zeros(num_rows, rank, device=device))
 
-    def forward(self, ratio_OI: Tensor) -> Tensor:
-        """Return the latent levels, float32 [O, I]; `ratio_OI` is the mean scale over each weight's own."""
-        with torch.autocast(self.b_OK.device.type, enabled=False):
-            term_OI = self.scale * (self.b_OK @ self.a_KI)
-        return self.levels_OI.to(torch.float32) + term_OI * ratio_OI
+    def forward(self) -> Tensor:
+        """Return the latent levels, float32 [O, I]."""
+        term_RGN = grouped(self.scale * (self.b_OK @ self.a_KI), self.scheme) * self.ratio_RG.unsqueeze(-1)
+        return self.levels_OI.to(torch.float32) + ungrouped(term_RGN, self.scheme, self.levels_OI.shape)
 
 
 class CodesLinear(nn.Module):
     """A linear whose codes and scales are trained.
 
-    `scale_pace` is the learning rate of relative changes of scales over that of levels.
+    `levels` returns its latent levels; `scale_pace` is the learning rate of relative changes of scales over
+    that of levels. The change of the scales is a vector, so that Muon leaves it to AdamW.
     """
 
     before_RG: Tensor
     zero_RG: Tensor | None
-    mean_scale: Tensor
     bias_O: Tensor | None
+    change: nn.Parameter | None
 
     def __init__(
         self,
@@ -97,26 +109,22 @@ class CodesLinear(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        scale_RG = weight.scale_OG.to(device=device, dtype=torch.float32)
         zero_RG = weight.zero_point_OG
         self.scheme = weight.scheme
         self.stored_dtype = weight.scale_OG.dtype
         self.levels = levels
         self.scale_pace = scale_pace
-        self.register_buffer("before_RG", scale_RG, persistent=False)
-        self.register_buffer(
-            "zero_RG",
-            None if zero_RG is None else zero_RG.to(device=device, dtype=torch.float32),
-            persistent=False,
-        )
-        self.register_buffer("mean_scale", scale_RG.mean(), persistent=False)
-        self.register_buffer("bias_O", bias_O, persistent=False)
-        if weight.scheme.scale_type is None:
-            # a vector, so that Muon leaves it to AdamW
-            self.change = nn.Parameter(torch.zeros(scale_RG.numel(), device=device))
-        else:
-            self.change = None
         self.input_quant = _input_quant(weight, device)
+        buffers = {
+            "before_RG": weight.scale_OG.to(device=device, dtype=torch.float32),
+            "zero_RG": None if zero_RG is None else zero_RG.to(device=device, dtype=torch.float32),
+            "bias_O": bias_O,
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value, persistent=False)
+        learns = weight.scheme.scale_type is None and scale_pace > 0
+        zeros = torch.zeros(weight.scale_OG.numel(), device=device)
+        self.register_parameter("change", nn.Parameter(zeros) if learns else None)
 
     def scale(self) -> Tensor:
         """Return the scales before they are rounded to the stored dtype, float32 [R, G]."""
@@ -125,15 +133,8 @@ class CodesLinear(nn.Module):
         return self.before_RG * (1 + self.scale_pace * self.change.view(self.before_RG.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w_OI = _Dequantized.apply(  # type: ignore[no-untyped-call]
-            self._latent(),
-            self.scale(),
-            self.zero_RG,
-            self.mean_scale,
-            self.scheme,
-            self.stored_dtype,
-            dtype,
+            self.levels(), self.scale(), self.zero_RG, self.before_RG, self.scheme, self.stored_dtype, x.dtype
         )
         if self.input_quant is not None:
             x = _rounded(x, self.input_quant)
@@ -144,25 +145,13 @@ class CodesLinear(nn.Module):
         """Return the weight that was trained, on the device of the original, with the original's scale
         where training has driven one to zero."""
         place = weight.codes_OI.device
-        codes_RGN = _codes(self._latent(), self.scheme, self.zero_RG)
-        codes_OI = ungrouped(codes_RGN, self.scheme, torch.Size(weight.shape)).to(self.scheme.code_dtype)
+        codes_RGN = _codes(self.levels(), self.scheme, self.zero_RG)
+        codes_OI = ungrouped(codes_RGN, self.scheme, weight.codes_OI.shape).to(self.scheme.code_dtype)
         scale_RG = weight.scale_OG
         if self.change is not None:
             trained_RG = storable(self.scale(), self.scheme, self.stored_dtype).to(place)
             scale_RG = torch.where(trained_RG > 0, trained_RG, scale_RG)
         return replace(weight, codes_OI=codes_OI.to(place), scale_OG=scale_RG)
-
-    def _latent(self) -> Tensor:
-        latent_OI: Tensor = self.levels(self._ratio() if isinstance(self.levels, LevelsLora) else None)
-        return latent_OI
-
-    def _ratio(self) -> Tensor:
-        """Return the mean scale over the scale of each weight, [O, I]."""
-        ratio_RG1 = (self.mean_scale / self.before_RG).unsqueeze(-1)
-        assert isinstance(self.levels, LevelsLora)
-        shape = self.levels.levels_OI.shape
-        num_members = self.scheme.block_rows * shape[1] // ratio_RG1.shape[1]
-        return ungrouped(ratio_RG1.expand(-1, -1, num_members).contiguous(), self.scheme, shape)
 
 
 class _Dequantized(torch.autograd.Function):
@@ -174,27 +163,27 @@ class _Dequantized(torch.autograd.Function):
         latent_OI: Tensor,
         scale_RG: Tensor,
         zero_RG: Tensor | None,
-        mean_scale: Tensor,
+        before_RG: Tensor,
         scheme: Scheme,
         stored_dtype: torch.dtype,
         dtype: torch.dtype,
     ) -> Tensor:
         scale_RG = storable(scale_RG, scheme, stored_dtype).to(torch.float32)
-        ctx.save_for_backward(latent_OI, scale_RG, zero_RG, mean_scale)
+        ctx.save_for_backward(latent_OI, scale_RG, zero_RG, before_RG)
         ctx.scheme = scheme
         w_RGN = _levels(latent_OI, scheme, zero_RG) * scale_RG.unsqueeze(-1)
         return ungrouped(w_RGN, scheme, latent_OI.shape).to(stored_dtype).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        latent_OI, scale_RG, zero_RG, mean_scale = ctx.saved_tensors
+        latent_OI, scale_RG, zero_RG, before_RG = ctx.saved_tensors
         scheme: Scheme = ctx.scheme
         g_RGN = grouped(grad_outputs[0].to(torch.float32), scheme)
         of_scale_RG = (g_RGN * _levels(latent_OI, scheme, zero_RG)).sum(dim=-1)
         zero = 0.0 if zero_RG is None else zero_RG.unsqueeze(-1)
         v_RGN = grouped(latent_OI, scheme) + zero
         leads_out = ((v_RGN > scheme.max_code) & (g_RGN < 0)) | ((v_RGN < scheme.min_code) & (g_RGN > 0))
-        of_latent_RGN = g_RGN * (scale_RG / mean_scale).unsqueeze(-1)
+        of_latent_RGN = g_RGN * (scale_RG / before_RG.mean()).unsqueeze(-1)
         of_latent_RGN = torch.where(leads_out, torch.zeros_like(of_latent_RGN), of_latent_RGN)
         of_latent_OI = ungrouped(of_latent_RGN, scheme, latent_OI.shape)
         return of_latent_OI, of_scale_RG, None, None, None, None, None

@@ -70,10 +70,9 @@ def recover(spec: Recover, inputs: Inputs, out: ArtifactWriter, ctx: Context) ->
     save_token_set(text.training, out.path / TOKENS_NAME)
     # the errors of single linears were those of the codes before
     carried = {key: value for key, value in before.facts.items() if key != "layers"}
+    teacher = {"name": inputs.source.name, "digest": inputs.source.digest}
     facts = {
-        **recovery_facts(spec, recovered),
-        "source": inputs.source.name,
-        "source_bits_per_byte": recovered.teacher_bits_per_byte,
+        **recovery_facts(spec, recovered, teacher),
         "data": text.facts,
         **learning_facts(spec, spec.computes_in(torch.device(ctx.device)), recovered.curve),
     }

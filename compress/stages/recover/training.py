@@ -1,5 +1,6 @@
 """The training of `recover`, from prepared text to trained layers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
-from compress.distill.codes import CodesLinear, Levels, LevelsLora, levels_of, trained_layer
+from compress.distill.codes import CodesLinear, Levels, LevelsLora, trained_layer
 from compress.distill.learn import Curve, Measurements, learn
 from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
 from compress.distill.quantized_student import MakeLinear, outer_decoder, quantized_student
@@ -55,11 +56,13 @@ def trained_linears(spec: Recover, ctx: Context, *, device: torch.device) -> Mak
     generator = ctx.rng("lora")
 
     def make_linear(weight: QuantizedWeight, bias_O: Tensor | None) -> nn.Module:
-        levels_OI = levels_of(weight).to(device)
-        levels: nn.Module = Levels(levels_OI)
-        if spec.lora is not None:
-            alpha = spec.lora.alpha or 2.0 * spec.lora.rank
-            levels = LevelsLora(levels_OI, spec.lora.rank, alpha, generator)
+        levels: nn.Module
+        if spec.lora is None:
+            levels = Levels(weight, device=device)
+        else:
+            rank = spec.lora.rank
+            alpha = spec.lora.alpha or 2.0 * rank
+            levels = LevelsLora(weight, rank=rank, alpha=alpha, generator=generator, device=device)
         return CodesLinear(weight, bias_O, levels=levels, scale_pace=spec.scale_pace, device=device)
 
     return make_linear
@@ -117,11 +120,13 @@ def train_codes(
     return Recovered(quantized, student, curve, teacher_bits)
 
 
-def recovery_facts(spec: Recover, recovered: Recovered) -> dict[str, Any]:
-    """Return facts of the result: what was trained, and the student before and after."""
+def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, str]) -> dict[str, Any]:
+    """Return facts of the result: what was trained, the teacher, and the student before and after."""
     first, last = recovered.measured[0], recovered.measured[-1]
     return {
-        "trained": "Codes and scales" if spec.lora is None else f"LoRA of rank {spec.lora.rank}, and scales",
+        "trained": "Codes and scales" if spec.lora is None else f"A LoRA of rank {spec.lora.rank} and scales",
+        "teacher": {**teacher, "bits_per_byte": recovered.teacher_bits_per_byte},
+        "student": {"params": recovered.quantized.arch.num_params},
         "stopped_early": last["step"] < spec.num_steps,
         "kept": recovered.keeps,
         "before": {key: first[key] for key in ("kl", "bits_per_byte")},
