@@ -36,7 +36,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from compress.artifact.workspace import Workspace
+from compress.artifact.manifest import open_artifact
+from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.context import Context
 from compress.data.tokens import TokenSet
 from compress.distill.losses import next_token
@@ -116,9 +117,7 @@ class Bench:
 
     def quantized(self, setting: Setting, scheme: str, method: str) -> tuple[Path, float]:
         """The artifact of the quantize stage, and its seconds."""
-        step = run_until(
-            setting, setting.recipe(method, scheme, SEED), self.workspace, until="quantize"
-        )
+        step = run_until(setting, setting.recipe(method, scheme, SEED), self.workspace, until="quantize")
         return step.artifact.path, step.seconds
 
     def scored(self, path: Path) -> dict[str, Any]:
@@ -160,18 +159,21 @@ def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
     spec = bench.spec(scheme, lora=variant == "lora")
     key = f"{scheme}-{variant}"
     ctx = Context(str(bench.device), SEED, bench.trained.scratch(key))
-    quantized = open_weights(start)
     started_s = time.perf_counter()
     recovered = train_codes(
-        spec, open_weights(bench.source.path), quantized, bench.text, ctx, digest=bench.source.digest
+        spec,
+        open_weights(bench.source.path),
+        open_weights(start),
+        bench.text,
+        ctx,
+        digest=bench.source.digest,
     )
     seconds = time.perf_counter() - started_s
 
-    def write(out: Any) -> None:
+    def write(out: ArtifactWriter) -> None:
         recovered.write(out)
-        arch, layers = quantized.arch.to_json()
-        scheme_json = quantized.scheme.to_json()
-        out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme_json, facts={})
+        stated = open_artifact(start).manifest
+        out.describe(role="quantized", arch=stated.arch, layers=stated.layers, scheme=stated.scheme)
 
     path = bench.trained.commit(key, "recover", {}, write).path
     keys = ("lr", "scale_lr", "batch_size", "seq_len", "passes", "optimizer", "warmup_frac")
@@ -298,9 +300,9 @@ def arguments() -> argparse.Namespace:
     add("--start-only", action="store_true", help="measure no other method beside it")
     add("--tokens", type=float, default=60e6, help="of training, for each row")
     add("--seq-len", type=int, default=512, help="of a window of training")
-    add("--batch-size", type=int, default=32, help="windows a step")
+    add("--batch-size", type=int, default=64, help="windows a step")
     add("--micro-batch-size", type=int, default=1 << 16, help="windows computed at once; all by default")
-    add("--lr", type=float, default=5e-3, help="of codes, in steps of the grid")
+    add("--lr", type=float, default=1e-2, help="of codes, in steps of the grid")
     add("--scale-lr", type=float, default=5e-4, help="of scales, relative")
     add("--lora-lr", type=float, default=2e-2)
     add("--lora-rank", type=int, default=32)

@@ -1,5 +1,5 @@
 """`recover`: train codes and scales of the quantized model to predict what its source predicts, with the
-rounding in the forward pass (`compress/distill/codes.py`). The result is a quantized model like the one before.
+rounding in the forward pass (`compress/distill/codes.py`). The result is a model in the same scheme.
 
 Training can be stopped at any time, resumes where it was, and may be shared by several ranks.
 

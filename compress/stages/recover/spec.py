@@ -1,5 +1,5 @@
-"""The recipe keys of `recover`: those that every training has (`distill/learning.py`), the pace of scales, and
-LoRA."""
+"""The recipe keys of `recover`: those that every training has (`distill/learning.py`), the rate of scales,
+and LoRA."""
 
 from typing import Self
 
@@ -14,26 +14,26 @@ class Recover(Learning):
     """How codes and scales of a quantized model are trained to predict what its source predicts."""
 
     lr: float = Field(
-        5e-3,
+        1e-2,
         gt=0,
         le=1_000,
-        description="learning rate of the weights at its peak, in steps of their grid; with `lora` that of the "
-        "low-rank terms, in the same unit",
+        description="learning rate of the weights at its peak, in steps of their grid; with `lora` that of "
+        "the low-rank terms, in the same unit",
     )
     scale_lr: float = Field(
         5e-4,
         ge=0,
         le=1,
-        description="learning rate of the scales at its peak, relative to what they were; 0: they stay. Those "
-        "of one byte (NVFP4, MXFP4) stay in any case",
+        description="learning rate of the scales at its peak, relative to what they were; 0: they stay. "
+        "Those of one byte (NVFP4, MXFP4) stay in any case",
     )
     weight_decay: float = Field(
         0.0, ge=0, le=1_000, description="decay of weights a step, times the learning rate"
     )
     lora: Lora | None = Field(
         None,
-        description="train low-rank terms that are merged before rounding; left out, every weight is trained, "
-        "with a float32 master",
+        description="train low-rank terms that are merged before rounding; left out, every weight is "
+        "trained, with a float32 master",
     )
     early_stop: int | None = Field(
         None,

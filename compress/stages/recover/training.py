@@ -69,7 +69,13 @@ def trained_linears(spec: Recover, ctx: Context, *, device: torch.device) -> Mak
 
 
 def train_codes(
-    spec: Recover, source: WeightSource, quantized: WeightSource, text: TrainingText, ctx: Context, *, digest: str
+    spec: Recover,
+    source: WeightSource,
+    quantized: WeightSource,
+    text: TrainingText,
+    ctx: Context,
+    *,
+    digest: str,
 ) -> Recovered:
     """Train codes and scales of a quantized model against the source of that digest, on all ranks. Rank 0
     writes the training state.

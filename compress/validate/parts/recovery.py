@@ -19,7 +19,6 @@ from compress.validate.plots import (
     token_counts,
 )
 
-
 TRAININGS = ("distillation", "recovery")
 """Entries of the document that this part may have: of dense weights, and of codes."""
 
