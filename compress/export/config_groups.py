@@ -4,6 +4,7 @@ Fields and their meaning are those of compressed-tensors 0.20 (`QuantizationSche
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,12 +175,13 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     if not group.get("input_activations"):
         return weight_only_scheme(bits, symmetric=symmetric, group_size=group_size)
     inputs = _input_facts(group)
-    if (bits, symmetric, group_size, inputs) == (4, True, 128, (8, "float", True, "token", True)):
-        return SCHEMES["W4A8_FP8"]
+    if (bits, symmetric, inputs) == (4, True, (8, "float", True, "token", True)) and group_size is not None:
+        scheme = replace(SCHEMES["W4A8_FP8"], name=f"W4A8_FP8_G{group_size}", group_size=group_size)
+        return known_scheme(scheme)
     raise UnsupportedFormat(
         f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights of {bits} bits, group size "
         f"{group_size}, symmetric {symmetric}, with (bits, type, symmetric, strategy, dynamic) = {inputs}; "
-        "float inputs of 8 bits, dynamic per token, are read beside 4 bits, symmetric in groups of 128."
+        "float inputs of 8 bits, dynamic per token, are read beside 4 bits, symmetric in groups."
     )
 
 
