@@ -10,6 +10,8 @@ alone. The product is exact on the codes, which the reference rounds to the scal
 the kernels of four bits on a GPU do too.
 
 A scale for a whole row of the weight has bags of at most 512 inputs, for threads to share.
+
+Shapes: T rows, O out, I in, B blocks of C outputs, G scale groups, P bags of a block, R rows of the table.
 """
 
 import functools
@@ -20,13 +22,23 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import tiles
-from compress.kernels.linear.code_table import CODED, MAX_BYTES, TABLE_COLUMNS, CodeTable, repack
+from compress.kernels.linear.code_table import (
+    CODED,
+    MAX_BYTES,
+    TABLE_COLUMNS,
+    CodeTable,
+    repack,
+    table_bytes,
+)
 from compress.kernels.linear.coded import finished
 from compress.kernels.linear.row_product import column_blocks, factor_dtype, row_product
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.quant.scheme import SCHEMES
 
 BAG_ROWS = 512
+FEWEST_BAG_ROWS = 16
+"""Inputs of a bag below which its sums take more time than its codes."""
 CAPABILITIES = ("AVX2", "AVX512")
 """Instruction sets for which PyTorch's library of embeddings (FBGEMM) generates code."""
 
@@ -41,26 +53,36 @@ def linear(
 ) -> Tensor:
     """Return x W^T [T, O], every row by calls of its own."""
     num_blocks, num_groups, _ = packed.scale_BGC.shape
-    size = bag_rows(packed.in_features, num_groups)
-    num_rows = packed.bytes_RC.shape[0]
-    rows_R = torch.arange(num_rows, dtype=torch.int32)
-    ends = torch.arange(0, num_rows + 1, size, dtype=torch.int32)
+    sums = bags_of(packed, bag_rows(packed.in_features, num_groups))
     y_TBC = x_TI.new_empty(x_TI.shape[0], num_blocks, TABLE_COLUMNS, dtype=torch.float32)
     for x_I, y_BC in zip(x_TI.to(torch.float32), y_TBC, strict=True):
-        sums = bag_sums(packed.bytes_RC, rows_R, ends, x_I.expand(num_blocks, -1).reshape(-1))
-        sums_BGC = sums.view(num_blocks, -1, TABLE_COLUMNS).mul_(packed.scale_BGC)
-        torch.sum(sums_BGC, dim=1, out=y_BC)
+        torch.sum(sums(x_I).mul_(packed.scale_BGC), dim=1, out=y_BC)
     y_TO = y_TBC.flatten(1)[:, : packed.out_features]
     return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
 
 def bag_rows(in_features: int, num_groups: int) -> int:
-    """Return the inputs of a bag: a scale group, or parts of a whole row where they divide it."""
-    size = in_features // num_groups
-    return BAG_ROWS if num_groups == 1 and size % BAG_ROWS == 0 else size
+    """Return the inputs of a bag: a scale group, or the most up to 512 that divide a whole row."""
+    if num_groups > 1:
+        return in_features // num_groups
+    return max(size for size in range(1, BAG_ROWS + 1) if in_features % size == 0)
 
 
-def bag_sums(bytes_RC: Tensor, rows_R: Tensor, ends: Tensor, weights_R: Tensor) -> Tensor:
+def bags_of(packed: CodeTable, size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of inputs float32 [I] that gives their sums over bags of `size` inputs, each times
+    its codes, float32 [B, P, C]."""
+    num_blocks, num_rows = packed.scale_BGC.shape[0], packed.bytes_RC.shape[0]
+    rows_R = torch.arange(num_rows, dtype=torch.int32)
+    ends = torch.arange(0, num_rows + 1, size, dtype=torch.int32)
+
+    def sums(x_I: Tensor) -> Tensor:
+        weights_R = x_I.expand(num_blocks, -1).reshape(-1)
+        return _bag_sums(packed.bytes_RC, rows_R, ends, weights_R).view(num_blocks, -1, TABLE_COLUMNS)
+
+    return sums
+
+
+def _bag_sums(bytes_RC: Tensor, rows_R: Tensor, ends: Tensor, weights_R: Tensor) -> Tensor:
     """Return float32 sums of table rows, each times its weight, over runs of `rows_R` that begin and end at
     `ends`."""
     sums: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
@@ -81,10 +103,10 @@ def bags_are_fast() -> bool:
         return False
     codes = torch.arange(2 * TABLE_COLUMNS, dtype=torch.int32).view(2, -1) % 256
     numbers = torch.tensor([[1.0, -8.0]] * 2).view(torch.uint8)
+    rows_R, ends = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 2]))
     table = torch.cat((codes.to(torch.uint8), numbers), dim=1)
-    ends = torch.tensor([0, 2], dtype=torch.int32)
-    sums = bag_sums(table, ends[:0].new_tensor([0, 1]), ends, torch.tensor([3.0, -2.0]))
-    expected = 3.0 * (codes[:1] - 8) - 2.0 * (codes[1:] - 8)
+    sums = _bag_sums(table, rows_R, ends, torch.tensor([3.0, -2.0]))
+    expected = 3 * (codes[:1] - 8) - 2 * (codes[1:] - 8)
     return torch.equal(sums, expected.to(torch.float32))
 
 
@@ -108,29 +130,34 @@ def prefill(
     return y_TO if out_dtype is None else y_TO.to(out_dtype)
 
 
-def _table_refusal(problem: Problem) -> str | None:
+def table_refusal(problem: Problem, schemes: tuple[str, ...]) -> str | None:
     """Return why a problem cannot be served from a table of bytes, or None."""
-    if problem.scheme not in CODED:
-        return f"for {', '.join(CODED)}"
+    if problem.scheme not in schemes:
+        return f"for {', '.join(schemes)}"
     if problem.device != "cpu":
         return "for a CPU"
     if problem.activation is not None:
         return "applies no activation"
-    if (problem.n + TABLE_COLUMNS) * (problem.k + 1) * 25 // 24 > MAX_BYTES:
+    if table_bytes(problem.n, problem.k) > MAX_BYTES:
         return f"its table would be larger than {MAX_BYTES} bytes"
+    group_size = SCHEMES[problem.scheme].group_size
+    if group_size is not None and problem.k % group_size:
+        return f"K = {problem.k} is no multiple of {group_size}"
+    if group_size is None and bag_rows(problem.k, 1) < FEWEST_BAG_ROWS:
+        return f"K = {problem.k} has no divisor from {FEWEST_BAG_ROWS} to {BAG_ROWS}"
     if not bags_are_fast():
-        return "needs PyTorch's FBGEMM operators and a CPU with AVX2 or AVX-512"
+        return "needs PyTorch's FBGEMM operators, and a CPU with AVX2 or AVX-512"
     return None
 
 
 def _decode_refusal(problem: Problem) -> str | None:
-    return "for decode rows" if not problem.row_invariant else _table_refusal(problem)
+    return table_refusal(problem, CODED) if problem.row_invariant else "for decode rows"
 
 
 def _prefill_refusal(problem: Problem, *, few_rows: bool) -> str | None:
     if problem.row_invariant:
         return "for the rows of prompts"
-    return _table_refusal(problem) or tiles.tile_refusal(problem, few_rows=few_rows, device="cpu")
+    return table_refusal(problem, CODED) or tiles.tile_refusal(problem, few_rows=few_rows, device="cpu")
 
 
 def _register(name: str, fn: Callable[..., Tensor], supports: Callable[[Problem], str | None]) -> None:
@@ -139,6 +166,5 @@ def _register(name: str, fn: Callable[..., Tensor], supports: Callable[[Problem]
 
 _register("bags.decode", linear, _decode_refusal)
 for _few_rows, _rows in ((True, tiles.DECODE_ROWS), (False, tiles.PREFILL_ROWS["cpu"])):
-    _register(
-        f"bags.prefill.tile{_rows}", partial(prefill, rows=_rows), partial(_prefill_refusal, few_rows=_few_rows)
-    )
+    _supports = partial(_prefill_refusal, few_rows=_few_rows)
+    _register(f"bags.prefill.tile{_rows}", partial(prefill, rows=_rows), _supports)

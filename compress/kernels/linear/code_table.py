@@ -33,9 +33,7 @@ NUMBERS_BYTES = 8
 MAX_BYTES = 1 << 31
 PART_BYTES = 1 << 24
 """Bytes of the float32 blocks that a prompt multiplies by at once; one block of outputs may have more."""
-CODED = tuple(
-    name for name, scheme in SCHEMES.items() if scheme.type == "int" and scheme.activation is None
-)
+CODED = tuple(name for name, scheme in SCHEMES.items() if scheme.type == "int" and scheme.activation is None)
 """The weight-only integer schemes."""
 
 
@@ -81,6 +79,11 @@ class CodeTable:
         w_BKIN = bytes_BIKN.transpose(1, 2).contiguous().to(scale_BGKN.dtype).sub_(self.offset)
         w_BKIN.unflatten(2, (scale_BGKN.shape[1], -1)).mul_(scale_BGKN.transpose(1, 2).unsqueeze(3))
         return w_BKIN.flatten(0, 1)
+
+
+def table_bytes(out_features: int, in_features: int) -> int:
+    """Return the bytes of the table of a weight."""
+    return -(-out_features // TABLE_COLUMNS) * in_features * (TABLE_COLUMNS + NUMBERS_BYTES)
 
 
 def repack(
