@@ -20,6 +20,7 @@ A quantized model's embedding and tied head stay dense here, as in a checkpoint.
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import time
@@ -186,6 +187,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="of each engine, in alternation")
     args = parser.parse_args(argv)
+    if args.show is not None:
+        print(table(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
+        return
 
     name, arch = read_arch(args.model)
     rows: list[dict[str, Any]] = []

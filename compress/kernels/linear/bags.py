@@ -71,22 +71,22 @@ def bag_rows(in_features: int, num_groups: int) -> int:
 def bags_of(packed: CodeTable, size: int) -> Callable[[Tensor], Tensor]:
     """Return a function of inputs float32 [I] that gives their sums over bags of `size` inputs, each times
     its codes, float32 [B, P, C]."""
-    num_blocks, num_rows = packed.scale_BGC.shape[0], packed.bytes_RC.shape[0]
-    rows_R = torch.arange(num_rows, dtype=torch.int32)
-    ends = torch.arange(0, num_rows + 1, size, dtype=torch.int32)
+    num_blocks = packed.scale_BGC.shape[0]
+    starts = packed.rows_R[::size].contiguous()
 
     def sums(x_I: Tensor) -> Tensor:
         weights_R = x_I.expand(num_blocks, -1).reshape(-1)
-        return _bag_sums(packed.bytes_RC, rows_R, ends, weights_R).view(num_blocks, -1, TABLE_COLUMNS)
+        sums_PC = _bag_sums(packed.bytes_RC, packed.rows_R, starts, weights_R)
+        return sums_PC.view(num_blocks, -1, TABLE_COLUMNS)
 
     return sums
 
 
-def _bag_sums(bytes_RC: Tensor, rows_R: Tensor, ends: Tensor, weights_R: Tensor) -> Tensor:
-    """Return float32 sums of table rows, each times its weight, over runs of `rows_R` that begin and end at
-    `ends`."""
+def _bag_sums(bytes_RC: Tensor, rows_R: Tensor, starts: Tensor, weights_R: Tensor) -> Tensor:
+    """Return float32 sums of table rows, each times its weight, over runs of `rows_R` that begin at
+    `starts`."""
     sums: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-        bytes_RC, rows_R, ends, False, 0, False, weights_R, None, True
+        bytes_RC, rows_R, starts, False, 0, False, weights_R, None, False
     )
     return sums
 
@@ -103,9 +103,9 @@ def bags_are_fast() -> bool:
         return False
     codes = torch.arange(2 * TABLE_COLUMNS, dtype=torch.int32).view(2, -1) % 256
     numbers = torch.tensor([[1.0, -8.0]] * 2).view(torch.uint8)
-    rows_R, ends = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 2]))
+    rows_R, starts = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0]))
     table = torch.cat((codes.to(torch.uint8), numbers), dim=1)
-    sums = _bag_sums(table, rows_R, ends, torch.tensor([3.0, -2.0]))
+    sums = _bag_sums(table, rows_R, starts, torch.tensor([3.0, -2.0]))
     expected = 3 * (codes[:1] - 8) - 2 * (codes[1:] - 8)
     return torch.equal(sums, expected.to(torch.float32))
 

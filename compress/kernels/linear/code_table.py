@@ -40,9 +40,10 @@ CODED = tuple(name for name, scheme in SCHEMES.items() if scheme.type == "int" a
 @dataclass(frozen=True)
 class CodeTable:
     """A weight [O, I] as `bytes_RC` uint8 [B I, C + 8] and scales [B, G, C] in their stored dtype; `dtype` is
-    the model's."""
+    the model's. `rows_R` counts the rows of the table, int32, as the operator takes them."""
 
     bytes_RC: Tensor
+    rows_R: Tensor
     scale_BGC: Tensor
     out_features: int
     offset: int
@@ -114,4 +115,6 @@ def repack(
     numbers = torch.tensor([1.0, -offset], dtype=torch.float32, device=device)
     rows_RC[:, TABLE_COLUMNS:] = numbers.view(torch.uint8)
     scale_BCG = F.pad(scale_OG, (0, 0, 0, missing)).view(num_blocks, TABLE_COLUMNS, num_groups)
-    return CodeTable(rows_RC, scale_BCG.transpose(1, 2).contiguous(), out_features, offset, dtype)
+    counted_R = torch.arange(rows_RC.shape[0], dtype=torch.int32, device=device)
+    scale_BGC = scale_BCG.transpose(1, 2).contiguous()
+    return CodeTable(rows_RC, counted_R, scale_BGC, out_features, offset, dtype)

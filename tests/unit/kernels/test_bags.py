@@ -217,3 +217,9 @@ def test_a_scheme_without_a_name_is_refused() -> None:
     refusal = KERNELS["linear"].get("bags.decode").refusal(problem(scheme=unnamed.name))
     assert refusal is not None
     assert refusal.startswith("for W4A16_G128, ")
+
+
+def test_no_rows_give_no_rows() -> None:
+    table = stacked("W4A16_G128", 193, 384, torch.float32)
+    assert linear(torch.empty(0, 384), table, None).shape == (0, 193)
+    assert prefill(torch.empty(0, 384), table, None, rows=48).shape == (0, 193)
