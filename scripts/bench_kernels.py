@@ -53,7 +53,7 @@ from scripts.kernel_bench.timer import poisoned_memory, time_alone, time_launche
 
 OPS = ("linear", "attention_decode", "attention_prefill", "rows", "rope_store", "sample")
 DENSE = "dense"
-SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128_ASYM")
+SCHEMES = (DENSE, "FP8_DYNAMIC", "INT8_DYNAMIC", "W4A16_G128", "W4A16_G128_ASYM")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 REPLAYS = {"decode": 20, "prefill": 7}
 BLOCK_SIZE = {"cuda": 64, "cpu": 16}

@@ -18,7 +18,7 @@ first then holds the rest. In the rows:
     curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear,
                    then 4.16 TB/s
     ttft_floor_ms  arithmetic or bytes of the prefill, whichever is longer, at rates measured in this run
-                   (FP8 schemes: FP8 arithmetic)
+                   (schemes that round inputs to 8 bits: FP8 arithmetic)
     step_ms_p50    a steady decode step, all prompts done; with _p10 and _p90 over the steps of all repeats
     host_us_p50    the host's own time in a steady decode step: the step without its waiting for the
                    device; with _p10 and _p90
@@ -66,7 +66,7 @@ from scripts.result_file import decode_kernels
 from scripts.step_profile import drain, fill, queue, time_rounds
 
 DENSE = "dense"
-DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
+DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "INT8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
 MIN_STEP_TOKENS = 2048
 LINEARS_OF_A_LAYER = 4
 _MS = ("ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99")

@@ -6,6 +6,8 @@ Fields and their meaning are those of compressed-tensors 0.20 (`QuantizationSche
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from compress.errors import UnsupportedFormat
 from compress.models.arch import MAX_SIZE
 from compress.quant.scheme import SCHEMES, Scheme, known_scheme, weight_only_scheme
@@ -61,14 +63,17 @@ def format_of(scheme: Scheme) -> str:
         return FP4_FORMATS[scheme.scale_type]
     if scheme.type == "float":
         return FLOAT_FORMAT
-    return PACK_FORMAT if scheme.activation is None else INT_FORMAT
+    return INT_FORMAT if scheme.input_dtype == torch.int8 else PACK_FORMAT
 
 
 def group_of(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
     """Return the group that states `scheme` for the linears named by `targets`."""
     common: dict[str, Any] = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
     weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
-    inputs = common | {
+    inputs = {
+        "num_bits": 8,
+        "type": "int" if scheme.input_dtype == torch.int8 else "float",
+        "symmetric": True,
         "strategy": scheme.activation,
         "group_size": None,
         "dynamic": scheme.activation != "tensor",
@@ -159,20 +164,22 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
             f"{PACK_FORMAT} with int, 2, 3, 4 or 8 bits, per group or channel is read."
         )
-    if group.get("input_activations"):
-        raise UnsupportedFormat(
-            f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in "
-            "other formats."
-        )
     if weights.get("actorder") == "group":
         raise UnsupportedFormat(
             "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
         )
     stated = Fields(weights, "weights of quantization_config", UnsupportedFormat)
-    return weight_only_scheme(
-        bits,
-        symmetric=stated.flag("symmetric", default=False),
-        group_size=stated.integer("group_size", 1, MAX_SIZE) if strategy == "group" else None,
+    symmetric = stated.flag("symmetric", default=False)
+    group_size = stated.integer("group_size", 1, MAX_SIZE) if strategy == "group" else None
+    if not group.get("input_activations"):
+        return weight_only_scheme(bits, symmetric=symmetric, group_size=group_size)
+    inputs = _input_facts(group)
+    if (bits, symmetric, group_size, inputs) == (4, True, 128, (8, "float", True, "token", True)):
+        return SCHEMES["W4A8_FP8"]
+    raise UnsupportedFormat(
+        f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights of {bits} bits, group size "
+        f"{group_size}, symmetric {symmetric}, with (bits, type, symmetric, strategy, dynamic) = {inputs}; "
+        "float inputs of 8 bits, dynamic per token, are read beside 4 bits, symmetric in groups of 128."
     )
 
 

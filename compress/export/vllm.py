@@ -17,6 +17,8 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
         return Consumer(name, loads=False, note="it has no kernel for four-bit floats")
     if few := _few_bits(scheme):
         return Consumer(name, loads=False, note=f"it has no kernel for weights of {few} bits")
+    if _has_float_inputs(scheme):
+        return Consumer(name, loads=False, note="it has no kernel for four-bit weights with FP8 inputs")
     if any(each.activation == "tensor" for each in scheme.all):
         return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
     if any(each.block_rows > 1 for each in scheme.all):
@@ -49,9 +51,18 @@ def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
         notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
-    if any(each.type == "int" and each.activation is not None for each in scheme.all):
+    if any(each.type == "int" and each.num_bits == 8 and each.activation is not None for each in scheme.all):
         notes.append("multiplies in INT8 from sm_75 to sm_90")
+    if _has_float_inputs(scheme):
+        notes.append(
+            "multiplies four-bit weights in FP8 on sm_90 alone, and rounds their scales to e4m3 first"
+        )
     return "; ".join(notes)
+
+
+def _has_float_inputs(scheme: ModelScheme) -> bool:
+    """Return whether integer codes have float inputs of eight bits."""
+    return any(each.type == "int" and each.activation_type == "float" for each in scheme.all)
 
 
 def _few_bits(scheme: ModelScheme) -> str:

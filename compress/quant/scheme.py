@@ -2,14 +2,16 @@
 codes and scales.
 
 Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the
-convention of compressed-tensors); value = (code - zero_point) * scale. Float codes are numbers of the e4m3
-grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no infinity); value = code * scale.
-Float codes of four bits are numbers of e2m1 (`e2m1.py`), with scales of one byte (`scale_grid.py`).
+convention of compressed-tensors; W4A8_FP8 chooses none below -7); value = (code - zero_point) * scale. Float
+codes are numbers of the e4m3 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no
+infinity); value = code * scale. Float codes of four bits are numbers of e2m1 (`e2m1.py`), with scales of one
+byte (`scale_grid.py`).
 `packing.py` packs codes into words, `numerics.py` chooses scales and codes.
 
-A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product
-runs on 8-bit tensor cores: `token` computes one scale for each row at run time, `group` one for each row and
-group of columns, `tensor` has one fixed scale for the whole input, found by calibration.
+A scheme with an `activation` also rounds the input of the linear to eight bits, of the weight's type or of
+`activation_type`, so that the product runs on 8-bit tensor cores: `token` computes one scale for each row at
+run time, `group` one for each row and group of columns, `tensor` has one fixed scale for the whole input,
+found by calibration.
 
 Shapes: O out, I in, G scale groups along I (one for a channel scheme), R rows of scales: O, or the number of
 blocks of rows.
@@ -57,9 +59,11 @@ class Scheme:
     the model's dtype. Float codes of four bits have such scales, groups of 16 (NVFP4) or 32 (MXFP4, OCP
     Microscaling Formats 1.0), and inputs in 16 bits.
 
-    Other float codes, and integer codes whose inputs are rounded too, are symmetric and of 8 bits. They have
-    one scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in groups of 128
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3): the forms that the 8-bit kernels of every consumer take.
+    Other float codes, and integer codes whose inputs are rounded to integers, are symmetric and of 8 bits.
+    They have one scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in
+    groups of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3): the forms that the 8-bit kernels of every
+    consumer take. Integer codes of four bits, symmetric and in groups of 128, may have e4m3 inputs (W4A8,
+    QServe, arXiv 2405.04532, has int8 inputs).
     """
 
     name: str
@@ -70,6 +74,7 @@ class Scheme:
     activation: Literal["token", "tensor", "group"] | None = None
     block_rows: int = 1
     scale_type: Literal["e4m3", "e8m0"] | None = None
+    activation_type: Literal["int", "float"] | None = None
 
     def for_linear(self, linear: str) -> "Scheme":
         """Return this scheme: alone, it is the scheme of every linear."""
@@ -81,7 +86,9 @@ class Scheme:
 
     @property
     def min_code(self) -> int:
-        return -self.max_code if self.type == "float" else -(1 << (self.num_bits - 1))
+        """The least code that is chosen; integers by e4m3 inputs leave out the one without a negative."""
+        is_even = self.type == "float" or self.activation_type == "float"
+        return -self.max_code if is_even else -(1 << (self.num_bits - 1))
 
     @property
     def max_code(self) -> int:
@@ -92,6 +99,13 @@ class Scheme:
     @property
     def code_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.type == "float" else torch.int8
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype that inputs are rounded to; None where they stay in 16 bits."""
+        if self.activation is None:
+            return None
+        return torch.float8_e4m3fn if (self.activation_type or self.type) == "float" else torch.int8
 
     @property
     def strategy(self) -> Literal["group", "channel", "block"]:
@@ -140,7 +154,13 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as JSON; newer fields are left out at their default, so that manifests of older
         schemes keep their digest."""
-        optional = {"type": "int", "activation": None, "block_rows": 1, "scale_type": None}
+        optional = {
+            "type": "int",
+            "activation": None,
+            "block_rows": 1,
+            "scale_type": None,
+            "activation_type": None,
+        }
         return {
             key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
         }
@@ -159,6 +179,7 @@ class Scheme:
             ("type", ("int", "float")),
             ("activation", ("token", "tensor", "group")),
             ("scale_type", ("e4m3", "e8m0")),
+            ("activation_type", ("int", "float")),
         ):
             if scheme.has(name) and scheme.text(name) not in choices:
                 raise scheme.wrong(name, scheme.text(name), f"one of {', '.join(choices)}")
@@ -178,6 +199,9 @@ class Scheme:
             activation=cast(Any, scheme.text("activation")) if scheme.has("activation") else None,
             block_rows=scheme.integer("block_rows", 1, 1 << 24, default=1),
             scale_type=cast(Any, scheme.text("scale_type")) if scheme.has("scale_type") else None,
+            activation_type=(
+                cast(Any, scheme.text("activation_type")) if scheme.has("activation_type") else None
+            ),
         )
 
 
@@ -202,6 +226,14 @@ SCHEMES = {
         Scheme("W2A16_G64_ASYM", num_bits=2, symmetric=False, group_size=64),
         Scheme("NVFP4", num_bits=4, symmetric=True, group_size=16, type="float", scale_type="e4m3"),
         Scheme("MXFP4", num_bits=4, symmetric=True, group_size=32, type="float", scale_type="e8m0"),
+        Scheme(
+            "W4A8_FP8",
+            num_bits=4,
+            symmetric=True,
+            group_size=128,
+            activation="token",
+            activation_type="float",
+        ),
         Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
         Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),

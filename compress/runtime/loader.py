@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.rows import ActivationQuant, RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
@@ -295,10 +295,7 @@ def _activation_quant(
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
     static_scale = torch.stack(scales).amax().to(deployment.device) if scales else None
-    scheme = quantized[0].scheme
-    return ActivationQuant(
-        static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
-    )
+    return activation_quant(quantized[0].scheme, static_scale)
 
 
 def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:

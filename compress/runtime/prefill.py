@@ -58,7 +58,7 @@ class Prefill:
     `run(batch, short=...)` returns the logits [W, V] of a batch (`ModelRunner.prefill`). A prompt of at most
     `short_prompt_rows` tokens is short: short prompts run in batches of at most as many rows, with the bits
     that each has alone. Chunks of long prompts all run in one batch, whose bits depend on its rows, and which
-    counts as short where they are so few: what is left behind a cached prefix, or the end of a prompt.
+    counts as short where they are so few: what follows a cached prefix, or ends a prompt.
     """
 
     def __init__(

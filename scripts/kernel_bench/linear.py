@@ -3,8 +3,9 @@ is what is served.
 
 gate_up applies its activation where the kernel does, o and down add the residual, the head gives float32.
 Every copy of the weights is placed anew, so that a graph walks over distinct memory. Beside them torch's own
-linears of the same shapes: cuBLAS in the dense dtype, `_scaled_mm` with a scale a row, `_weight_int4pack_mm`
-with groups of 128; without activation or residual, and in their own layouts.
+linears of the same shapes: cuBLAS in the dense dtype, `_scaled_mm` with a scale a row, `_int_mm` (sums in
+int32, not scaled), `_weight_int4pack_mm` with groups of 128; without activation or residual, and in their own
+layouts.
 
 Shapes: T rows, O out, I in.
 """
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.coverage import Phase, linear_shape
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows, quantize
 from compress.models.ffn import activation
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.random_source import random_weight
@@ -32,6 +33,9 @@ _RESIDUAL = ("o", "down")
 _PREFILL_COPIES = 4
 _SCALED_MM_SM = 89
 _INT4 = "_weight_int4pack_mm"
+_INT_MM = "_int_mm"
+_INT_MM_ROWS = 17
+"""Rows from which torch multiplies int8 on CUDA."""
 _INT4_ROWS = 16
 """Beyond, torch's int4 product is ten times slower than cuBLAS and says nothing."""
 
@@ -130,6 +134,10 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
             (rows.values_TK.clone().t(), scales) for _ in range(num_copies(weight.numel(), bench.device))
         ]
         yield from _torch_cases(bench, name, "FP8_DYNAMIC", "_scaled_mm", 1, packed, _scaled_call)
+    if sm >= 80 and not (out_features % 8 or in_features % 8):
+        rows = quantize(weight, ActivationQuant(dtype=INT8))
+        codes_of_int8 = [rows.values_TK.clone().t() for _ in range(num_copies(weight.numel(), bench.device))]
+        yield from _torch_cases(bench, name, "INT8_DYNAMIC", _INT_MM, 1, codes_of_int8, _int_mm_call)
     if sm >= 80 and bench.dtype == torch.bfloat16 and not in_features % 128:
         codes = torch.randint(
             256,
@@ -158,7 +166,7 @@ def _torch_cases(
     out_features, in_features = linear_shape(bench.arch, name)
     for m in _rows(bench, name):
         phase: Phase = "decode" if m <= DECODE_ROWS else "prefill"
-        if kernel == _INT4 and m > _INT4_ROWS:
+        if (kernel == _INT4 and m > _INT4_ROWS) or (kernel == _INT_MM and m < _INT_MM_ROWS):
             continue
         run = call(bench, m, in_features)
         launches = [
@@ -192,6 +200,11 @@ def _scaled_call(bench: Bench, m: int, in_features: int) -> Callable[[tuple[Tens
     return lambda packed: torch._scaled_mm(
         rows.values_TK, packed[0], scale, packed[1], out_dtype=bench.dtype, use_fast_accum=True
     )
+
+
+def _int_mm_call(bench: Bench, m: int, in_features: int) -> Callable[[Tensor], Tensor]:
+    rows = quantize(bench.randn(m, in_features), ActivationQuant(dtype=INT8))
+    return lambda codes: torch._int_mm(rows.values_TK, codes)
 
 
 def _int4_call(bench: Bench, m: int, in_features: int) -> Callable[[tuple[Tensor, Tensor]], Tensor]:

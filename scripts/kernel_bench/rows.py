@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
+from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Op
 from compress.kernels.select import KERNELS, Kernel, select
 from compress.models.rope import cos_sin
@@ -45,7 +45,9 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     weight = bench.randn(hidden_size)
     width = bench.dtype.itemsize
     dynamic = ActivationQuant()
+    whole = ActivationQuant(dtype=INT8)
     fp8 = "FP8_DYNAMIC"
+    int8 = "INT8_DYNAMIC"
     calls: list[tuple[Op, int, str, Callable[[int], tuple[Any, ...]], int]] = [
         (
             "rms_norm",
@@ -61,6 +63,13 @@ def row_cases(bench: Bench) -> Iterator[Case]:
             lambda m: (x_TD[:m], weight, arch.norm_eps, dynamic),
             (width + 1) * hidden_size,
         ),
+        (
+            "rms_norm",
+            hidden_size,
+            int8,
+            lambda m: (x_TD[:m], weight, arch.norm_eps, whole),
+            (width + 1) * hidden_size,
+        ),
         ("act_mul", ffn_size, bench.dense, lambda m: (gate_up_TF[:m], arch.activation), 3 * width * ffn_size),
         (
             "act_mul",
@@ -69,6 +78,14 @@ def row_cases(bench: Bench) -> Iterator[Case]:
             lambda m: (gate_up_TF[:m], arch.activation, dynamic),
             (2 * width + 1) * ffn_size,
         ),
+        (
+            "act_mul",
+            ffn_size,
+            int8,
+            lambda m: (gate_up_TF[:m], arch.activation, whole),
+            (2 * width + 1) * ffn_size,
+        ),
+        ("quantize_rows", hidden_size, int8, lambda m: (x_TD[:m], whole), (width + 1) * hidden_size),
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
     ]
     for op, size, scheme, arguments, row_bytes in calls:

@@ -66,6 +66,7 @@ SUITE: Mapping[str, tuple[str, ...]] = {
     "W4A16_G64": ("rtn", "balanced"),
     "W4A16_G32": ("rtn", "balanced"),
     "W4A16_CHANNEL": ("rtn", "balanced"),
+    "W4A8_FP8": ("rtn", "gptq", "balanced", "best"),
     "W3A16_G128": FEW_BITS,
     "W3A16_G64": FEW_BITS,
     "W2A16_G128": FEW_BITS,

@@ -38,6 +38,9 @@ CASES = [
     ("FP8_BLOCK", torch.bfloat16, (17, 130), 128, None, False),
     ("FP8_DYNAMIC", torch.bfloat16, (2880,), 720, None, True),
     ("FP8_STATIC", torch.bfloat16, (35, 35), 112, "gelu", True),
+    ("INT8_DYNAMIC", torch.bfloat16, (2880,), 720, None, True),
+    ("INT8_DYNAMIC", torch.float16, (40, 40), 144, "silu", True),
+    ("INT8_DYNAMIC", torch.bfloat16, (4096, 1021), 4096, None, False),
 ]
 
 

@@ -15,7 +15,7 @@ from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
-from compress.kernels.linear import general
+from compress.kernels.linear import general, prefill_int8, prefill_int8_passes
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.routing import ExpertWeights, router_weights
@@ -59,7 +59,10 @@ def compile_all(sm: int) -> list[Any]:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
-    for module in (decode, prefill, widen, fused, general, router, launch, quantize_rows):
+    prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
+    prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
+    linears = (general, prefill_int8, prefill_int8_passes)
+    for module in (decode, prefill, widen, fused, *linears, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -76,7 +79,7 @@ def compile_all(sm: int) -> list[Any]:
             compile_attention(head_dim, page_dtype)
     for linear in LINEARS:
         compile_linear(sm, *linear)
-    for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK"):
+    for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC"):
         compile_mixture(scheme)
     return compiled
 
@@ -120,6 +123,7 @@ LINEARS = (
     ("W4A16_CHANNEL_ASYM", 80),
     ("FP8_DYNAMIC", 80),
     ("FP8_BLOCK", 256),
+    ("INT8_DYNAMIC", 144),
 )
 """Schemes and inputs of linears."""
 
@@ -138,8 +142,21 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
     x_TI: Any = torch.ones(512, k, dtype=torch.bfloat16)
     if scheme is not None and scheme.activation is not None:
         groups = 128 if scheme.activation == "group" else None
-        x_TI = quantize(x_TI, ActivationQuant(group_size=groups))
+        x_TI = quantize(x_TI, ActivationQuant(dtype=scheme.code_dtype, group_size=groups))
     kernel.fn(x_TI, ready, None)
+    if name == "INT8_DYNAMIC":
+        compile_int8(sm, x_TI, ready)
+
+
+def compile_int8(sm: int, rows: Any, ready: Any) -> None:
+    """Compile every tile of the linear of int8 with its whole end, and the end of the linear of two
+    passes."""
+    bias = torch.zeros(64, dtype=torch.bfloat16)
+    residual = torch.zeros(512, 64, dtype=torch.bfloat16)
+    for tile, _ in prefill_int8.TILES[sm]:
+        prefill_int8.linear(rows, ready, bias, residual_TO=residual, tile=tile)
+    prefill_int8.linear(rows, ready, bias, out_dtype=torch.float32)
+    prefill_int8_passes.linear(rows, ready, bias, residual_TO=residual)
 
 
 def compile_mixture(name: str | None) -> None:
@@ -158,7 +175,7 @@ def compile_mixture(name: str | None) -> None:
     x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
     ids, shares = router.route_many(x_TD, weights, facts)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
-    for num_rows in (1, 16, 64) if ready.format != "w4" else ():
+    for num_rows in (1, 16, 64) if ready.format not in ("w4", "int8") else ():
         few = [each[:num_rows].contiguous() for each in (x_TD, ids, shares)]
         experts.decode(few[0], ready, *few[1:], activation="silu", residual_TD=few[0])
 

@@ -92,6 +92,7 @@ static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float v) { return 1 / v; }
 static float __fdividef(float a, float b) { return a / b; }
 static float fast_exp(float v) { return expf(v); }
 #define __expf fast_exp
@@ -180,6 +181,23 @@ template <bool FLOAT16> static void mma(float (&d)[4], const unsigned (&a)[4], u
             sum += (double)factor<FLOAT16>(left, k % 2) * factor<FLOAT16>(right, k % 2);
         }
         d[r] = (float)sum;
+    }
+    __syncwarp();
+}
+
+// mma.m16n8k32 of int8: a word has four columns.
+static void mma(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x % 32;
+    Factors& factors = factors_of_warps[threadIdx.x / 32];
+    memcpy(factors.a[lane], a, 16);
+    factors.b[lane][0] = b0, factors.b[lane][1] = b1;
+    __syncwarp();
+    for (int r = 0; r < 4; ++r) {
+        const int row = lane / 4, half = r / 2, column = lane % 4 * 2 + r % 2;
+        for (int k = 0; k < 32; ++k) {
+            const unsigned left = factors.a[row * 4 + k % 16 / 4][half + k / 16 * 2], right = factors.b[column * 4 + k % 16 / 4][k / 16];
+            d[r] += (int8_t)(left >> 8 * (k % 4)) * (int8_t)(right >> 8 * (k % 4));
+        }
     }
     __syncwarp();
 }

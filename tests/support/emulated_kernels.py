@@ -1,6 +1,7 @@
 """CUDA kernels on a CPU: products in slices (`operands/slices.cu`), the router of decode rows
-(`router/warps.cu`), pairs sorted by expert (`experts/units.cu`), and decode attention by one block for each
-request and KV head (`attention_decode/lanes.cu`)."""
+(`router/warps.cu`), pairs sorted by expert (`experts/units.cu`), decode attention by one block for each
+request and KV head (`attention_decode/lanes.cu`), and rows prepared for a linear
+(`linear/prepare_rows.cu`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source
 from compress.kernels.experts import units
+from compress.kernels.linear import launch as linear
 from compress.kernels.operands import slices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.router import warps
@@ -151,6 +153,16 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(module, "_function", partial(_emulated, module, folder))
         if hasattr(module, "gpu_of"):
             monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
+
+
+def use_emulated_rows(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let rows be prepared for a linear on this CPU."""
+    monkeypatch.setattr(
+        linear,
+        "_prepare_function",
+        lambda *made_of: EmulatedFunction(linear.prepare_source(*made_of[:-1]), {}, folder),
+    )
+    monkeypatch.setattr(linear, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
 def _emulated(module: ModuleType, folder: Path, *made_of: Any) -> EmulatedFunction:

@@ -153,6 +153,10 @@ def unwritten(scheme: Scheme) -> Rule | None:
             "float-codes",
             f"{scheme.name}: ONNX Runtime has no product of these codes; take {other}.",
         )
+    if scheme.num_bits == 4 and scheme.activation is not None:
+        return Rule(
+            "rounded-inputs", f"{scheme.name}: MatMulNBits takes no rows of eight bits; take W4A16_G128."
+        )
     if scheme.num_bits not in (4, 8):
         return Rule("bits", f"{scheme.num_bits} bits; 4 (MatMulNBits) and 8 (DequantizeLinear) are written.")
     if scheme.num_bits == 4 and scheme.group_size not in BLOCK_SIZES:

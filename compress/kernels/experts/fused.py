@@ -1,5 +1,5 @@
-"""Triton experts of prompts, and of decode rows but for weights of four bits, which `slices.py` serves: the
-tiles of their products, and what they refuse.
+"""Triton experts of prompts, and of decode rows but for weights of four bits and of int8, which `slices.py`
+serves: the tiles of their products, and what they refuse.
 
 Tiles change no bit of a decode row, so they follow the number of rows. Sizes were chosen by measurement
 (`scripts/bench_experts.py`).
@@ -43,7 +43,7 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
     if packed.format == "dense16":
         gate_up = (64, 128 if many else 64, 8, 3)
         down = (128, gate_up[1], 8, 3)
-    elif packed.format == "fp8":
+    elif packed.format in ("fp8", "int8"):
         gate_up = down = (64, 128 if many else 32, 4, 3)
     elif packed.format == "fp8_block":
         gate_up = down = (128, 32, 4, 3)
@@ -101,8 +101,8 @@ def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | Non
         return "for decode rows" if few_rows else "a row's bits depend on the number of rows"
     if few_rows and problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
-    if few_rows and format_of_problem(problem) == "w4":
-        return "weights of four bits have a kernel of their own"
+    if few_rows and format_of_problem(problem) in ("w4", "int8"):
+        return "weights of four bits, and of int8, have a kernel of their own"
     return triton_refusal(problem) or refusal(problem)
 
 

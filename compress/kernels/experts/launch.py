@@ -1,4 +1,4 @@
-"""The launches of experts, by a plan: pairs sorted by expert, rows rounded to e4m3, gate and up, down,
+"""The launches of experts, by a plan: pairs sorted by expert, rows rounded to eight bits, gate and up, down,
 sum."""
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
 from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import Tile, e4m3_factors
-from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import quantize_rows
 
 MAX_PAIRED_ROWS = 4
@@ -67,7 +67,7 @@ def run(
     y_PD = torch.empty(num_pairs, hidden, dtype=plan.y_dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = not plan.sort
-    x_values, x_scale = _operand(x, packed)
+    x_values, x_scale = operand_of(x, packed)
     if paired:
         units = Units(ids_TK, ids_TK)
     else:
@@ -98,7 +98,7 @@ def run(
         ACTIVATION=activation,
         **common,
     )
-    h_values, h_scale = _operand(h_PF, packed)
+    h_values, h_scale = operand_of(h_PF, packed)
     down[grid(hidden, plan.down)](
         h_values,
         h_scale,
@@ -122,17 +122,18 @@ def run(
     return out_TD
 
 
-def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
-    """Return the rows as a product reads them, and their scales where they are e4m3 codes."""
+def operand_of(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
+    """Return the rows as a product reads them, and their scales where they are codes of eight bits."""
     if isinstance(x, Tensor):
-        if packed.format not in ("fp8", "fp8_block"):
+        if packed.format not in ("fp8", "fp8_block", "int8"):
             return x.contiguous(), None
         group_size = 128 if packed.format == "fp8_block" else None
-        quantized = quantize_rows(x, ActivationQuant(group_size=group_size))
+        dtype = INT8 if packed.format == "int8" else FP8
+        quantized = quantize_rows(x, ActivationQuant(dtype=dtype, group_size=group_size))
         assert isinstance(quantized, QuantizedRows)
         x = quantized
-    assert x.values_TK.dtype == FP8, "experts read e4m3 rows"
-    return x.values_TK.view(torch.uint8), x.scale_T
+    assert x.values_TK.dtype == (INT8 if packed.format == "int8" else FP8), "rows of another type"
+    return x.values_TK if packed.format == "int8" else x.values_TK.view(torch.uint8), x.scale_T
 
 
 def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, out_TD: Tensor) -> None:

@@ -73,7 +73,7 @@ def refusal(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
     if format_of_problem(problem) is None:
-        return "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"
+        return "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales"
     for name, size in (("D", problem.n), ("F", problem.k)):
         if size % MIN_COLUMNS:
             return f"{name} = {size} is no multiple of {MIN_COLUMNS}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import fp8_block, tiles
 from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -99,8 +99,7 @@ def expert_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.devi
     scheme = quantized[0].scheme
     scales = [each.input_scale.to(torch.float32) for each in quantized if each.input_scale is not None]
     static_scale = torch.stack(scales).amax().to(device) if scales else None
-    group_size = scheme.group_size if scheme.activation == "group" else None
-    return ActivationQuant(static_scale, scheme.code_dtype, group_size)
+    return activation_quant(scheme, static_scale)
 
 
 def gated(gate_up_TF: Tensor, activation: str) -> Tensor:

@@ -1,5 +1,5 @@
-"""Experts of decode rows with weights of four bits by products in slices (`operands/slices.cu`): gate and up
-with their activation, down, and the sum over the choices of a token.
+"""Experts of decode rows with weights of four bits, and of int8, by products in slices
+(`operands/slices.cu`): gate and up with their activation, down, and the sum over the choices of a token.
 
 Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and a
 block has a warp for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, add_choices
+from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, add_choices, operand_of
 from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
+from compress.kernels.operands.matrices import MatrixFormat
+from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
+FORMATS: tuple[MatrixFormat, ...] = ("w4", "int8")
+"""Formats of weights that no other kernel decodes."""
 MAX_PAIRED_CHOICES = 16
 PAIRED_DOWN = (
     Tile(1, 1, 6, 1, False, staged=True),
@@ -44,7 +48,7 @@ def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
 
 
 def decode(
-    x_TD: Tensor,
+    x_TD: Tensor | QuantizedRows,
     packed: PackedExperts,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -74,9 +78,14 @@ def decode(
         chosen = Chosen(units.experts, units.pairs, top_k)
     multiply_units = partial(multiply, dtype=packed.dtype, num_rows=num_rows, chosen=chosen)
     bias = packed.gate_up.bias_EO
-    x_TD = x_TD.contiguous()
-    multiply_units(x_TD, None, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen")
-    multiply_down = partial(multiply_units, h_PF, None, packed.down, bias=packed.down.bias_EO, rows="by pair")
+    x_values, x_scale = operand_of(x_TD, packed)
+    multiply_units(
+        x_values, x_scale, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen"
+    )
+    h_values, h_scale = operand_of(h_PF, packed)
+    multiply_down = partial(
+        multiply_units, h_values, h_scale, packed.down, bias=packed.down.bias_EO, rows="by pair"
+    )
     if paired:
         multiply_down(y=out_TD, tile=second, total=Sum(weights_TK, residual_TD))
     else:
@@ -93,8 +102,8 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
         return "for decode rows"
     if problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
-    if format_of_problem(problem) != "w4":
-        return "for weights of four bits"
+    if format_of_problem(problem) not in FORMATS:
+        return "for weights of four bits, and of int8"
     return triton_refusal(problem) or refusal(problem)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import dense16, fp8
+from compress.kernels.linear import dense16, fp8, int8
 from compress.kernels.linear.fp8 import PackedFp8
+from compress.kernels.linear.int8 import PackedInt8
 from compress.kernels.linear.launch import KernelWeight
 from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
 from compress.kernels.problem import DENSE_SCHEMES, Problem
@@ -76,6 +77,12 @@ def as_blocks(packed: Any) -> Blocks:
             1,
             packed.dtype,
         )
+    if isinstance(packed, PackedInt8):
+        return Blocks(
+            Matrices("int8", packed.codes_OI, packed.scale_O, None, None, packed.n, packed.k, 0),
+            1,
+            packed.dtype,
+        )
     return Blocks(
         Matrices("dense16", packed, None, None, None, packed.shape[0], packed.shape[1], 0), 1, packed.dtype
     )
@@ -86,6 +93,7 @@ REPACKS: dict[MatrixFormat, Repack] = {
     "fp8": fp8.repack,
     "fp8_block": repack,
     "w4": repack,
+    "int8": int8.repack,
 }
 
 
@@ -113,6 +121,8 @@ def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, de
     group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
     if group_size is not None and problem.k % group_size:
         return f"K = {problem.k} is no multiple of the group size {group_size}"
+    if given == "int8" and (reason := int8.refuse_long_sums(problem)):
+        return reason
     tile = 2 * TILE if activation and decode else TILE  # a tile of gates, and one of ups
     if given == "w4" and problem.n % tile:
         return f"N = {problem.n} is no multiple of {tile}"

@@ -1,4 +1,5 @@
-"""Triton linear of every format of `operands/matrices.py` and of every size, for the rows of prompts.
+"""Triton linear of every format of `operands/matrices.py` but int8 (`prefill_int8.py`), and of every size,
+for the rows of prompts.
 
     y = W x, rounded to the model's dtype after the bias, plus the residual
 
@@ -24,7 +25,7 @@ from compress.kernels.compilers.triton import (
 from compress.kernels.linear.blocks import REPACKS, as_blocks, refusal
 from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat
 from compress.kernels.operands.matrix_product import MIN_NATIVE_COLUMNS, Tile, e4m3_factors, product
-from compress.kernels.operands.rows import QuantizedRows
+from compress.kernels.operands.rows import FP8, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -109,7 +110,7 @@ def linear(
     if num_rows == 0:
         return y_TO
     _linear[-(-size // tile.bm), -(-num_rows // tile.bn)](
-        values.view(torch.uint8) if x_scale is not None else values,
+        values.view(torch.uint8) if values.dtype == FP8 else values,
         x_scale,
         matrices.data,
         matrices.scale,
@@ -148,6 +149,8 @@ def _refusal(problem: Problem, *, given: MatrixFormat) -> str | None:
 
 
 for _given in FORMATS:
+    if _given == "int8":  # prefill_int8.py
+        continue
     register(
         Kernel(
             "linear",

@@ -1,28 +1,30 @@
-// y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows (W8A8), four-bit and 16-bit weights by 16-bit rows.
+// y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows and int8 weights by int8 rows (W8A8), four-bit weights by e4m3 (W4A8) or
+// 16-bit rows, and 16-bit weights by 16-bit rows.
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32, 64 or 128), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
 // with tiles of W and x, 128 columns of K to a chunk (64 of 16-bit weights); W of the first stages is asked for before the kernel before this
 // one has ended. At most `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come
 // among the last. The others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of 8 and 16 bits go from shared memory to the
-// tensor cores, and no register ever holds one; four-bit weights become 16-bit integers in registers on the way. Where weights are scaled in
+// tensor cores, and no register ever holds one; four-bit weights become numbers of the rows' type in registers on the way. Where weights are scaled in
 // blocks (BLOCKED), each stage also brings the scales of its rows, and those of a block of tokens are brought before its first.
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
 // group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. Chunks of 16-bit weights
-// need neither, and the instruction adds them to their part itself. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
+// need neither, nor do those of int8, whose sums are whole numbers of 32 bits and exact until the end: the instruction adds them to their part
+// itself. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
 // warpgroup along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the
 // outputs. How many tokens an instruction takes changes no bit (tested, H200), nor do two instructions where a block has 128 tokens, which
 // read a weight from memory once for both.
 //
-// One row may come raw (RAW: before its norm, its rounding to e4m3, or both; numbers.cuh): every block then prepares it by itself while its
+// One row may come raw (RAW: before its norm, its rounding to e4m3 or int8, or both; numbers.cuh): every block then prepares it by itself while its
 // first weights are on their way, and it stays in shared memory without a swizzle, its 16-byte pieces side by side. The instruction takes the
 // pieces that follow for tokens 1 to 7, whose sums nobody reads.
 //
-// Rows of a prompt (PROMPTS: four-bit weights, K_SLOTS = SEGMENTS = 1) need no bits of their own: weights are scaled before they are multiplied,
-// rounded to 16 bits as `prefill_w4a16.py` rounds them, and the instruction adds all chunks, so that a thread has registers for 128 tokens and
-// the next weights become numbers while those before them are multiplied.
+// Rows of a prompt (PROMPTS: four-bit weights, K_SLOTS = SEGMENTS = 1) need no bits of their own: by 16-bit rows, weights are scaled before they
+// are multiplied, rounded to 16 bits as `prefill_w4a16.py` rounds them, and the instruction adds all chunks, so that a thread has registers for
+// 128 tokens and the next weights become numbers while those before them are multiplied.
 //
 // Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
 // raw row that a thread keeps; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
@@ -30,18 +32,22 @@
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
-#define LEAVES_PRODUCTS (DENSE || PROMPTS)  // under way while the next step begins
+#define SCALES_WEIGHTS (PROMPTS && !W4A8)  // before they are multiplied
+#define OVERLAPPED (W4A8 && PROMPTS && ROW_GROUPS <= 2)  // scales sums of a chunk while the next one is multiplied
+#define LEAVES_PRODUCTS (DENSE || SCALES_WEIGHTS || (INT8 && NT <= 8))  // under way while the next step begins; 128 tokens leave too few stages
+#define CODE_ROWS (E4M3_ROWS || INT8)
 
 constexpr int MAX_STAGES = 16, MAX_ROWS = 512;
 constexpr int CHUNK = K_STAGE;                        // columns of one chunk of a stage
-constexpr int X_ROW = FP8 ? CHUNK : 2 * CHUNK;        // bytes of a row of x in it
+constexpr int X_ROW = CODE_ROWS ? CHUNK : 2 * CHUNK;  // bytes of a row of x in it
 constexpr int W_TILE = A_BYTES;                       // of a row tile in it
 constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
-// Four-bit weights, and the sums of two chunks of 128 tokens, want more registers than 17 warps can have: the others of the copying warp's group
-// leave theirs.
-constexpr bool TRADES_REGISTERS = W4 || (FP8 && NT > 8);
+// Four-bit weights by more than 16 tokens, and the sums of two chunks of 128 tokens, want more registers than 17 warps can have: the others of the
+// copying warp's group leave theirs. With fewer tokens a small kernel finds room beside a block.
+constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr int DEEP = W4 && !OVERLAPPED && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
 
@@ -95,10 +101,22 @@ __device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, in
     copy_tiles(to, map, 0, token, chunk * (X_ROW / 128), barrier);
 }
 
-#if FP8 || DENSE
+#if INT8
+typedef int Sum;
+__device__ __forceinline__ u32 bits_of(Sum v) { return (u32)v; }
+__device__ __forceinline__ Sum load_sum(u32 at) { return (int)load_word(at); }
+#else
+typedef float Sum;
+__device__ __forceinline__ u32 bits_of(Sum v) { return __float_as_uint(v); }
+__device__ __forceinline__ Sum load_sum(u32 at) { return load_float(at); }
+#endif
+
+#if FP8 || INT8 || DENSE
 constexpr int WIDE = NT < 8 ? NT : 8, HALVES = NT / WIDE;  // eights of tokens that one instruction takes, and how many it takes for all
 #if FP8
 #define OUT4(j) "=f"(d[j][0]), "=f"(d[j][1]), "=f"(d[j][2]), "=f"(d[j][3])
+#elif INT8
+#define OUT4(j) "+r"(d[j][0]), "+r"(d[j][1]), "+r"(d[j][2]), "+r"(d[j][3])
 #else
 #define OUT4(j) D4(j)
 #endif
@@ -137,15 +155,19 @@ __device__ __forceinline__ void multiply(float (&d)[WIDE][4], u64 a, u64 b) {
                  : D_OUT : "l"(a), "l"(b) : "memory");
 }
 #else
+#if INT8
+#define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k32.s32.s8.s8 " D_LIST ", a, b, p;\n"
+#else
 #define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k16.f32." MMA_TYPES " " D_LIST ", a, b, p, 1, 1, 0, 0;\n"
+#endif
 // d += a b, the same. Not waited for.
-__device__ __forceinline__ void multiply(float (&d)[WIDE][4], u64 a, u64 b) {
+__device__ __forceinline__ void multiply(Sum (&d)[WIDE][4], u64 a, u64 b) {
     asm volatile("{.reg .pred p; .reg .b64 a, b;\nmov.b64 a, " AB "setp.eq.b32 p, 0, 0;\n" MULTIPLY STEP MULTIPLY STEP MULTIPLY STEP MULTIPLY "}"
                  : D_OUT : "l"(a), "l"(b) : "memory");
 }
 #endif
 // The sums of an instruction's tokens among those of all.
-__device__ __forceinline__ float (&sums_of(float (&d)[NT][4], int half))[WIDE][4] { return *(float(*)[WIDE][4])d[WIDE * half]; }
+__device__ __forceinline__ Sum (&sums_of(Sum (&d)[NT][4], int half))[WIDE][4] { return *(Sum(*)[WIDE][4])d[WIDE * half]; }
 #endif
 
 template <int GROUPS> __device__ __forceinline__ void wait_products() {  // until at most GROUPS of the newest are unfinished
@@ -183,7 +205,7 @@ struct RawRow {
 #pragma unroll
         for (int j = 0; j < KEEP; ++j) kept[j] = normed(kept[j], factor, weight[j]);
 #endif
-#if QUANT == 1
+#if QUANT == 1 || QUANT == 3
         __shared__ float most_of[CONSUMERS];
         float most = 0.0f;
 #pragma unroll
@@ -191,7 +213,7 @@ struct RawRow {
         most = warp_max(most);
         if (lane == 0) most_of[warp] = most;
         meet();
-        const float scale = scale_of(warp_max(lane < CONSUMERS ? most_of[lane] : 0.0f));
+        const float scale = scale_of(warp_max(lane < CONSUMERS ? most_of[lane] : 0.0f), INT8 ? 127.0f : 448.0f);
 #elif QUANT == 2
         const float scale = *args.static_scale;
 #else
@@ -201,7 +223,12 @@ struct RawRow {
         for (int j = 0; j < KEEP; ++j) {
             if (chunk(j) >= args.k / 8) continue;
 #if QUANT
-            const uint2 v = e4m3_chunk(kept[j], scale);
+            const uint2 v =
+#if INT8
+                int8_chunk(kept[j], scale);
+#else
+                e4m3_chunk(kept[j], scale);
+#endif
             asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 8 * chunk(j)), "r"(v.x), "r"(v.y) : "memory");
 #else
             store_shared(to + 16 * chunk(j), kept[j]);
@@ -226,7 +253,7 @@ __device__ __forceinline__ Channel channel_of(const Args& args, int channel, boo
 #pragma unroll
     for (int half = 0; half < (ACT ? 2 : 1); ++half) {
         const int row = channel + half * (args.n / 2);
-        if (FP8 && !BLOCKED && there) c.scale[half] = args.w_scale[row];
+        if (((FP8 && !BLOCKED) || INT8) && there) c.scale[half] = args.w_scale[row];
         if (there && args.bias) c.bias[half] = widen(args.bias[row]);
     }
     return c;
@@ -238,7 +265,7 @@ __device__ __forceinline__ float residual_at(const Args& args, long long at) { r
 // An output from its sums, before it is rounded: `up` counts where it is gated.
 __device__ __forceinline__ float finished(const Args& args, const Channel& c, float token_scale, float sum, float up) {
     auto value = [&](float s, int half) {
-        const float v = FP8 && !BLOCKED ? s * c.scale[half] * token_scale : s;
+        const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : s;
         return args.bias ? v + c.bias[half] : v;
     };
 #if ACT
@@ -350,11 +377,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     asm volatile("griddepcontrol.wait;" ::: "memory");
     __shared__ float token_scales[MAX_ROWS];  // read behind a barrier at the end
 #if RAW
-    token_scales[0] = raw_row.prepare(args, x_at);
+    token_scales[0] = raw_row.prepare(args, x_at) * UNIT;
 #elif BLOCKED
     int scaled_token = -1;  // the first of those whose scales are there, [chunk][token]
-#elif FP8
-    for (int token = threadIdx.x; token < args.num_tokens; token += THREADS) token_scales[token] = args.x_scale[token];
+#elif CODE_ROWS && !PROMPTS
+    for (int token = threadIdx.x; token < args.num_tokens; token += THREADS) token_scales[token] = args.x_scale[token] * UNIT;
 #endif
 
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, warp / 4, 0), group = warpgroup % ROW_GROUPS, k_slot = warpgroup / ROW_GROUPS;
@@ -365,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     for (int item = block; item < args.num_items; item += num_blocks) {
         const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
         const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
-        float total[NT][4] = {};
-#if PROMPTS
+        Sum total[NT][4] = {};
+#if SCALES_WEIGHTS
         u32 factors[2][4][4];
 #endif
 #if BLOCKED
@@ -405,6 +432,57 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         };
         load_residuals(my_token);
 #endif
+#if OVERLAPPED
+        // Half of a chunk becomes numbers while the half before it is multiplied, and the sums of a chunk are scaled while the next one is
+        // multiplied into others. `low` and `high` are the scales of rows g and g + 8.
+        float sums[2][NT][4], low, high;
+        u32 a[2][2][4];
+        uint4 codes[2];
+        auto load_codes = [&] {
+            wait_barrier(full + 8 * slot, phase);
+            __syncwarp();
+            const u32 at = ring + slot * stage_bytes + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
+            codes[0] = load_shared(at + lane * 16), codes[1] = load_shared(at + 512 + lane * 16);
+            low = widen(pair & 0xFFFF), high = widen(pair >> 16);
+        };
+        auto begin_half = [&](float (&to)[NT][4], int half) {
+            codes_of(a[half][0][0], a[half][0][1], codes[half].x), codes_of(a[half][0][2], a[half][0][3], codes[half].y);
+            codes_of(a[half][1][0], a[half][1][1], codes[half].z), codes_of(a[half][1][2], a[half][1][3], codes[half].w);
+            const u64 x = descriptor(ring + slot * stage_bytes + b_offset) + half * 4;
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            wgmma(to, a[half][0], x, half), wgmma(to, a[half][1], x + 2, 1);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        };
+        auto add_scaled = [&](const float (&from)[NT][4], float low_scale, float high_scale) {
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, from[j][c], total[j][c]);
+        };
+        auto advance = [&](float (&now)[NT][4], const float (&before)[NT][4]) {
+            const float low_before = low, high_before = high;
+            const u32 emptied = empty + 8 * slot;
+            if (++slot == args.stages) slot = 0, phase ^= 1;
+            load_codes();
+            wait_products<1>();
+            begin_half(now, 0);
+            wait_products<1>();
+            if (lane == 0) arrive(emptied);
+            begin_half(now, 1);
+            add_scaled(before, low_before, high_before);
+        };
+        auto finish = [&](const float (&last)[NT][4]) {
+            wait_products<0>();
+            if (lane == 0) arrive(empty + 8 * slot);
+            if (++slot == args.stages) slot = 0, phase ^= 1;
+            add_scaled(last, low, high);
+        };
+        load_codes(), begin_half(sums[0], 0), begin_half(sums[0], 1);
+        int step = 1;
+        for (; step + 1 < steps; step += 2) advance(sums[1], sums[0]), advance(sums[0], sums[1]);
+        if (step < steps) advance(sums[1], sums[0]), finish(sums[1]);
+        else finish(sums[0]);
+#else
         for (int step = 0; step < steps; ++step) {
             const u32 stage = ring + slot * stage_bytes;
             auto x_of = [&](int deep) {
@@ -417,13 +495,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             };
             wait_barrier(full + 8 * slot, phase);
             __syncwarp();
-#if DENSE
+#if DENSE || INT8
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) multiply(sums_of(total, half), descriptor(stage + a_offset), x_of(0) + half * (WIDE * 64));
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#if LEAVES_PRODUCTS
             wait_products<1>();
             if (step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+#else
+            wait_products<0>();
+            if (lane == 0) arrive(empty + 8 * slot);
+#endif
 #elif FP8
 #if BLOCKED
             const u32 row_scale = stage + scales_in_stage + ((k_slot * args.tiles + tile_slot) * 16 + (lane >> 2)) * 4;
@@ -449,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
                 }
             }
-#elif PROMPTS
+#elif SCALES_WEIGHTS
             const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
             const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
             const uint4 words[2] = {load_shared(at + lane * 16), load_shared(at + 512 + lane * 16)};
@@ -493,16 +576,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 x[deep] = x_of(deep);
             }
             float sums[NT <= 4 ? DEEP : 1][NT][4];
-            u32 a[2][4][4];
+            constexpr int STEPS = W4A8 ? 2 : 4;  // instructions of a half
+            u32 a[2][STEPS][4];
             auto begin_half = [&](int deep, int half) {
                 const uint4 word = words[deep][half];
                 const u32 each[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-                for (int s = 0; s < 4; ++s) dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+                for (int s = 0; s < STEPS; ++s)
+#if W4A8
+                    codes_of(a[half][s][0], a[half][s][1], each[2 * s]), codes_of(a[half][s][2], a[half][s][3], each[2 * s + 1]);
+#else
+                    dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+#endif
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                const u64 x_half = x[deep] + half * (W4A8 ? 4 : RAW ? 8 : TOKENS * 8);
 #pragma unroll
-                for (int s = 0; s < 4; ++s)
-                    wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x[deep] + half * (RAW ? 8 : TOKENS * 8) + s * 2, half > 0 || s > 0);
+                for (int s = 0; s < STEPS; ++s) wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x_half + s * 2, half > 0 || s > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
             auto add_scaled = [&](int deep) {
@@ -527,6 +616,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             if (++slot == args.stages) slot = 0, phase ^= 1;
         }
+#endif
 #if LEAVES_PRODUCTS
         wait_products<0>();
         if (lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
@@ -534,12 +624,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 
 #if DIRECT_SUMS
         if (!PROMPTS) meet();
+        float y[NT][ACT ? 2 : 4];
+        auto scale_of_token = [&](int token) {
+            if (!CODE_ROWS) return 1.0f;
+            return PROMPTS ? args.x_scale[min(token, args.num_tokens - 1)] * UNIT : token_scales[token];
+        };
         auto token_of = [&](int j, int c) { return first_token + j * 8 + (lane & 3) * 2 + (c & 1); };
 #pragma unroll
         for (int j = 0; j < NT; ++j)  // all before the first is stored, so that they overlap
 #pragma unroll
             for (int c = 0; c < (ACT ? 2 : 4); ++c)
-                total[j][c] = finished(args, channels[c >> 1], FP8 ? token_scales[token_of(j, c)] : 1.0f, total[j][c], total[j][2 + (c & 1)]);
+                y[j][c] = finished(args, channels[c >> 1], scale_of_token(token_of(j, c)), total[j][c], total[j][2 + (c & 1)]);
         if (there)
 #pragma unroll
             for (int j = 0; j < NT; ++j)
@@ -547,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 for (int c = 0; c < (ACT ? 2 : 4); ++c) {
                     if (token_of(j, c) >= args.num_tokens) continue;
                     const long long at = place(args, token_of(j, c), channel_at(c >> 1));
-                    put(args, at, total[j][c], residual_at(args, at));
+                    put(args, at, y[j][c], residual_at(args, at));
                 }
 #else
         // Sums go where the ring was, as [part][token][row]: the plan gives a block of this kind one item.
@@ -558,17 +653,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             for (int j = 0; j < NT; ++j)
 #pragma unroll
                 for (int c = 0; c < 4; ++c)
-                    store_float(sum_at(k_slot, j * 8 + (lane & 3) * 2 + (c & 1), tile_slot * 16 + (c >> 1) * 8 + (lane >> 2)), total[j][c]);
+                    store_word(sum_at(k_slot, j * 8 + (lane & 3) * 2 + (c & 1), tile_slot * 16 + (c >> 1) * 8 + (lane >> 2)), bits_of(total[j][c]));
         meet();
-        auto part_sum = [&](int token, int r) { return tree_sum(K_SLOTS, [&](int p) { return load_float(sum_at(p, token, r)); }); };
+        auto part_sum = [&](int token, int r) { return tree_sum(K_SLOTS, [&](int p) { return load_sum(sum_at(p, token, r)); }); };
 #if SEGMENTS > 1
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
         u32 inbox;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(inbox) : "r"(shared), "r"(segment ^ 1));
         for (int at = threadIdx.x; at < num_tokens * own_rows; at += THREADS) {
             const int token = at / own_rows, r = at - token * own_rows;
-            const float sum = part_sum(token, (segment ^ 1) * own_rows + r);
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(inbox + 4 * at), "f"(sum) : "memory");
+            const Sum sum = part_sum(token, (segment ^ 1) * own_rows + r);
+            asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(inbox + 4 * at), "r"(bits_of(sum)) : "memory");
         }
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
@@ -580,10 +675,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                     const int each = token + i * token_step;
                     if (each >= num_tokens) break;
                     auto sum = [&](int at) {
-                        const float mine = part_sum(each, segment * own_rows + at);
-                        return SEGMENTS == 1 ? mine : mine + load_float(shared + 4 * (each * own_rows + at));
+                        const Sum mine = part_sum(each, segment * own_rows + at);
+                        return (float)(SEGMENTS == 1 ? mine : mine + load_sum(shared + 4 * (each * own_rows + at)));
                     };
-                    const float v = finished(args, scales, FP8 ? token_scales[first_token + each] : 1.0f, sum(r), ACT ? sum(r + 8) : 0.0f);
+                    const float v = finished(args, scales, CODE_ROWS ? token_scales[first_token + each] : 1.0f, sum(r), ACT ? sum(r + 8) : 0.0f);
                     put(args, place(args, first_token + each, channel), v, residuals[i]);
                 }
             }

@@ -146,7 +146,7 @@ def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
     16 bits have each 8 gate rows over their 8 up rows."""
     tiles = chosen.tiles
     places = chosen.places
-    if weight.format in ("w4", "w4_asym"):
+    if weight.format.startswith("w4"):
         return tile_map(
             weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False
         )

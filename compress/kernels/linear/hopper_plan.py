@@ -20,7 +20,7 @@ MOST_TOKEN_TILES = 16
 """Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
 weights need the registers to become numbers."""
 _STAGES_OF_MOST = {True: 2, False: 3}
-"""Stages of such a block at least, of e4m3 weights and of 16 bits: products of the latter are still under way
+"""Stages of such a block at least, of weights of 8 bits and of 16: products of the latter are still under way
 in one stage while the next begins, so that two leave nothing to load into."""
 MAX_TILES = 16
 """Row tiles of 16 in a unit: four warpgroups of 64 rows."""
@@ -131,7 +131,7 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     for token_tiles in reversed(choices):
         if token_tiles <= enough:
             found = _filled(shape, num_rows, gpu, token_tiles)
-            if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.e4m3]:
+            if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.eight_bits]:
                 yield found
 
 
@@ -148,7 +148,7 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
 
     tiles = tiles or min(PROMPT_TILES, key=time_of)
     num_items = -(-shape.num_tiles // tiles) * token_blocks
-    x_bytes = tokens * PROMPT_CHUNK * 2
+    x_bytes = tokens * PROMPT_CHUNK * shape.row_bytes
     around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * TILE_BYTES[shape.format]
     stage_bytes = _aligned(tiles * TILE_BYTES[shape.format] + x_bytes)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes)
@@ -203,11 +203,13 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     num_items = units * token_blocks
     num_chunks = shape.k // shape.stage_k
     deep = 2 if shape.four_bits and token_tiles <= 4 else 1
-    trades_registers = shape.four_bits or (shape.e4m3 and token_tiles == MOST_TOKEN_TILES)
+    trades_registers = (shape.four_bits and token_tiles > 2) or (
+        shape.e4m3 and token_tiles == MOST_TOKEN_TILES
+    )
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
     # As hopper.cu lays it out: inbox | raw row | scales of x | ring. The last warpgroup reads past its tiles.
     tile_bytes = TILE_BYTES[shape.format]
-    row_bytes = 1 if shape.e4m3 else 2
+    row_bytes = shape.row_bytes
     inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
     scale_bytes = _aligned(num_chunks * tokens * 4) if shape.format == "fp8_block" else 0
@@ -223,7 +225,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     in_all = steps * -(-num_items * segments // blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
     is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
-    in_flight = 3 if shape.e4m3 and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
+    in_flight = 3 if shape.eight_bits and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
     window = min(stages, in_flight // deep)
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(

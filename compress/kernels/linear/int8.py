@@ -1,10 +1,11 @@
-"""Reference W8A8 linear of int8 weights and int8 rows: exact in int32, and slow only where a device has no
-integer product.
+"""Reference W8A8 linear of int8 weights and int8 rows, exact in int32, and the layout of its weight, which
+every kernel of int8 reads.
 
     y = (x_values W_codes^T) x_scale w_scale      the product exact in int32, scaled in float32, rounded once
 
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
-kernel serves decode and prefill. Codes stay int8 in memory.
+kernel serves decode and prefill, and without a bias every kernel of int8 gives its bits. Codes stay int8 in
+memory.
 
 On a CPU without an instruction for it (VNNI; AMD has it from Zen 4 on) PyTorch's integer product is wrong:
 it adds pairs of products in 16 bits, which saturate. There the product is one of float32 numbers, 1,024
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
+from compress.kernels.linear.launch import KernelWeight
 from compress.kernels.operands.rows import INT8, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -46,12 +48,26 @@ class PackedInt8:
     scale_O: Tensor
     dtype: torch.dtype
 
+    @property
+    def n(self) -> int:
+        """Outputs, those that pad not counted."""
+        return self.scale_O.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Columns as they are stored."""
+        return self.codes_OI.shape[1]
+
+    @property
+    def kernel_weight(self) -> KernelWeight:
+        """The weight as `hopper.cu` reads it, which refuses sizes that would be padded."""
+        return KernelWeight("int8", self.codes_OI, self.n, self.k, self.scale_O)
+
 
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> PackedInt8:
-    """Stack weights along O."""
-    assert not gated, "the reference applies no activation"
+    """Stack weights along O; `gated` changes nothing, because kernels pair rows by their addresses."""
     quantized = coded(weights)
     codes_OI = stacked_codes(quantized, device)
     scale_O = stacked_scales(quantized, device).flatten()
@@ -70,7 +86,7 @@ def linear(
 ) -> Tensor:
     """Return x W^T, [T, O]."""
     assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
-    product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.scale_O.shape[0]]
+    product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.n]
     y_TO = product_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
     return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
@@ -107,11 +123,14 @@ def refusal(problem: Problem) -> str | None:
         return f"for {', '.join(SCHEMES)}"
     if problem.activation is not None:
         return "applies no activation"
-    return (
-        f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow"
-        if problem.k > MAX_K
-        else None
-    )
+    return refuse_long_sums(problem)
+
+
+def refuse_long_sums(problem: Problem) -> str | None:
+    """Refuse K whose sums int32 may not hold."""
+    if problem.k > MAX_K:
+        return f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow"
+    return None
 
 
 register(Kernel("linear", "reference.int8", min_sm=0, priority=1, supports=refusal, fn=linear, repack=repack))

@@ -15,14 +15,14 @@ from torch import Tensor
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text, tile_map
 from compress.kernels.linear.shape import FORMATS, Format, Shape
 from compress.kernels.operands.gpu import gpu_of
-from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
+from compress.kernels.operands.rows import FP8, INT8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
-Rounding = Literal["no", "by row", "static"]
+Rounding = Literal["no", "by row", "static", "to int8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-"""How a kernel rounds raw rows to e4m3: not at all, with a scale a row, or with one given scale. The macro
-QUANT."""
+"""How a kernel rounds raw rows: not at all, to e4m3 with a scale a row or with one given scale, or to int8
+with a scale a row. The macro QUANT."""
 TileMap = ctypes.c_ubyte * 128
 
 
@@ -104,19 +104,20 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     device = x_TK.device
     rounding = rounding_of(raw)
     sm = gpu_of(device).sm
-    if raw.quant is not None and sm < 90:  # no e4m3 instruction
+    if raw.quant is not None and raw.quant.dtype == FP8 and sm < 90:  # no e4m3 instruction
         if raw.weight_K is not None:
             normed = prepare_rows(replace(raw, quant=None))
             assert isinstance(normed, Tensor)
             x_TK = normed
         return quantize_rows(x_TK, raw.quant)
-    y_TK = torch.empty(num_rows, k, dtype=x_TK.dtype if rounding == "no" else FP8, device=device)
+    dtype = x_TK.dtype if raw.quant is None else raw.quant.dtype
+    y_TK = torch.empty(num_rows, k, dtype=dtype, device=device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
     weight, static_scale, eps = raw_arguments(raw)
     arguments = _PrepareArguments(
         x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
     )
-    threads = min(32 * -(-k // 256), 512)
+    threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
     launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
     chunks = -(-k // (8 * threads))
     _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(
@@ -129,6 +130,8 @@ def rounding_of(raw: RawRows | None) -> Rounding:
     """Return how a kernel that is given these raw rows rounds them."""
     if raw is None or raw.quant is None:
         return "no"
+    if raw.quant.dtype == INT8:
+        return "to int8"
     return "by row" if raw.quant.static_scale is None else "static"
 
 
@@ -211,11 +214,16 @@ def variant_of(
 def _prepare_function(
     dtype: torch.dtype, normed: bool, rounding: Rounding, chunks: int, device: torch.device
 ) -> Function:
+    source = prepare_source(dtype, normed, rounding, chunks)
+    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
+
+
+def prepare_source(dtype: torch.dtype, normed: bool, rounding: Rounding, chunks: int) -> Source:
+    """Return prepare_rows.cu for rows of which a thread keeps so many chunks."""
     macros = (
         ("F16", int(dtype == torch.float16)),
         ("NORM", int(normed)),
         ("QUANT", ROUNDINGS.index(rounding)),
         ("KEEP", chunks),
     )
-    source = Source(source_text("operands/numbers.cuh", "linear/prepare_rows.cu"), "prepare_rows", macros)
-    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
+    return Source(source_text("operands/numbers.cuh", "linear/prepare_rows.cu"), "prepare_rows", macros)

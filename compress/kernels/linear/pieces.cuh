@@ -1,8 +1,11 @@
 // What kernels that stream weights share: asynchronous copies, wgmma, the four-bit trick, sums over parts of K.
 // Macros as in stream.cu.
 
-#define W4 (FORMAT == 1 || FORMAT == 2)
-#define FP8 (FORMAT >= 3)
+#define W4A8 (FORMAT == 5 || FORMAT == 6)  // four-bit weights by e4m3 rows, -8 among the codes (6) or not
+#define W4 (FORMAT == 1 || FORMAT == 2 || W4A8)
+#define FP8 (FORMAT == 3 || FORMAT == 4)
+#define E4M3_ROWS (FP8 || W4A8)
+#define INT8 (FORMAT == 7)     // by hopper.cu alone
 #define BLOCKED (FORMAT == 4)  // a scale for each output, or row, and 128 columns
 #define MMA_F16 (F16 || FP8)
 #define TMA (HOPPER && !RESIDENT && !FP8)  // x by the copy engine
@@ -41,6 +44,7 @@ __device__ __forceinline__ u32 load_word(u32 at) {
     return v;
 }
 __device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(load_word(at)); }
+__device__ __forceinline__ void store_word(u32 at, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -74,31 +78,38 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
 
 #if WGMMA
 #define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#if W4A8
+#define A_KIND "k32.f32.e4m3.e4m3"
+#define A_END ";}"
+#else
+#define A_KIND "k16.f32." MMA_TYPES
+#define A_END ", 0;}"
+#endif
 // d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
 __device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int accumulate) {
 #if NT == 1
     asm volatile("{.reg .pred p; setp.ne.b32 p, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1, 0;}"
+                 "wgmma.mma_async.sync.aligned.m64n8" A_KIND " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1" A_END
                  : D4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #elif NT == 2
     asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
+                 "wgmma.mma_async.sync.aligned.m64n16" A_KIND " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1" A_END
                  : D4(0), D4(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #elif NT == 4
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
-                 " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+                 "wgmma.mma_async.sync.aligned.m64n32" A_KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+                 " {%16,%17,%18,%19}, %20, p, 1, 1" A_END
                  : D4(0), D4(1), D4(2), D4(3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #elif NT == 8
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 "wgmma.mma_async.sync.aligned.m64n64" A_KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1" A_END
                  : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #elif NT == 16
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
+                 "wgmma.mma_async.sync.aligned.m64n128" A_KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1" A_END
                  : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 #endif
@@ -119,6 +130,17 @@ __device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
 #define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
 #else
 #define IN_ORDER asm
+#endif
+#if W4A8
+// Eight codes of one thread in half of one k32 step, four of row g and four of row g + 8, as e4m3 numbers code 2^-9: the least bit of e4m3, where
+// bytes 0 to 15 stand for 0 to 15. `word` has the sign of each code and its magnitude, less one where the code is negative and -8 is among them.
+__device__ __forceinline__ void codes_of(u32& a, u32& b, u32 word) {
+    IN_ORDER("and.b32 %0, %1, 0x87878787;" : "=r"(a) : "r"(word));
+    IN_ORDER("{.reg .b32 turned; shf.r.wrap.b32 turned, %1, %1, 4; and.b32 %0, turned, 0x87878787;}" : "=r"(b) : "r"(word));
+#if FORMAT == 6
+    a += (a & 0x80808080) >> 7, b += (b & 0x80808080) >> 7;
+#endif
+}
 #endif
 // Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
 __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, u32 high_zero) {
@@ -274,9 +296,9 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
 
 // term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
 // No term is -0 (sums start at +0), so that padding by 0 changes nothing.
-template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
-    float v[8];
+template <typename Term> __device__ __forceinline__ auto tree_sum(int count, Term term) {
+    decltype(term(0)) v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
+    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : decltype(term(0))(0);
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }

@@ -1,5 +1,5 @@
 // What a linear wants of its rows, as a kernel of its own: RMSNorm (NORM), then e4m3 with a scale for each row (QUANT 1) or a given one
-// (QUANT 2). The arithmetic is numbers.cuh's. A row of k, a multiple of 8, a block; a thread keeps KEEP chunks of 8 of it.
+// (QUANT 2), or int8 with a scale for each row (QUANT 3). The arithmetic is numbers.cuh's. A row of k, a multiple of 8, a block; a thread keeps KEEP chunks of 8 of it.
 
 struct Args {
     const uint4* x;
@@ -47,21 +47,25 @@ extern "C" __global__ void __launch_bounds__(512) prepare_rows(const __grid_cons
     for (int j = 0; j < KEEP; ++j) row[j] = normed(row[j], factor, weight[j]);
 #endif
 #if QUANT
-#if QUANT == 1
+#if QUANT != 2
     __shared__ float most_of[16];
     float most = 0.0f;
     each_chunk([&](uint4& chunk, int, int) { most = max_magnitude(most, chunk); });
     most = warp_max(most);
     if (lane == 0) most_of[warp] = most;
     __syncthreads();
-    const float scale = scale_of(warp_max(lane < num_warps ? most_of[lane] : 0.0f));
+    const float scale = scale_of(warp_max(lane < num_warps ? most_of[lane] : 0.0f), QUANT == 3 ? 127.0f : 448.0f);
 #else
     const float scale = *args.static_scale;
 #endif
     if (threadIdx.x == 0) args.scales[blockIdx.x] = scale;
     uint2* y = (uint2*)args.y + (long long)blockIdx.x * chunks;
     each_chunk([&](uint4& chunk, int c, int) {
+#if QUANT == 3
+        if (c < chunks) y[c] = int8_chunk(chunk, scale);
+#else
         if (c < chunks) y[c] = e4m3_chunk(chunk, scale);
+#endif
     });
 #else
     uint4* y = (uint4*)args.y + (long long)blockIdx.x * chunks;

@@ -6,8 +6,9 @@ decode step has few rows and needs a small tile, prefill a large one; the two ar
 their bits may differ.
 
 A quantized weight is dequantized once, at load: it saves no bytes here, which the kernel's name
-`dequantized` states. Where activations are quantized too, e4m3 codes are kept as numbers of the factors'
-dtype, exactly, and both scales are applied to the product in float32."""
+`dequantized` states. Where activations are quantized too, codes with a scale a channel are kept as numbers of
+the factors' dtype, exactly, and both scales are applied to the product in float32; codes in groups are
+float32 products with their scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ QUANTIZED = tuple(name for name, scheme in SCHEMES.items() if scheme.activation 
 class DenseWeight:
     """A weight W [I, O] for a model that computes in `dtype`, in blocks of columns.
 
-    `scale_O` is float32 where the blocks hold codes, whose scale is applied to the product. Codes are
+    `scale_O` is float32 where rows are quantized, too: the scale that is applied to the product. Codes are
     float32 where `dtype` is float16, in which their sums overflow."""
 
     blocks: ColumnBlocks
@@ -51,14 +52,18 @@ def dequantized(
     """Stack weights [O_j, I] along O; a weight-only one is rounded to its scale's dtype first, as every
     consumer does."""
     assert not gated, "the reference applies no activation"
-    scales = [
-        each.scale_OG
-        for each in weights
-        if isinstance(each, QuantizedWeight) and each.scheme.activation is not None
+    coded = [
+        each for each in weights if isinstance(each, QuantizedWeight) and each.scheme.activation is not None
     ]
-    factors = torch.float32 if scales and dtype == torch.float16 else factor_dtype(dtype, device)
+    scales = [each.scale_OG if _by_channel(each) else torch.ones(each.shape[0]) for each in coded]
+    in_float32 = dtype == torch.float16 or not all(map(_by_channel, coded))
+    factors = torch.float32 if coded and in_float32 else factor_dtype(dtype, device)
     dense = [_dense(weight).to(device=device, dtype=factors) for weight in weights]
-    scale_O = torch.cat(scales).flatten().to(device=device, dtype=torch.float32) if scales else None
+    scale_O = (
+        torch.cat([each.flatten() for each in scales]).to(device=device, dtype=torch.float32)
+        if scales
+        else None
+    )
     whole = dense[0] if len(dense) == 1 else torch.cat(dense)  # a head is large: no copy of it in between
     return DenseWeight(column_blocks(whole), dtype, scale_O)
 
@@ -66,7 +71,13 @@ def dequantized(
 def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
     if isinstance(weight, Tensor):
         return weight
-    return weight.codes_OI.to(torch.float32) if weight.scheme.activation is not None else weight.dequantize()
+    if weight.scheme.activation is None:
+        return weight.dequantize()
+    return weight.codes_OI.to(torch.float32) if _by_channel(weight) else weight.dequantize(torch.float32)
+
+
+def _by_channel(weight: QuantizedWeight) -> bool:
+    return weight.scheme.group_size is None
 
 
 def linear_in_tiles(

@@ -83,11 +83,11 @@ def repack(
     real = rows.flatten().clamp(max=n - 1)
     parts = [
         _code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)),
-        _row_pairs(scale_OG[real].view(tiles, TILE, groups)),
+        row_pairs(scale_OG[real].view(tiles, TILE, groups)),
     ]
     if zero_OG is not None:
         offsets = -(OFFSETS[dtype] + 8 + zero_OG[real].to(torch.float32)).to(dtype)
-        parts.append(_row_pairs(offsets.view(tiles, TILE, groups)))
+        parts.append(row_pairs(offsets.view(tiles, TILE, groups)))
     return PackedW4(torch.cat(parts, dim=-1), n, k, dtype, symmetric, gated)
 
 
@@ -106,7 +106,7 @@ def _code_bytes(codes: Tensor) -> Tensor:
     return signed.view(torch.uint8).view(tiles, groups, CODE_BYTES)
 
 
-def _row_pairs(values: Tensor) -> Tensor:
+def row_pairs(values: Tensor) -> Tensor:
     """Pack 16-bit numbers [tiles, 16, groups] to bytes [tiles, groups, 32], row g next to row g + 8."""
     tiles, _, groups = values.shape
     pairs = values.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()

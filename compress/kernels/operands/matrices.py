@@ -2,6 +2,7 @@
 
     dense16      numbers [E, O, I] in the model's dtype
     fp8          e4m3 codes [E, O, I], float32 scales [E, O]
+    int8         int8 codes [E, O, I], float32 scales [E, O]
     fp8_block    e4m3 codes [E, O, I], float32 scales [E, B, I / 128] of B blocks of output rows, 128 of one
                  matrix (`linear/general.py`: 16 of the stack)
     w4           int16 words [E, O / 16, I / 128, 16, 32], scales [E, O / 16, N, 16] in the model's dtype for
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from compress.quant.scheme import QuantizedWeight, Scheme
 
-MatrixFormat = Literal["dense16", "w4", "fp8", "fp8_block"]
-FORMATS: tuple[MatrixFormat, ...] = ("dense16", "w4", "fp8", "fp8_block")
+MatrixFormat = Literal["dense16", "w4", "fp8", "fp8_block", "int8"]
+FORMATS: tuple[MatrixFormat, ...] = ("dense16", "w4", "fp8", "fp8_block", "int8")
 BLOCK = 128
 """Columns of words of w4, and columns and rows of a block of fp8_block."""
 TILE = 16
@@ -54,7 +55,7 @@ class Matrices:
         """Return the columns of one step of a product: at most `most`, and a divisor of I as it is stored."""
         if self.format == "w4":
             return 2 * BLOCK if most > BLOCK and whole_blocks(self.in_features) % (2 * BLOCK) == 0 else BLOCK
-        if self.format == "fp8_block":
+        if self.format in ("fp8_block", "int8"):  # what int8 lacks of a step is not read
             return BLOCK
         return next(step for step in (128, 64, 32, 16) if step <= most and self.in_features % step == 0)
 
@@ -67,7 +68,7 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
         return "w4"
     if scheme.type == "float" and scheme.activation in ("token", "group"):
         return "fp8" if scheme.activation == "token" else "fp8_block"
-    return None
+    return "int8" if scheme.type == "int" and scheme.num_bits == 8 and scheme.activation == "token" else None
 
 
 Weight = Tensor | QuantizedWeight
@@ -88,7 +89,7 @@ def pack_matrices(
     one = weights[0][0]
     given = format_of(one.scheme if isinstance(one, QuantizedWeight) else None)
     assert given is not None, "no kernel reads this scheme"
-    pack = {"dense16": _dense, "w4": _w4, "fp8": _fp8, "fp8_block": _fp8_block}[given]
+    pack = {"dense16": _dense, "w4": _w4, "fp8": _fp8, "fp8_block": _fp8_block, "int8": _int8}[given]
     whole: list[Tensor | None] = []
     for idx, stack in enumerate(weights):
         parts = pack(stack, dtype, device)
@@ -137,7 +138,7 @@ def _dense(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) 
     return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense]), None, None
 
 
-def _fp8_codes(weights: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
+def _byte_codes(weights: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
     return torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in weights])
 
 
@@ -145,7 +146,12 @@ def _fp8(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) ->
     del dtype
     quantized = _quantized(weights)
     scale = torch.cat([each.scale_OG.to(device=device, dtype=torch.float32) for each in quantized])
-    return _fp8_codes(quantized, device), scale.flatten(), None
+    return _byte_codes(quantized, device), scale.flatten(), None
+
+
+def _int8(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
+    codes, scale, _ = _fp8(weights, dtype, device)
+    return codes.view(torch.int8), scale, None
 
 
 def _fp8_block(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
@@ -153,7 +159,7 @@ def _fp8_block(weights: Sequence[Weight], dtype: torch.dtype, device: torch.devi
     quantized = _quantized(weights)
     assert all(each.scheme.block_rows == BLOCK and each.scheme.group_size == BLOCK for each in quantized)
     scale = torch.cat([each.scale_OG.to(device=device, dtype=torch.float32) for each in quantized])
-    return _fp8_codes(quantized, device), scale, None
+    return _byte_codes(quantized, device), scale, None
 
 
 def _w4(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:

@@ -3,7 +3,7 @@
 Weights are the left factor of every product and tokens its columns, so that a unit of few tokens wastes
 little. A sum over I runs in steps of 16 columns in their order, whatever the sizes of a tile; codes of four
 bits and e4m3 codes with a scale for each block sum 128 columns (or a smaller scale group) from zero, and add
-the scaled sum in float32. So no tile size changes a bit.
+the scaled sum in float32; sums of int8 are whole numbers of 32 bits. So no tile size changes a bit.
 
 `E4M3` states how e4m3 codes are multiplied: "native" on Hopper's FP8 tensor cores, which keep 14 bits of a
 sum of 128 terms, for prompts; otherwise exactly, widened to float16 by the GPU's instruction ("converted"),
@@ -254,6 +254,20 @@ def product(
                 x_scale = x_next
                 a_scale = a_next
                 b_scale = b_next
+        elif FORMAT == 4:
+            a_sum = tl.zeros([BM, BN], dtype=tl.int32)
+            b_sum = tl.zeros([BM, BN], dtype=tl.int32)
+            for at in tl.range(0, IN, BK, num_stages=STAGES):
+                inside = (columns < IN - at)[None, :]
+                x = tl.trans(tl.load(x_at + at, mask=there & inside, other=0))
+                a_sum = tl.dot(tl.load(a_at + at, mask=inside, other=0), x, a_sum, out_dtype=tl.int32)
+                if TWO:
+                    b_sum = tl.dot(tl.load(b_at + at, mask=inside, other=0), x, b_sum, out_dtype=tl.int32)
+            scale_ptr += expert * OUT
+            x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)
+            a = a_sum.to(tl.float32) * x_scale[None, :] * tl.load(scale_ptr + first)[:, None]
+            if TWO:
+                b = b_sum.to(tl.float32) * x_scale[None, :] * tl.load(scale_ptr + second)[:, None]
         else:
             for at in tl.range(0, IN, BK, num_stages=STAGES):
                 x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, E4M3, INTERPRETED))

@@ -1,7 +1,8 @@
-// Numbers of the model's dtype (F16 0 = bfloat16, 1 = float16), the RMSNorm of a row (arXiv 1910.07467), and its rounding to e4m3:
+// Numbers of the model's dtype (F16 0 = bfloat16, 1 = float16), the RMSNorm of a row (arXiv 1910.07467), and its rounding to e4m3 or int8:
 //
 //     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to the model's dtype
 //     scale = max(absmax(y) / 448, 2^-40),  q = e4m3(y / scale)   as kernels/operands/rows.py defines it; a static scale is given
+//     scale = max(absmax(y) / 127, 2^-40),  q = int8(y / scale)   to the nearest, ties to even; where the row is rounded to int8
 //
 // Squares are summed in one order whoever sums them: a segment is 32 chunks of 8 numbers, a chunk a lane, its lanes added by halves; then
 // lane l has segments l, l + 32, .. ascending, and lanes are added by halves again. So many warps can share a row.
@@ -78,12 +79,31 @@ __device__ __forceinline__ float warp_max(float most) {
     for (int lanes = 16; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
     return most;
 }
-__device__ __forceinline__ float scale_of(float most) { return larger(__fdiv_rn(most, 448.0f), 9.094947017729282e-13f); }
+__device__ __forceinline__ float scale_of(float most, float largest = 448.0f) { return larger(__fdiv_rn(most, largest), 9.094947017729282e-13f); }
+// v / scale, rounded once: with the correctly rounded 1 / scale, one step of correction gives the correctly rounded quotient (Markstein), in half
+// of the time of a division. Not for quotients that overflow, nor for the sign of -0.
+__device__ __forceinline__ float quotient(float v, float scale, float inverse) {
+    const float q = v * inverse;
+    return fmaf(fmaf(-q, scale, v), inverse, q);
+}
+// Bytes of four integers, the quotients of two pairs: none is beyond 127 but for its rounding, and 1.5 * 2^23 has 1 for its last bit.
+__device__ __forceinline__ u32 int8_word(u32 first, u32 second, float scale) {
+    const float inverse = __frcp_rn(scale);
+    auto whole = [&](float v) { return __float_as_uint(__fadd_rn(quotient(v, scale, inverse), 12582912.0f)); };
+    const u32 low_pair = __byte_perm(whole(low(first)), whole(high(first)), 0x0040), high_pair = __byte_perm(whole(low(second)), whole(high(second)), 0x0040);
+    return __byte_perm(low_pair, high_pair, 0x5410);
+}
+__device__ __forceinline__ uint2 int8_chunk(uint4 v, float scale) { return make_uint2(int8_word(v.x, v.y, scale), int8_word(v.z, v.w, scale)); }
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 e4m3_pair(u32 pair, float scale) {  // saturates at 448; the low number to the low byte
     u16 bytes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(__fdiv_rn(high(pair), scale)), "f"(__fdiv_rn(low(pair), scale)));
-    return bytes;
+#if QUANT == 1  // the scale is that of the row, so that no quotient overflows
+    const float inverse = __frcp_rn(scale), first = quotient(low(pair), scale, inverse), second = quotient(high(pair), scale, inverse);
+#else
+    const float first = __fdiv_rn(low(pair), scale), second = __fdiv_rn(high(pair), scale);
+#endif
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(second), "f"(first));
+    return bytes | (__byte_perm(pair, 0, 0x4431) & 0x8080);  // the sign of -0, too
 }
 __device__ __forceinline__ uint2 e4m3_chunk(uint4 v, float scale) {  // eight numbers
     return make_uint2(e4m3_pair(v.x, scale) | (e4m3_pair(v.y, scale) << 16), e4m3_pair(v.z, scale) | (e4m3_pair(v.w, scale) << 16));

@@ -1,4 +1,4 @@
-// Matrix instructions on 16-bit numbers and e4m3 codes as their factors, and the activations of gated FFNs. After numbers.cuh.
+// Matrix instructions on 16-bit numbers, with e4m3 codes as their factors, and on int8, and the activations of gated FFNs. After numbers.cuh.
 //
 // Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss).
 
@@ -12,6 +12,13 @@ template <bool FLOAT16> __device__ __forceinline__ void mma(float (&d)[4], const
     if constexpr (FLOAT16) MMA("f16.f16");
     else MMA("bf16.bf16");
 #undef MMA
+}
+
+// d += a b for 16 outputs and 8 tokens of 32 columns of int8.
+__device__ __forceinline__ void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.

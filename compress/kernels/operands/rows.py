@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compress.quant.scheme import Scheme
+
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 FP8_MAX = 448.0
@@ -44,6 +46,14 @@ class ActivationQuant:
     def __post_init__(self) -> None:
         assert self.dtype == FP8 or self.static_scale is None, "int8 rows take their own scales"
         assert self.group_size is None or self.static_scale is None, "groups take their own scales"
+
+
+def activation_quant(scheme: Scheme, static_scale: Tensor | None = None) -> ActivationQuant:
+    """Return how linears of a scheme that rounds inputs do so."""
+    assert scheme.input_dtype is not None, "its inputs stay in 16 bits"
+    return ActivationQuant(
+        static_scale, scheme.input_dtype, scheme.group_size if scheme.activation == "group" else None
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@
 //                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales
 //     y                 slices ascend, in float32
 //
+// Sums of int8 are whole numbers of 32 bits, exact in any order, until both scales multiply them.
+//
 // So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
 // takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
 //
@@ -16,13 +18,22 @@
 // instructions would keep 14 bits of a sum.
 //
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
-// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
+// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks, 4 = int8 with a scale for each output and row; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
 // group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
 // matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
 // rows of x are pairs; COMBINE = the choices of a token, a warp each, which the block adds; OUT32 = y is float32; SPLIT; STAGED;
 // TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
 
-constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
+#if FORMAT == 4
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+struct alignas(16) Sums {
+    Sum x, y, z, w;
+};
+
+constexpr bool FP8 = FORMAT == 2 || FORMAT == 3, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
 constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
 constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
 constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
@@ -135,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     float* sums = shared_sums + warp * OWN;
     uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
-    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
+    const int size = args.out / MATRICES, row_bytes = args.in * (FORMAT >= 2 ? 1 : 2), unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
     const int tile = SPLIT || COMBINE ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
     __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
@@ -250,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
     };
 
-    float total[TILES][NT][4] = {};
+    Sum total[TILES][NT][4] = {};
     auto multiply = [&](const Step& from, int step, int place) {
         uint4 rows[NT][X_VECTORS];
 #pragma unroll
@@ -275,13 +286,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 return from.w[i][h][v];
 #endif
             };
-            float group_sum[NT][4];
+            Sum group_sum[NT][4];
             auto fold = [&](int s) {  // adds the sums of scale group s
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        float& sum = total[i][n][r];
+                        Sum& sum = total[i][n][r];
 #if FORMAT == 1
                         sum = __fmaf_rn(group_sum[n][r], widen(from.scale[i][r / 2][s]), sum);
 #elif FORMAT == 3
@@ -293,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v) {
 #pragma unroll
-                for (int k = 0; k < (FP8 ? 4 : 2); ++k) {  // 16 columns
+                for (int k = 0; k < (FP8 ? 4 : 2); ++k) {  // 16 columns, of int8 32
                     u32 a[4];
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
@@ -304,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                         offset = from.offset[i][h][v * SUBGROUPS / 4] * 0x10001u;
 #endif
                         a[h] = numbers(word_of(words, 2 * k), v, offset), a[2 + h] = numbers(word_of(words, 2 * k + 1), v, offset);
-#elif FORMAT == 0
+#elif FORMAT == 0 || FORMAT == 4
                         a[h] = word_of(words, 2 * k), a[2 + h] = word_of(words, 2 * k + 1);
 #else
                         const uint2 codes = factors_of(word_of(words, k));
@@ -314,11 +325,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                     const bool accumulate = FROM_ZERO ? k > 0 || (FORMAT == 1 ? v * SUBGROUPS % 4 != 0 : v > 0) : true;
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
-                        float(&sum)[4] = FROM_ZERO ? group_sum[n] : total[i][n];
+                        Sum(&sum)[4] = FROM_ZERO ? group_sum[n] : total[i][n];
+#if FORMAT == 4
+                        mma(sum, a, word_of(rows[n][v], 2 * k), word_of(rows[n][v], 2 * k + 1));
+#else
                         if (FP8) {
                             const uint2 codes = factors_of(word_of(rows[n][v], k));
                             mma<HALF>(sum, a, codes.x, codes.y, accumulate);
                         } else mma<HALF>(sum, a, word_of(rows[n][v], 2 * k), word_of(rows[n][v], 2 * k + 1), accumulate);
+#endif
                     }
                 }
                 if (FORMAT == 1 && (v + 1) * SUBGROUPS % 4 == 0) fold(v * SUBGROUPS / 4);
@@ -327,17 +342,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
     };
 
-    float4* before = (float4*)sums + lane;  // the sum of the slices so far
+    Sums* before = (Sums*)sums + lane;  // the sum of the slices so far
     if (!SPLIT)
 #pragma unroll
-        for (int j = 0; j < TILES * NT; ++j) before[j * WARP] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // which change nothing, whatever the sign
+        for (int j = 0; j < TILES * NT; ++j) before[j * WARP] = {(Sum)-0.0f, (Sum)-0.0f, (Sum)-0.0f, (Sum)-0.0f};  // which change nothing, whatever the sign
     auto close_slice = [&] {
 #pragma unroll
         for (int j = 0; j < TILES * NT; ++j) {
-            float(&own)[4] = total[j / NT][j % NT];
-            const float4 sum = before[j * WARP];
-            before[j * WARP] = make_float4(sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]);
-            own[0] = own[1] = own[2] = own[3] = 0.0f;
+            Sum(&own)[4] = total[j / NT][j % NT];
+            const Sums sum = before[j * WARP];
+            before[j * WARP] = {sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]};
+            own[0] = own[1] = own[2] = own[3] = 0;
         }
     };
     int left = args.per;
@@ -377,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     if (SPLIT) {
 #pragma unroll
         for (int j = 0; j < TILES * NT; ++j) {
-            const float(&own)[4] = total[j / NT][j % NT];
-            before[j * WARP] = make_float4(own[0], own[1], own[2], own[3]);
+            const Sum(&own)[4] = total[j / NT][j % NT];
+            before[j * WARP] = {own[0], own[1], own[2], own[3]};
         }
     } else close_slice();
     if (SPLIT || COMBINE) __syncthreads();
@@ -390,12 +405,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         float value[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
-            const float* sum = of_warp + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
+            const Sum* sum = (const Sum*)of_warp + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
             const int output = m * size + first_output + own;
-            float v = *sum;
-            for (int s = 1; s < slices; ++s) v += sum[s * OWN];
-            if (FORMAT == 2) {
-                const float x_scale = load_float(args.x_scale + row_of(pair)) * E4M3_FACTOR;
+            Sum whole = *sum;
+            for (int s = 1; s < slices; ++s) whole += sum[s * OWN];
+            float v = whole;
+            if (FORMAT == 2 || FORMAT == 4) {
+                const float x_scale = load_float(args.x_scale + row_of(pair)) * (FP8 ? E4M3_FACTOR : 1.0f);
                 v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[own_expert * args.expert_scales + output]);
             }
             if (args.bias) v += widen(args.bias[(long long)own_expert * args.out + output]);

@@ -210,8 +210,8 @@ def multiply(
     """Write y = x W^T of `num_rows` rows in order, or of the pairs of `chosen`: [.., O], or [.., O / 2] with
     an activation, in the model's `dtype` or in float32; or the `total` of each token's pairs, [T, O].
 
-    x are numbers of that dtype, or e4m3 codes with their scales. `scale_rows` outputs share a scale of
-    fp8_block. The residual is of rows in order.
+    x are numbers of that dtype, or e4m3 or int8 codes with their scales. `scale_rows` outputs share a scale
+    of fp8_block. The residual is of rows in order.
     """
     device = matrices.data.device
     steps = steps_of(matrices)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from compress.calibrate.gradients import GradientVisitor
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
-from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
 from compress.models.decoder import DecoderLayer
 from compress.models.layer_shape import LinearGroup
 from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
@@ -104,6 +104,4 @@ def _input_quant(scheme: Scheme, largest: Tensor, stored_dtype: torch.dtype) -> 
     static_scale = (
         static_input_scale(largest, scheme, stored_dtype) if scheme.activation == "tensor" else None
     )
-    return ActivationQuant(
-        static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
-    )
+    return activation_quant(scheme, static_scale)

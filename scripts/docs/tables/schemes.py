@@ -33,7 +33,7 @@ ROWS = (
         "`INT8_DYNAMIC`",
         "8-bit integers, a scale an output channel",
         "8-bit integers, a scale a token",
-        "none: reference kernel",
+        "from sm_80, decoding by warpgroup instructions on sm_90",
     ),
     (
         "`FP8_DYNAMIC`, `FP8_STATIC`",

@@ -159,7 +159,7 @@ def _emulated_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> None:
     """The kernel that is selected gives the sum; decode rows keep their bits."""
     kernel = select(problem(phase, name, dtype, given))
-    in_slices = phase == "decode" and name is not None and name.startswith("W4A16")
+    in_slices = phase == "decode" and name is not None and name.startswith(("W4A16", "INT8"))
     assert kernel.name.startswith(("cuda.slices" if in_slices else "triton") if INTERPRETED else "reference")
     assert kernel.repack_experts is not None
     packed = kernel.repack_experts(given.experts, dtype=dtype, device=CPU)
@@ -216,6 +216,7 @@ def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
         slow("W4A16_CHANNEL", torch.float16),
         slow("W4A16_G64_ASYM", torch.float16),
         slow("FP8_DYNAMIC", torch.bfloat16),
+        ("INT8_DYNAMIC", torch.float16),
     ],
 )
 def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +231,7 @@ def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: 
         ("W4A16_G32_ASYM", 160, 96),
         slow("W4A16_CHANNEL_ASYM", 80, 176),
         ("FP8_DYNAMIC", 48, 80),
+        ("INT8_DYNAMIC", 80, 144),
         slow("W4A16_G64", 192, 320),
         slow("W4A16_G32", 416, 32),
         slow("W4A16_CHANNEL", 16, 272),
@@ -286,11 +288,12 @@ def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
         ("FP8_BLOCK", {"n": 2880}, "D = 2880 is no multiple of the group size 128"),
         ("W4A16_G32", {"k": 48}, "F = 48 is no multiple of the group size 32"),
         ("FP8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
-        ("INT8_DYNAMIC", {}, "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"),
+        ("INT8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
+        ("W8A16", {}, "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales"),
     ):
         why = refusals(problem("decode", name, torch.float16, given, **sizes))
-        four_bits = name is not None and name.startswith("W4A16")
-        assert why["cuda.slices.silu" if four_bits else "triton.decode.silu"] == reason
+        in_slices = name is not None and name.startswith(("W4A16", "INT8"))
+        assert why["cuda.slices.silu" if in_slices else "triton.decode.silu"] == reason
 
 
 def test_four_bit_words_hold_every_code_once() -> None:

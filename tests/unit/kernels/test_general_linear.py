@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.act_mul.reference import act_mul
+from compress.kernels.linear import int8, prefill_int8
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates, refusals, select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
-from tests.unit.kernels.test_experts import randn, weight, wide
+from tests.unit.kernels.test_experts import randn, same_bits, weight, wide
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
@@ -44,7 +45,8 @@ def rows_of(x_TI: Tensor, name: str | None) -> tuple[Tensor | QuantizedRows, Ten
     if kind is None:
         return x_TI, x_TI.double()
     static = torch.tensor(0.02) if kind == "tensor" else None
-    rows = quantize(x_TI, ActivationQuant(static, group_size=128 if kind == "group" else None))
+    dtype = SCHEMES[name].code_dtype
+    rows = quantize(x_TI, ActivationQuant(static, dtype, 128 if kind == "group" else None))
     return rows, rows.dequantize(torch.float64)
 
 
@@ -78,6 +80,7 @@ def in_float64(
         slow("W2A16_G128", torch.bfloat16, (16, 32), 256, True),
         ("FP8_BLOCK", torch.float16, (144, 48, 16), 256, True),
         ("FP8_STATIC", torch.float16, (21,), 48, False),
+        ("INT8_DYNAMIC", torch.float16, (21, 16), 144, True),
         slow("W4A16_CHANNEL", torch.bfloat16, (16,), 80, False),
         slow("W4A16_G128", torch.bfloat16, (300, 4), 384, True),
         slow("FP8_BLOCK", torch.bfloat16, (136, 136), 128, False),
@@ -109,6 +112,20 @@ def test_products_of_odd_sizes(
     exact = kernel.fn(rows, packed, bias_O, out_dtype=torch.float32)
     assert exact.dtype == torch.float32
     assert float((exact.double() - expected).norm() / expected.norm()) < 1e-5
+
+
+@inside
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("rows", "n", "k"), [(70, 37, 144), (33, 72, 32), (300, 24, 128)])
+def test_int8_in_one_pass_has_the_bits_of_the_reference(rows: int, n: int, k: int, persistent: bool) -> None:
+    dtype = torch.float16  # the interpreter cuts off what bfloat16 has no room for
+    packed = int8.repack([weight((n, k), "INT8_DYNAMIC", dtype, 3)], dtype=dtype, device=CPU, gated=False)
+    x = quantize(randn(rows, k, seed=1).to(dtype), ActivationQuant(dtype=int8.INT8))
+    residual = randn(rows, n, seed=2).to(dtype)
+    tile = prefill_int8.PromptTile(16, 32, 64, 4, 2, persistent)
+    for given in ({"residual_TO": residual}, {"out_dtype": torch.float32}, {}):
+        y_TO = prefill_int8.linear(x, packed, None, tile=tile, **given)
+        assert same_bits(y_TO, int8.linear(x, packed, None, **given)), list(given)
 
 
 @pytest.mark.parametrize("sm", [80, 90])

@@ -1,17 +1,24 @@
-"""INT8 rows and their linear: the definition, sums that lose nothing, and what is refused."""
+"""INT8 rows and their linear: the definition, sums that lose nothing, bits that every kernel shares, and what
+is refused."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from compress.kernels.linear.int8 import MAX_K, PackedInt8, int_product, linear, refusal, repack
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
-from compress.kernels.problem import Problem
+from compress.kernels.linear.launch import prepare_rows
+from compress.kernels.linear.prefill_int8 import tile_of
+from compress.kernels.linear.slices import linear as in_slices
+from compress.kernels.operands.gpu import Gpu
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, RawRows, quantize
+from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.select import select
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine import Engine
+from tests.support.cuda_emulator import needs_compiler
+from tests.support.emulated_kernels import use_emulated, use_emulated_rows
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
 
 CPU = torch.device("cpu")
@@ -25,6 +32,10 @@ ARCH = tiny_arch(
     num_hidden_layers=2,
     dtype="float32",
 )
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def codes(*shape: int, seed: int = 0) -> Tensor:
@@ -130,11 +141,90 @@ def test_rows_of_another_type_are_a_programmers_error() -> None:
         ActivationQuant(torch.tensor(0.1), INT8)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("k", [128, 2056, 8192])
+def test_rows_prepared_for_a_linear_are_those_of_the_definition(
+    k: int,
+    normed: bool,
+    dtype: torch.dtype,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_emulated_rows(monkeypatch, tmp_path_factory.getbasetemp())
+    x_TK = randn(5, k, seed=k) * torch.tensor([1.0, 0.0, 1e-4, 50.0, 3.0]).unsqueeze(1)
+    x_TK[4] = x_TK[4].round() / 2
+    x_TK[4, 0] = 63.5  # halves, with a scale of 1 / 2
+    x_TK = x_TK.to(dtype)
+    weight_K = (1 + 0.2 * randn(k, seed=5)).to(dtype) if normed else None
+    quant = ActivationQuant(dtype=INT8)
+    prepared = prepare_rows(RawRows(x_TK, weight_K, 1e-5, quant))
+    expected = quantize(prepare_rows(RawRows(x_TK, weight_K, 1e-5)) if normed else x_TK, quant)
+    assert isinstance(prepared, QuantizedRows)
+    assert prepared.values_TK.dtype == INT8
+    assert torch.equal(prepared.values_TK, expected.values_TK)
+    assert torch.equal(prepared.scale_T, expected.scale_T)
+    if not normed:
+        assert {0, 1, 2} <= set(prepared.values_TK[4].abs().tolist())
+
+
+@needs_compiler
+@pytest.mark.parametrize(("n", "k", "activation"), [(21, 1296, None), (48, 144, "silu")])
+def test_products_in_slices_have_the_bits_of_the_reference(
+    n: int,
+    k: int,
+    activation: str | None,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
+    layout = packed(n, in_features=k, dtype=torch.bfloat16)
+    rows = quantize(randn(19, k, seed=3).to(torch.bfloat16), ActivationQuant(dtype=INT8))
+    whole = linear(rows, layout, None, out_dtype=torch.float32)
+    if activation is None:
+        residual_TO = randn(19, n, seed=4).to(torch.bfloat16)
+        expected = linear(rows, layout, None, residual_TO=residual_TO)
+        assert torch.equal(in_slices(rows, layout, None, activation=None, residual_TO=residual_TO), expected)
+        assert torch.equal(in_slices(rows, layout, None, activation=None, out_dtype=torch.float32), whole)
+    else:
+        gate_TF, up_TF = whole.chunk(2, dim=1)
+        gated_TF = torch.nn.functional.silu(gate_TF) * up_TF
+        y_TF = in_slices(rows, layout, None, activation=activation, out_dtype=torch.float32)
+        torch.testing.assert_close(y_TF, gated_TF, rtol=2**-20, atol=1e-30)
+
+
 @pytest.mark.parametrize("m_max", [1, 128, 4096])
-@pytest.mark.parametrize(("device", "sm"), [("cpu", 0), ("cuda", 80), ("cuda", 90)])
-def test_it_serves_int8_everywhere(device: str, sm: int, m_max: int) -> None:
-    problem = Problem("linear", 192, 256, 1, m_max, m_max <= 128, "INT8_DYNAMIC", torch.bfloat16, device, sm)
+def test_the_reference_serves_a_cpu(m_max: int) -> None:
+    problem = Problem("linear", 192, 256, 1, m_max, m_max <= 128, "INT8_DYNAMIC", torch.bfloat16, "cpu", 0)
     assert select(problem).name == "reference.int8"
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("k", "kernels"),
+    [
+        (256, ("hopper.int8", "triton.int8.prefill")),
+        (144, ("cuda.slices.int8", "triton.int8.prefill")),
+        (136, ("reference.int8", "int8.cublas")),
+    ],
+)
+def test_a_gpu_has_kernels_of_its_own(k: int, kernels: tuple[str, str], sm: int) -> None:
+    pytest.importorskip("triton")
+    decode, prefill = kernels
+    decode = "cuda.slices.int8" if sm == 80 and decode == "hopper.int8" else decode
+    for phase, expected in (("decode", decode), ("prefill", prefill)):
+        asked = KernelDevice("cuda", sm, torch.bfloat16).problem(
+            "linear", n=192, k=k, phase=phase, scheme="INT8_DYNAMIC"
+        )
+        assert select(asked).name == expected
+
+
+@pytest.mark.parametrize("gpu", [Gpu(90, 132, 232448), Gpu(80, 108, 166912)], ids=lambda gpu: f"sm_{gpu.sm}")
+def test_tiles_of_a_prompt_are_wide_where_they_fill_the_device(gpu: Gpu) -> None:
+    assert tile_of(28672, 2048, gpu).outputs == 256
+    assert tile_of(28672, 2048, gpu, float32=True).outputs == 128
+    assert tile_of(1024, 64, gpu).outputs == 128
 
 
 class Int8:

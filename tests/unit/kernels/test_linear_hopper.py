@@ -25,9 +25,9 @@ from compress.kernels.linear.hopper_plan import (
 from compress.kernels.linear.launch import KernelWeight, rounding_of, variant_of
 from compress.kernels.linear.shape import Format, Shape
 from compress.kernels.operands.gpu import Gpu
-from compress.kernels.operands.rows import ActivationQuant, RawRows
+from compress.kernels.operands.rows import INT8, ActivationQuant, RawRows
 from compress.kernels.problem import Problem
-from compress.kernels.select import select
+from compress.kernels.select import refusals, select
 
 H200 = Gpu(90, 132, 232448)
 H100_PCIE = Gpu(90, 114, 232448)
@@ -43,7 +43,16 @@ SHAPES = {  # n, k, gated
     "gate_up 70b": (57344, 8192, True),
     "down 70b": (8192, 28672, False),
 }
-WEIGHT_FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8", "fp8_block")
+WEIGHT_FORMATS: tuple[Format, ...] = (
+    "dense16",
+    "w4",
+    "w4_asym",
+    "fp8",
+    "fp8_block",
+    "w4a8",
+    "w4a8_wide",
+    "int8",
+)
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
@@ -62,7 +71,8 @@ def test_plans_fit_the_device_and_cover_the_product(
 ) -> None:
     for rows, each in each_plan(Shape(weight_format, n, k, gated), gpu):
         assert 1 <= each.window <= each.stages <= MAX_STAGES
-        assert each.stages > 1 or weight_format != "dense16", "its products are left under way for a step"
+        leaves = weight_format in ("dense16", "int8")
+        assert each.stages > 1 or not leaves, "its products are left under way for a step"
         assert each.launch.shared_bytes < gpu.shared_bytes
         assert each.launch.threads <= 640
         assert 1 <= each.tiles <= MAX_TILES
@@ -146,9 +156,9 @@ def test_the_kernel_compiles(
     name: str, rows: int, weight_format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    raw = RawRows(
-        torch.empty(rows, 8), torch.empty(8), 1e-5, ActivationQuant() if weight_format == "fp8" else None
-    )
+    e4m3 = weight_format in ("fp8", "w4a8", "w4a8_wide")
+    quant = ActivationQuant() if e4m3 else ActivationQuant(dtype=INT8) if weight_format == "int8" else None
+    raw = RawRows(torch.empty(rows, 8), torch.empty(8), 1e-5, quant)
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None
     for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
@@ -167,7 +177,7 @@ def test_the_kernel_compiles(
 
 
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
 def test_plans_of_prompts_fit_the_device_and_cover_the_product(
     n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
@@ -184,7 +194,7 @@ def test_plans_of_prompts_fit_the_device_and_cover_the_product(
 
 @needs_nvrtc
 @pytest.mark.parametrize("tiles", PROMPT_TILES)
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym"])
+@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
 def test_the_kernel_of_prompts_compiles(
     weight_format: Format, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +239,7 @@ def problem(**facts: object) -> Problem:
         ("FP8_STATIC", "fp8"),
         ("W4A16_G128", "w4a16"),
         ("W4A16_G128_ASYM", "w4a16"),
+        ("W4A8_FP8", "w4a8"),
     ],
 )
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
@@ -239,8 +250,21 @@ def test_hopper_serves_itself_and_other_devices_stream(
     asked = problem(scheme=scheme, activation=activation)
     assert select(asked).name == f"hopper.{kernel}{suffix}"
     assert select(asked).prepares
-    for sm in (80, 89, 100):
+    for sm in (80, 89, 100) if kernel != "w4a8" else ():
         assert select(replace(asked, sm=sm)).name == f"stream.{kernel}{suffix}"
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
+def test_hopper_serves_int8_and_other_devices_multiply_in_slices(activation: str | None) -> None:
+    suffix = f".{activation}" if activation else ""
+    asked = problem(scheme="INT8_DYNAMIC", activation=activation)
+    assert select(asked).name == f"hopper.int8{suffix}"
+    assert select(asked).prepares
+    for other in (replace(asked, sm=80), replace(asked, k=4112), replace(asked, n=4104)):
+        assert select(other).name == f"cuda.slices.int8{suffix}"
+    longer = problem(scheme="INT8_DYNAMIC", activation=activation, k=1 << 18)
+    assert "overflow" in refusals(longer)[f"hopper.int8{suffix}"]
+    assert "overflow" in refusals(longer)[f"cuda.slices.int8{suffix}"]
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

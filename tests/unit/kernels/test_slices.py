@@ -29,6 +29,8 @@ CASES = [
     ("W4A16_G64", torch.bfloat16, (32,), 2880, None),
     ("W4A16_CHANNEL_ASYM", torch.bfloat16, (16, 16), 144, "gelu"),
     ("FP8_DYNAMIC", torch.bfloat16, (20,), 336, None),
+    ("INT8_DYNAMIC", torch.bfloat16, (13, 8), 336, None),
+    ("INT8_DYNAMIC", torch.float16, (24, 24), 1296, "silu"),
     ("FP8_BLOCK", torch.bfloat16, (128, 128), 1280, "silu"),
     ("FP8_BLOCK", torch.float16, (40,), 4096, None),
     ("W3A16_G64_ASYM", torch.bfloat16, (16,), 192, None),
@@ -36,7 +38,7 @@ CASES = [
 each_case = pytest.mark.parametrize(("name", "dtype", "sizes", "k", "activation"), CASES)
 few_cases = pytest.mark.parametrize(
     ("name", "dtype", "sizes", "k", "activation"),
-    [case if idx in (0, 3, 7) else slow(*case) for idx, case in enumerate(CASES)],
+    [case if idx in (0, 3, 7, 9) else slow(*case) for idx, case in enumerate(CASES)],
 )
 
 

@@ -3,6 +3,7 @@ files state their conditions.
 """
 
 import dataclasses
+import importlib
 import json
 import math
 import subprocess
@@ -113,7 +114,13 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     }
     assert unchecked == {("sample", "drawn"), ("sample", "top-p")}
     linears = [row for row in rows if row["op"] == "linear" and row["tool"] == "compress"]
-    assert {row["scheme"] for row in linears} == {"F32", "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128_ASYM"}
+    assert {row["scheme"] for row in linears} == {
+        "F32",
+        "FP8_DYNAMIC",
+        "INT8_DYNAMIC",
+        "W4A16_G128",
+        "W4A16_G128_ASYM",
+    }
     assert {(row["name"], row["m"]) for row in linears} == {
         (name, m)
         for name in ("qkv", "o", "gate_up", "down", "head")
@@ -394,3 +401,14 @@ def test_other_tools_quantize_the_same_checkpoint_and_tokens(
         bench_quantize.quantize_elsewhere(
             tmp_path, "llmcompressor-gptq", Path(sys.executable), CPU, tiny_arch(CONFIG), None
         )
+
+
+def test_a_result_of_int8_with_other_bits_is_marked() -> None:
+    pytest.importorskip("triton")
+    bench_int8 = importlib.import_module("scripts.bench_int8")
+    right = torch.ones(2, 3)
+    for expected, passed in ((right, True), (right + 1, False), (None, True)):
+        found = bench_int8.measure("_int_mm", lambda _: right, expected, CPU)
+        assert found["passed"] is passed
+    rows = [{"name": "o", "m": 512, "kernel": "a", "us": 1.0, "tflop_per_s": 2.0, "passed": False}]
+    assert "1.0 2 WRONG" in bench_int8.table(rows)
