@@ -31,7 +31,7 @@ TABLE_COLUMNS = 4 * BLOCK_COLUMNS
 NUMBERS_BYTES = 8
 """Bytes of the scale and the bias that end a row of the table."""
 MAX_BYTES = 1 << 31
-PART_BYTES = 1 << 24
+PART_BYTES = 1 << 23
 """Bytes of the float32 blocks that a prompt multiplies by at once; one block of outputs may have more."""
 CODED = tuple(name for name, scheme in SCHEMES.items() if scheme.type == "int" and scheme.activation is None)
 """The weight-only integer schemes."""
@@ -77,7 +77,8 @@ class CodeTable:
         bytes_BIC = self.bytes_RC.view(self.scale_BGC.shape[0], -1, self.bytes_RC.shape[1])
         bytes_BIKN = bytes_BIC[start:end, :, :TABLE_COLUMNS].unflatten(2, narrow)
         scale_BGKN = self.scale_BGC[start:end].unflatten(2, narrow)
-        w_BKIN = bytes_BIKN.transpose(1, 2).contiguous().to(scale_BGKN.dtype).sub_(self.offset)
+        codes_BKIN = bytes_BIKN.transpose(1, 2).contiguous().sub_(self.offset).view(torch.int8)
+        w_BKIN = codes_BKIN.to(scale_BGKN.dtype)
         w_BKIN.unflatten(2, (scale_BGKN.shape[1], -1)).mul_(scale_BGKN.transpose(1, 2).unsqueeze(3))
         return w_BKIN.flatten(0, 1)
 
