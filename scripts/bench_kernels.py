@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.coverage import LINEARS
-from compress.kernels.operands.paged import FP8_TOKEN_HEAD
+from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.kernels.operands.rows import QuantizedRows
 from compress.machine import measure_bandwidth, measure_matmul_rate
 from scripts.bench_setup import (
@@ -95,7 +95,7 @@ class BitsOfRows:
 
 def cases(args: argparse.Namespace, bench: Bench) -> Iterator[Case]:
     schemes = [bench.dense if each == DENSE else each for each in args.schemes]
-    kv_formats = (bench.dense, FP8_TOKEN_HEAD)
+    kv_formats = tuple(bench.dense if each == DENSE else each for each in args.kv_formats)
     block_size = BLOCK_SIZE[bench.device.type]
     paged: dict[str, Any] = {"kv_formats": kv_formats, "block_size": block_size}
     makers = {
@@ -207,6 +207,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch-sizes", nargs="+", type=int, default=[1, 16, 64], help="requests of attention and sampling"
+    )
+    parser.add_argument(
+        "--kv-formats",
+        nargs="+",
+        default=[DENSE, *TOKEN_HEAD_FORMATS],
+        help=f"of the cache; '{DENSE}' is the dtype of the model",
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=[580, 8192], help="of decode attention")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="of prefill attention")

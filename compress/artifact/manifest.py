@@ -29,7 +29,9 @@ SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 23
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_FACTS_BY_NAME = frozenset({"mixed", "kv_cache", "draft", "pruning", "distillation", "speculation"})
+_FACTS_BY_NAME = frozenset(
+    {"mixed", "kv_cache", "draft", "pruning", "distillation", "recovery", "speculation"}
+)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.distill.codes import levels_of
+from compress.distill.quantized_student import quantized_student
 from compress.models.decoder import Decoder
-from compress.models.weights import Weights, build_layer
+from compress.models.weights import Weights
 from compress.quant.numerics import storable
 from compress.quant.scheme import QuantizedWeight, Scheme
 
@@ -38,7 +40,7 @@ class TunedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, bias_O: Tensor | None, *, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("levels_OI", _levels(weight).to(device), persistent=False)
+        self.register_buffer("levels_OI", levels_of(weight).to(device), persistent=False)
         self.register_buffer(
             "before_OG", weight.scale_OG.to(device=device, dtype=torch.float32), persistent=False
         )
@@ -58,17 +60,6 @@ class TunedLinear(nn.Module):
             weight.scale_OG.device
         )
         return replace(weight, scale_OG=torch.where(scale_OG > 0, scale_OG, weight.scale_OG))
-
-
-def _levels(weight: QuantizedWeight) -> Tensor:
-    """Return codes less their zero points [O, I], in the smallest integer type that holds them."""
-    if weight.zero_point_OG is None:
-        return weight.codes_OI
-    members = weight.shape[1] // weight.zero_point_OG.shape[1]
-    levels_OI = weight.codes_OI.to(torch.int16) - weight.zero_point_OG.to(torch.int16).repeat_interleave(
-        members, dim=1
-    )
-    return levels_OI.to(torch.int8) if weight.scheme.num_bits < 8 else levels_OI
 
 
 class _Product(torch.autograd.Function):
@@ -103,25 +94,11 @@ def in_tuning(
 ) -> Decoder:
     """Return the quantized model in training: linears over the codes of its layers, with everything outside
     of the layers shared with the source's decoder. Only scales are trained."""
-    with torch.device("meta"):
-        student = Decoder(teacher.arch)
-    student.embed = teacher.embed
-    student.norm = teacher.norm
-    student.head = teacher.head
-    for idx in range(teacher.arch.num_layers):
-        weights = layers(idx)
-        layer = build_layer(teacher.arch, idx, weights, dtype=dtype, device=device)
-        for name in layer.shape.linears:
-            weight = weights[f"{name}.weight"]
-            if isinstance(weight, QuantizedWeight) and tunes(weight.scheme):
-                parent, _, leaf = name.partition(".")
-                setattr(
-                    layer.get_submodule(parent),
-                    leaf,
-                    TunedLinear(weight, layer.linear(name).bias, device=device),
-                )
-        student.layers[idx] = layer
-    return student
+
+    def make_linear(weight: QuantizedWeight, bias_O: Tensor | None) -> nn.Module | None:
+        return TunedLinear(weight, bias_O, device=device) if tunes(weight.scheme) else None
+
+    return quantized_student(teacher, layers, make_linear, dtype=dtype, device=device)
 
 
 def tuned_layer(student: Decoder, layer_idx: int, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:

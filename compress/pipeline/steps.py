@@ -61,7 +61,8 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
-        if stage.gives != Port.DENSE and stage.gives in given:
+        retrains = stage.gives in stage.takes
+        if not retrains and stage.gives in given:
             raise entry.where.error(
                 ("kind",),
                 f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
@@ -95,6 +96,12 @@ def build_steps(recipe: Recipe) -> list[Step]:
                 ("kind",),
                 f"'{entry.kind}' comes after export, whose checkpoint would lack it. Put it before that "
                 f"stage.",
+            )
+        if stage.gives == Port.QUANTIZED and retrains and given & {Port.DRAFT, Port.CHECKPOINT}:
+            raise entry.where.error(
+                ("kind",),
+                f"'{entry.kind}' comes after a stage that read the codes it changes. Put it right after "
+                "quantize.",
             )
         steps.append(Step(stage, spec))
         present.add(stage.gives)

@@ -85,7 +85,7 @@ def _stated(artifact: Artifact) -> Iterator[Mapping[str, Any]]:
     facts = artifact.manifest.facts
     yield facts
     yield from facts.get("cards", ())
-    for name in ("distillation", "draft"):
+    for name in ("distillation", "recovery", "draft"):
         yield facts.get(name, {}).get("data", {})
     if any(each.path == REPORT_NAME for each in artifact.manifest.files):
         report = read_report(artifact.file(REPORT_NAME))

@@ -18,11 +18,11 @@ from compress.kernels.operands.paged import (
     FP8_STATIC,
     FP8_TOKEN_HEAD,
     INT4_TOKEN_HEAD,
-    INT_FORMATS,
+    PAGE_DTYPES,
     TOKEN_HEAD_FORMATS,
     PagedKV,
+    empty_pages,
 )
-from compress.kernels.operands.rows import FP8
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
@@ -47,10 +47,9 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
 
 
 def _storage_dtype(kv_format: str) -> torch.dtype:
-    plain = {name: dtype for dtype, name in (DENSE_FORMATS | INT_FORMATS).items()}
     if kv_format not in KV_FORMATS:
         raise UsageError(f"KV cache format '{kv_format}' is not known; formats are {', '.join(KV_FORMATS)}.")
-    return plain.get(kv_format, FP8)
+    return PAGE_DTYPES[kv_format]
 
 
 def _stored_dim(layer: LayerShape, kv_format: str) -> int:
@@ -163,13 +162,7 @@ def _make_pages(
     static_scales: tuple[float, float],
 ) -> PagedKV:
     """Return zeroed pages for one layer."""
-    shape = (layer.num_kv_heads, num_blocks, block_size)
-    dtype = _storage_dtype(kv_format)
-    k, v = (torch.zeros(*shape, _stored_dim(layer, kv_format), dtype=dtype, device=device) for _ in range(2))
-    if kv_format in TOKEN_HEAD_FORMATS:
-        return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
-    if kv_format == FP8_STATIC:
-        return PagedKV(
-            k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales)
-        )
-    return PagedKV(k, v)
+    _storage_dtype(kv_format)
+    _stored_dim(layer, kv_format)
+    shape = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
+    return empty_pages(kv_format, shape, device, static_scales=static_scales)

@@ -57,6 +57,7 @@ LAYOUT = (
     "mixed",
     "pruning",
     "distillation",
+    "recovery",
     "calibration",
     "environment",
 )

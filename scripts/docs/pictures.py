@@ -40,7 +40,7 @@ PACKAGES: Mapping[str, str] = {
     "errors": "what a user reads",
 }
 """The contents of each package and root module in a few words."""
-STAGES = (("calibrate", "prune", "distill", "quantize"), ("draft", "export", "validate"))
+STAGES = (("calibrate", "prune", "distill", "quantize"), ("recover", "draft", "export", "validate"))
 
 
 def floors() -> list[list[str]]:

@@ -6,15 +6,16 @@ queries, G queries a kv head.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import Kernel, select
 from scripts.kernel_bench.case import (
@@ -23,7 +24,6 @@ from scripts.kernel_bench.case import (
     Case,
     bytes_per_position,
     clone_pages,
-    empty_pages,
     relative_error,
 )
 from scripts.kernel_bench.timer import num_copies, walk
@@ -40,44 +40,49 @@ def attention_decode_cases(
     batch_sizes: Sequence[int],
     block_size: int,
 ) -> Iterator[Case]:
-    layer = bench.arch.layers[0]
-    num_heads = layer.num_heads
-    num_kv_heads = layer.num_kv_heads
-    head_dim = layer.head_dim
-    for kv_format in kv_formats:
+    for kv_format, context, batch_size in product(kv_formats, contexts, batch_sizes):
         kernel = _attention_kernel(bench, "attention_decode", kv_format)
-        for context in contexts:
-            for batch_size in batch_sizes:
-                kv, tables_RB = _pages(bench, kv_format, batch_size, context, block_size)
-                num_bytes = batch_size * context * bytes_per_position(kv)
-                q_THC = bench.randn(batch_size, num_heads, head_dim)
-                lens_R = torch.full((batch_size,), context, dtype=torch.int64, device=bench.device)
-                rows = [
-                    _attend_f64(q_THC[r : r + 1], kv, tables_RB[r], [context - 1], head_dim**-0.5)
-                    for r in range(batch_size)
-                ]
-                call = partial(kernel.fn, q_THC, block_table_RB=tables_RB, context_lens_R=lens_R)
-                copies = [kv, *(clone_pages(kv) for _ in range(num_copies(num_bytes, bench.device) - 1))]
-                yield Case(
-                    tool="compress",
-                    op="attention_decode",
-                    name=f"context {context}",
-                    scheme=kv_format,
-                    m=batch_size,
-                    kernel=kernel.name,
-                    num_bytes=num_bytes,
-                    flops=4 * batch_size * context * num_heads * head_dim,
-                    launches=walk(
-                        [
-                            partial(call, kv=each, q_len=1, window=None, scale=head_dim**-0.5)
-                            for each in copies
-                        ],
-                        at_least=MIN_LAUNCHES,
-                    ),
-                    error=partial(relative_error, expected=torch.cat(rows)),
-                    limit=bench.rounding(context),
-                    shape=(num_heads, num_kv_heads, head_dim),
-                )
+        yield from decode_cases_of(
+            bench, {kernel.name: kernel.fn}, kv_format=kv_format, context=context, batch_size=batch_size,
+            block_size=block_size,
+        )  # fmt: skip
+
+
+def decode_cases_of(
+    bench: Bench,
+    attentions: Mapping[str, Callable[..., Tensor]],
+    *,
+    kv_format: str,
+    context: int,
+    batch_size: int,
+    block_size: int,
+) -> Iterator[Case]:
+    """One case for each of these functions, by name, over the same pages."""
+    layer = bench.arch.layers[0]
+    scale = layer.head_dim**-0.5
+    kv, tables_RB = _pages(bench, kv_format, batch_size, context, block_size)
+    num_bytes = batch_size * context * bytes_per_position(kv)
+    q_THC = bench.randn(batch_size, layer.num_heads, layer.head_dim)
+    lens_R = torch.full((batch_size,), context, dtype=torch.int64, device=bench.device)
+    rows = [_attend_f64(q_THC[r : r + 1], kv, tables_RB[r], [context - 1], scale) for r in range(batch_size)]
+    copies = [kv, *(clone_pages(kv) for _ in range(num_copies(num_bytes, bench.device) - 1))]
+    facts: dict[str, Any] = {"block_table_RB": tables_RB, "context_lens_R": lens_R, "q_len": 1}
+    for name, attend in attentions.items():
+        launches = [partial(attend, q_THC, kv=each, window=None, scale=scale, **facts) for each in copies]
+        yield Case(
+            tool="compress",
+            op="attention_decode",
+            name=f"context {context}",
+            scheme=kv_format,
+            m=batch_size,
+            kernel=name,
+            num_bytes=num_bytes,
+            flops=4 * batch_size * context * layer.num_heads * layer.head_dim,
+            launches=walk(launches, at_least=MIN_LAUNCHES),
+            error=partial(relative_error, expected=torch.cat(rows)),
+            limit=bench.rounding(context),
+            shape=(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+        )
 
 
 def attention_prefill_cases(
@@ -164,7 +169,7 @@ def _pages(
     generator = bench.generator()
     blocks_each = -(-length // block_size)
     num_blocks = num_requests * blocks_each + 1
-    kv = empty_pages(bench, kv_format, num_blocks, block_size)
+    kv = empty_pages(kv_format, (layer.num_kv_heads, num_blocks, block_size, layer.head_dim), bench.device)
     order = torch.randperm(num_blocks - 1, generator=generator, device=bench.device) + 1
     for part in torch.split(torch.arange(num_blocks * block_size, device=bench.device), 1 << 16):
         k, v = (

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.operands.rows import FP8
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
 from compress.runtime.deployment import Deployment
@@ -83,19 +82,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     difference = torch.linalg.vector_norm(actual.to(torch.float64) - expected.to(torch.float64))
     error = float(difference / torch.linalg.vector_norm(expected.to(torch.float64)))
     return error if math.isfinite(error) else math.inf
-
-
-def empty_pages(bench: Bench, kv_format: str, num_blocks: int, block_size: int) -> PagedKV:
-    """Zeros, in a dense format or FP8 with a scale for each position and head."""
-    layer = bench.arch.layers[0]
-    shape = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
-    k, v = (
-        torch.zeros(shape, dtype=FP8 if kv_format == FP8_TOKEN_HEAD else bench.dtype, device=bench.device)
-        for _ in "kv"
-    )
-    if kv_format != FP8_TOKEN_HEAD:
-        return PagedKV(k, v)
-    return PagedKV(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=bench.device) for _ in "kv"))
 
 
 def clone_pages(kv: PagedKV) -> PagedKV:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Op
 from compress.kernels.select import KERNELS, Kernel, select
@@ -26,7 +26,6 @@ from scripts.kernel_bench.case import (
     Bench,
     Case,
     bytes_per_position,
-    empty_pages,
     launches_of,
     relative_error,
 )
@@ -134,12 +133,13 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
         for m in bench.rows:
             facts: dict[str, Any] = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": bench.arch.norm_eps}
             slots_T = positions_T[:m] + block_size
-            expected_kv = empty_pages(bench, kv_format, -(-m // block_size) + 1, block_size)
+            shape = (num_kv_heads, -(-m // block_size) + 1, block_size, head_dim)
+            expected_kv = empty_pages(kv_format, shape, bench.device)
             expected_q = reference.fn(
                 qkv_TF[:m], cos_PC, sin_PC, positions_T[:m], slots_T, expected_kv, **facts
             )
             for tool, each in _beside(kernel, reference):
-                kv = empty_pages(bench, kv_format, expected_kv.k.shape[1], block_size)
+                kv = empty_pages(kv_format, shape, bench.device)
                 call = partial(each.fn, qkv_TF[:m], cos_PC, sin_PC, positions_T[:m], slots_T, kv, **facts)
                 yield Case(
                     tool=tool,

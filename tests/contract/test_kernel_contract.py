@@ -18,8 +18,8 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
-from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, RowNorm, quantize
+from compress.kernels.operands.paged import CODED_FORMATS, TOKEN_HEAD_FORMATS, PagedKV, empty_pages
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import OPS, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
 from compress.plugins import PluginSet
@@ -160,8 +160,7 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
         scale_OG, zero_point_OG = min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)
         parts.append(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))
     x = randn(11, 256, device=device, dtype="BF16", seed=2)
-    quant = ActivationQuant(dtype=scheme.code_dtype, group_size=scheme.group_size)
-    rows = quantize(x, quant) if scheme.activation is not None else None
+    rows = quantize(x, activation_quant(scheme)) if scheme.activation is not None else None
     packed = kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device), gated=False)
     y_TO = kernel.fn(x if rows is None else rows, packed, None)
     w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()
@@ -256,7 +255,7 @@ def test_capped_logits_keep_within_the_cap(kernel: Kernel, device: str, dtype: s
     torch.testing.assert_close(x.double(), expected, rtol=0, atol=8 * 30 * 2.0**-24)
 
 
-FORMATS = (FP8_TOKEN_HEAD, FP8_STATIC)
+FORMATS = tuple(CODED_FORMATS)
 WINDOWS = (None, 5, 1000)
 
 
@@ -296,16 +295,9 @@ def scattered(asked: Attention, lengths: list[int]) -> tuple[PagedKV, Tensor]:
     table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64)
     for row, count in enumerate(num_blocks):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    slots = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size)
-    device = asked.device
-    pages = [
-        torch.zeros(*slots, asked.head_dim, device=device).to(DTYPES.get(asked.kv_format, FP8)) for _ in "kv"
-    ]
-    scales = {
-        FP8_TOKEN_HEAD: torch.zeros(slots, device=device),
-        FP8_STATIC: torch.tensor(0.02, device=device),
-    }.get(asked.kv_format)
-    return PagedKV(*pages, *([] if scales is None else [scales, scales.clone()])), table.to(device)
+    shape = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size, asked.head_dim)
+    kv = empty_pages(asked.kv_format, shape, asked.device, static_scales=(0.02, 0.02))
+    return kv, table.to(asked.device)
 
 
 def filled(kv: PagedKV, table: Tensor, lengths: list[int], *, dtype: str) -> PagedKV:
@@ -317,7 +309,7 @@ def filled(kv: PagedKV, table: Tensor, lengths: list[int], *, dtype: str) -> Pag
             randn(
                 length,
                 kv.k.shape[0],
-                kv.k.shape[3],
+                kv.head_dim,
                 device=str(table.device),
                 dtype=dtype,
                 seed=10 * row + seed,
@@ -547,7 +539,7 @@ def attentions() -> Iterator[Attention]:
     if "cuda" in DEVICES:
         yield Attention("cuda", "BF16", "BF16", 9, 3, 64, 16, None)
         yield Attention("cuda", "F32", "F32", 6, 2, 24, 128, 5)
-        yield Attention("cuda", "BF16", FP8_TOKEN_HEAD, 32, 8, 128, 128, 150)
+        yield from (Attention("cuda", "BF16", each, 32, 8, 128, 128, 150) for each in TOKEN_HEAD_FORMATS)
 
 
 def attention_cases(op: Any) -> Any:

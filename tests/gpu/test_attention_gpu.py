@@ -13,13 +13,21 @@ from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
-from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import FP8
+from compress.kernels.operands.paged import (
+    CODED_FORMATS,
+    DENSE_FORMATS,
+    INT_FORMATS,
+    TOKEN_HEAD_FORMATS,
+    PagedKV,
+    dequantized,
+    empty_pages,
+)
+from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.rope_store import fused, reference
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ["dense", "token_head", "static"]
+FORMATS = ["dense", *CODED_FORMATS]
 # head dimension, block size, heads, kv heads, window, dtype
 SHAPES = [
     (128, 64, 32, 8, None, torch.bfloat16),
@@ -44,15 +52,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def make_pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-    k = randn(*shape)
-    v = randn(*shape, seed=1)
-    if kv_format == "dense":
-        return PagedKV(k.to(dtype), v.to(dtype))
-    static = torch.tensor(0.02, device="cuda")
-    scales = [static, static] if kv_format == "static" else [each.abs().amax(-1) / 448 for each in (k, v)]
-    spread = [scale.unsqueeze(-1) if scale.dim() else scale for scale in scales]
-    codes = [(each / scale).clamp(-448, 448).to(FP8) for each, scale in zip((k, v), spread, strict=True)]
-    return PagedKV(*codes, *scales)
+    (num_kv_heads, num_blocks, block_size, head_dim) = shape
+    name = DENSE_FORMATS[dtype] if kv_format == "dense" else kv_format
+    kv = empty_pages(name, shape, "cuda", static_scales=(0.02, 0.02))
+    num_slots = num_blocks * block_size
+    k, v = (randn(num_slots, num_kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 1))
+    kv.write_(torch.arange(num_slots, device="cuda"), k, v)
+    return kv
 
 
 def make_table(num_requests: int, num_blocks: int) -> Tensor:
@@ -61,11 +67,19 @@ def make_table(num_requests: int, num_blocks: int) -> Tensor:
 
 
 def poison_behind_(kv: PagedKV, table_RB: Tensor, context_lens: list[int]) -> None:
-    for each in (kv.k, kv.v):
+    """Write NaN, as numbers or scales, to the padding block and behind the last position of each context."""
+    scaled = kv.format in TOKEN_HEAD_FORMATS
+    for each in (kv.k_scale, kv.v_scale) if scaled else (kv.k, kv.v):
+        assert each is not None
         each[:, 0] = torch.nan
         for blocks, length in zip(table_RB.tolist(), context_lens, strict=True):
             for block_idx, block in enumerate(blocks):
                 each[:, block, max(0, length - block_idx * kv.block_size) :] = torch.nan
+
+
+def poisoned_memory(size_bytes: int = 1 << 26) -> None:
+    """Leave NaN in the memory that the next results are allocated from."""
+    torch.full((size_bytes // 4,), torch.nan, device="cuda")
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -93,7 +107,7 @@ def test_decode_rows_are_right_and_keep_their_bits(
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
     expected = reference_decode(rows, kv, table.long(), lens.long(), q_len=q_len, window=window, scale=scale)
-    if kv_format == "dense":
+    if kv_format != "FP8_STATIC":
         poison_behind_(kv, table, context_lens)
     whole = decode.attention_decode(rows, kv, table, lens, q_len=q_len, window=window, scale=scale)
     assert_close(whole, expected)
@@ -129,8 +143,14 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    if dtype == torch.float32:
-        pytest.skip("computes in bfloat16 or float16")
+    name = DENSE_FORMATS[dtype] if kv_format == "dense" else kv_format
+    sm = compute_capability(torch.device("cuda"))
+    group = num_heads // num_kv_heads
+    reason = hopper.supports(
+        Problem("attention_decode", head_dim, group, 1, 128, True, name, dtype, "cuda", sm)
+    )
+    if reason is not None:
+        pytest.skip(reason)
     context_lens = [9, 2900, 130, 777, 256]
     q_len = 8
     facts = {"window": window, "scale": head_dim**-0.5}
@@ -140,8 +160,9 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
     expected = reference_decode(rows, kv, table.long(), lens.long(), q_len=q_len, **facts)
-    if kv_format == "dense":
+    if kv_format != "FP8_STATIC":
         poison_behind_(kv, table, context_lens)
+    poisoned_memory()
     whole = hopper.attention_decode(rows, kv, table, lens, q_len=q_len, **facts)
     assert_close(whole, expected)
     whole = whole.view(q.shape)
@@ -153,18 +174,22 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
             out = hopper.attention_decode(queries, kv, table, ends, q_len=shorter, **facts)
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     eights = hopper.row_eights_of(num_heads // num_kv_heads)
-    for cluster in hopper.clusters_of(head_dim):
-        out = hopper.attend(
-            q[:, 7].contiguous(),
-            kv,
-            table.long(),
-            lens.long(),
-            q_len=1,
-            row_eights=eights,
-            cluster=cluster,
-            **facts,
-        )
-        assert torch.equal(out, whole[:, 7])
+    slicing = hopper.slicing_of(kv.format, head_dim)
+    for depth, warps in ((slicing.depth, 4), (1, 4), (3, 4), (2, 8)):
+        dealt = replace(slicing, depth=depth, warps=warps)
+        for cluster in hopper.clusters_of(dealt):
+            out = hopper.attend(
+                q[:, 7].contiguous(),
+                kv,
+                table.long(),
+                lens.long(),
+                q_len=1,
+                row_eights=eights,
+                cluster=cluster,
+                slicing=dealt,
+                **facts,
+            )
+            assert torch.equal(out, whole[:, 7])
     for request in (0, 1, 4):
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
         assert torch.equal(
@@ -174,18 +199,21 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
 
 
 @needs_hopper
-def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
+@pytest.mark.parametrize("kv_format", ["dense", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_keys_of_the_step_itself_are_read_after_they_were_written(kv_format: str, block_size: int) -> None:
     """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position
     that it writes.
     """
     num_steps = 40
-    table = make_table(3, 4)
-    kv = make_pages("dense", (2, 13, 64, 128), torch.bfloat16)
+    table = make_table(3, 256 // block_size)
+    kv = make_pages(kv_format, (2, 1 + table.numel(), block_size, 128), torch.bfloat16)
     cos = randn(256, 128, dtype=torch.bfloat16, seed=7)
     qkv = randn(num_steps, 3, 12 * 128, dtype=torch.bfloat16, seed=8)
     firsts = torch.tensor([20, 60, 130], device="cuda")
     positions = [firsts + step for step in range(num_steps)]
-    slots = [table.long().gather(1, (at // 64).unsqueeze(1)).squeeze(1) * 64 + at % 64 for at in positions]
+    blocks = [table.long().gather(1, (at // block_size).unsqueeze(1)).squeeze(1) for at in positions]
+    slots = [block * block_size + at % block_size for block, at in zip(blocks, positions, strict=True)]
 
     lens = [at + 1 for at in positions]
 
@@ -196,7 +224,7 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
         return hopper.attention_decode(q, pages, table, lens[step], q_len=1, window=None, scale=0.1)
 
     expected = []
-    pages = PagedKV(kv.k.clone(), kv.v.clone())
+    pages = PagedKV(*(None if each is None else each.clone() for each in vars(kv).values()))
     for step in range(num_steps):
         expected.append(run(step, pages))
         torch.cuda.synchronize()
@@ -228,7 +256,7 @@ def test_prefill_is_the_reference_within_rounding(
     expected = reference_prefill(
         q.float(), wide, table.long(), query_lens, context_lens, window=window, scale=scale
     )
-    if kv_format == "dense":
+    if kv_format != "FP8_STATIC":
         poison_behind_(kv, table, list(context_lens))
     out = prefill.attention_prefill(q, kv, table, query_lens, context_lens, window=window, scale=scale)
     assert_close(out, expected)
@@ -279,9 +307,19 @@ def test_rope_store_is_the_reference_within_a_rounding(kv_format: str, normed: b
         qkv, cos, sin, positions, slots, actual, num_heads=num_heads, qk_norm=weight, eps=1e-5
     )
     torch.testing.assert_close(got, q, rtol=2**-7, atol=0)
-    for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
+    for ours, scale, theirs, their_scale in (
+        (actual.k, actual.k_scale, expected.k, expected.k_scale),
+        (actual.v, actual.v_scale, expected.v, expected.v_scale),
+    ):
+        rounding = 2**-7 if kv_format == "dense" or ours.dtype in INT_FORMATS else 2**-3
+        step = 1.01 * float(their_scale.max()) if ours.dtype in INT_FORMATS and their_scale is not None else 0
         torch.testing.assert_close(
-            ours.float(), theirs.float(), rtol=2**-7 if kv_format == "dense" else 2**-3, atol=0
+            dequantized(ours, scale, torch.float32),
+            dequantized(theirs, their_scale, torch.float32),
+            rtol=rounding,
+            atol=step,
         )
+    if not normed:
+        assert torch.equal(actual.k.view(torch.uint8), expected.k.view(torch.uint8))
     if not normed:
         assert torch.equal(got, q)

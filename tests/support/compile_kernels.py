@@ -17,9 +17,9 @@ from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.linear import general, prefill_int8, prefill_int8_passes
 from compress.kernels.operands.gpu import Gpu
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
@@ -75,8 +75,9 @@ def compile_all(sm: int) -> list[Any]:
         )
     quantize_rows.converts_e4m3 = lambda device: sm >= 89  # type: ignore[assignment]
     for head_dim in (80, 128, 256, 512):
-        for page_dtype in (torch.bfloat16, FP8, *([torch.float32] if head_dim > 128 else [])):
-            compile_attention(head_dim, page_dtype)
+        wide = ("F32",) if head_dim > 128 else ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
+        for kv_format in ("BF16", "FP8_TOKEN_HEAD", *wide):
+            compile_attention(head_dim, kv_format)
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC"):
@@ -84,12 +85,10 @@ def compile_all(sm: int) -> list[Any]:
     return compiled
 
 
-def compile_attention(head_dim: int, page_dtype: torch.dtype) -> None:
+def compile_attention(head_dim: int, kv_format: str) -> None:
     """Compile attention and rope_store; the cap of scores and norms over all heads for one head size."""
-    dtype = torch.float32 if page_dtype == torch.float32 else torch.bfloat16
-    k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
-    scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []
-    kv = PagedKV(k, v, *scales)
+    dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
+    kv = empty_pages(kv_format, (2, 4, 64, head_dim))
     table = torch.zeros(2, 3, dtype=torch.int32)
     lens = torch.ones(2, dtype=torch.int32)
     q = torch.zeros(16, 8, head_dim, dtype=dtype)

@@ -84,9 +84,9 @@ static u32 load_word(u32 at) {
 }
 """,
     "copy": """
-static void copy(u32 to, const char* from, bool real) {
+static void copy(u32 to, const char* from, int real) {
     memset(shared_at(to), 0, 16);
-    if (real) memcpy(shared_at(to), from, 16);
+    memcpy(shared_at(to), from, real);
 }
 """,
     "commit": "static void commit() {}\n",
@@ -122,6 +122,9 @@ static u32 transposed(u32 v) {
 """,
     "mma": """
 static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma<F16>(d, a, b0, b1, true); }
+""",
+    "plus_128_of_low_bytes": """
+static u32 plus_128_of_low_bytes(u32 v) { return (v ^ 0x00800080) & 0x00FF00FF; }
 """,
     "await_launches": "static void await_launches() {}\n",
     "let_next_start": "static void let_next_start() {}\n",

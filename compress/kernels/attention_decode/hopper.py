@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
-from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
+from compress.kernels.operands.paged import (
+    CODED_FORMATS,
+    INT4_TOKEN_HEAD,
+    TOKEN_HEAD_FORMATS,
+    PagedKV,
+)
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
 SM = 90
-WARPS = 4
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 """Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
 block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
@@ -31,6 +35,27 @@ TWO_BLOCKS_BYTES = 78 * 1024
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How a context is cut: keys of a slice and lanes of slices, on which the bits depend; slices that a warp
+    has on their way and warps of a block, on which only the time does."""
+
+    keys: int
+    lanes: int
+    depth: int
+    warps: int = 4
+
+
+def slicing_of(kv_format: str, head_dim: int) -> Slicing:
+    """Return how contexts of a format and head dimension are cut. Wide heads have more lanes: a slice of
+    theirs has as many bytes as two of others, and a single request with eight KV heads would keep 32
+    multiprocessors busy. Codes are a half or a quarter of the bytes, and so two slices are on their way."""
+    lanes = 16 if head_dim <= 128 else 32
+    if kv_format in CODED_FORMATS:
+        return Slicing(keys=32, lanes=lanes, depth=2)
+    return Slicing(keys=32 if head_dim <= 128 else 16, lanes=lanes, depth=1)
 
 
 @dataclass(frozen=True)
@@ -45,22 +70,20 @@ class Variant:
     cluster: int
     long_table: bool
     long_lens: bool
+    slicing: Slicing
 
     @property
     def coded(self) -> bool:
-        return self.kv_format in (FP8_TOKEN_HEAD, FP8_STATIC)
-
-    @property
-    def keys(self) -> int:
-        """Keys of a slice. The bits depend on it, so it follows from the pages alone."""
-        return 32 if self.coded or self.head_dim <= 128 else 16
+        return self.kv_format in CODED_FORMATS
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of shared memory, as lanes.cu lays it out: a tile of keys and one of values for each warp."""
-        row_bytes = self.head_dim if self.coded else 2 * self.head_dim
+        """Bytes of shared memory, as lanes.cu lays it out: for each warp and slice on its way a tile of keys
+        and one of values, and the scales of both."""
+        row_bytes = row_bytes_of(self.kv_format, self.head_dim)
         pitch = row_bytes + 16 if row_bytes // 16 % 2 == 0 else row_bytes
-        return WARPS * 2 * self.keys * pitch
+        scale_bytes = 4 if self.kv_format in TOKEN_HEAD_FORMATS else 0
+        return self.slicing.warps * self.slicing.depth * 2 * self.slicing.keys * (pitch + scale_bytes)
 
     def sent_bytes(self, num_rows: int) -> int:
         """Return how many bytes a warp sends to one block at most: its sums of every `cluster`-th 32 fours
@@ -73,22 +96,24 @@ class Variant:
         warps of a cluster; a block of its own has them where its tiles were."""
         if self.cluster == 1:
             return self.tile_bytes
-        return self.tile_bytes + WARPS * self.cluster * self.sent_bytes(num_rows)
+        return self.tile_bytes + self.slicing.warps * self.cluster * self.sent_bytes(num_rows)
 
     @property
     def source(self) -> Source:
         macros = {
             "F16": int(self.dtype == torch.float16),
-            "FORMAT": {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(self.kv_format, 0),
+            "FORMAT": CODED_FORMATS.get(self.kv_format, 0),
             "C": self.head_dim,
-            "LANES": lanes_of(self.head_dim),
-            "KEYS": self.keys,
+            "LANES": self.slicing.lanes,
+            "KEYS": self.slicing.keys,
+            "DEPTH": self.slicing.depth,
+            "WARPS": self.slicing.warps,
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
-            "BLOCKS": 3 if _has_few_sums(self.head_dim, self.row_eights) else 1,
+            "BLOCKS": -(-12 // self.slicing.warps) if _has_few_sums(self.head_dim, self.row_eights) else 1,
         }
         text = source_text("operands/numbers.cuh", "attention_decode/lanes.cu")
         return Source(text, "attend_lanes", tuple(macros.items()))
@@ -127,12 +152,21 @@ def attention_decode(
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
+    slicing = slicing_of(kv.format, head_dim)
     coded = kv.k.element_size() == 1
-    dealt = {
-        "row_eights": row_eights,
-        "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim, coded=coded),
-    }
-    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
+    cluster = cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim, slicing, coded=coded)
+    return attend(
+        q_THC,
+        kv,
+        block_table_RB,
+        context_lens_R,
+        q_len=q_len,
+        window=window,
+        scale=scale,
+        row_eights=row_eights,
+        cluster=cluster,
+        slicing=slicing,
+    )
 
 
 def row_eights_of(num_rows: int) -> int:
@@ -141,20 +175,21 @@ def row_eights_of(num_rows: int) -> int:
     return 1 if num_rows <= 8 else 2
 
 
-def lanes_of(head_dim: int) -> int:
-    """Return the number of lanes. The bits depend on it. Wide heads have more: a slice of theirs has as many
-    bytes as two of others, and a single request with eight KV heads would keep 32 multiprocessors busy."""
-    return 16 if head_dim <= 128 else 32
+def row_bytes_of(kv_format: str, head_dim: int) -> int:
+    """Return the bytes of a key."""
+    return {INT4_TOKEN_HEAD: head_dim // 2}.get(
+        kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim
+    )
 
 
-def cluster_of(pairs: int, row_eights: int, head_dim: int, *, coded: bool) -> int:
+def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:
     """Return the number of blocks for each pair of request and KV head, given the number of pairs: as many
-    as are there at once. Tiles of codes are half as large, so that a multiprocessor holds three blocks."""
+    as are there at once. Tiles of codes are smaller, so that a multiprocessor holds three blocks."""
     blocks = 3 if coded and _has_few_sums(head_dim, row_eights) else 2
     return next(
         each
-        for each in clusters_of(head_dim)
-        if pairs <= blocks * CLUSTERS[each] or each == _least_cluster(row_eights, head_dim)
+        for each in clusters_of(slicing)
+        if pairs <= blocks * CLUSTERS[each] or each == _least_cluster(row_eights, head_dim, slicing)
     )
 
 
@@ -163,20 +198,20 @@ def _has_few_sums(head_dim: int, row_eights: int) -> bool:
     return head_dim * row_eights <= 128
 
 
-def _least_cluster(row_eights: int, head_dim: int) -> int:
+def _least_cluster(row_eights: int, head_dim: int, slicing: Slicing) -> int:
     """Return the smallest cluster whose accumulators fit the registers. Fewer blocks have more lanes in a
-    warp, and each lane holds log2(4 / cluster) sums of others next to its own."""
+    warp, and each lane holds log2(lanes of the warp) sums of others next to its own."""
     sums = head_dim // 4 * row_eights
-    lanes = lanes_of(head_dim) // WARPS
-    clusters = clusters_of(head_dim)
+    lanes = slicing.lanes // slicing.warps
+    clusters = clusters_of(slicing)
     return next(
         (each for each in reversed(clusters) if sums * (lanes // each).bit_length() <= _SUMS), clusters[0]
     )
 
 
-def clusters_of(head_dim: int) -> tuple[int, ...]:
+def clusters_of(slicing: Slicing) -> tuple[int, ...]:
     """Return the sizes of clusters that have a lane for every warp."""
-    return tuple(each for each in CLUSTERS if WARPS * each <= lanes_of(head_dim))
+    return tuple(each for each in CLUSTERS if slicing.warps * each <= slicing.lanes)
 
 
 def attend(
@@ -190,10 +225,12 @@ def attend(
     scale: float,
     row_eights: int,
     cluster: int,
+    slicing: Slicing,
 ) -> Tensor:
-    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit."""
-    (num_kv_heads, _, block_size, head_dim) = kv.k.shape
-    (num_rows, num_heads, _) = q_THC.shape
+    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit but through
+    keys and lanes of the slicing."""
+    (num_kv_heads, _, block_size, _) = kv.k.shape
+    (num_rows, num_heads, head_dim) = q_THC.shape
     num_requests = num_rows // q_len
     group = num_heads // num_kv_heads
     device = q_THC.device
@@ -207,7 +244,9 @@ def attend(
     if num_requests == 0:
         return out_THC
     index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
-    variant = Variant(q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types)
+    variant = Variant(
+        q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing
+    )
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
@@ -229,7 +268,7 @@ def attend(
         shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
-        threads=WARPS * 32,
+        threads=slicing.warps * 32,
         shared_bytes=shared_bytes,
         cluster=cluster,
         overlap=True,
@@ -259,7 +298,9 @@ def supports(problem: Problem) -> str | None:
         return "attention scores have sinks"
     if problem.softcap:
         return "its scores have no cap"
-    return integers_refused(problem.scheme)
+    if problem.scheme in CODED_FORMATS and row_bytes_of(problem.scheme, problem.n) % 16:
+        return f"a key of {problem.n} dimensions in {problem.scheme} is no multiple of 16 bytes"
+    return None
 
 
 register(

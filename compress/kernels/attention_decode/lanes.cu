@@ -5,18 +5,24 @@
 //     a + b of two lanes: m = max;  l = l_a 2^(m_a - m) + l_b 2^(m_b - m), o likewise;  out = o / l of all lanes
 //
 // (flash decoding, arXiv 2311.01282, with lanes that are fixed over absolute positions.) Lanes are added by one tree: half of all apart, a quarter, .. 2, 1.
-// A cluster of P blocks of four warps serves one request and KV head; warp W of its 4 P has the lanes W + 4 P j, adds them up where it
-// stands, and the rest of the tree is climbed through the cluster's shared memory. So P changes the time and no bit, and neither do the
-// number of queries (columns of the matrix instructions) or of requests: what a row does not see has weight 0.
+// A cluster of P blocks of WARPS warps serves one request and KV head; warp w of its P WARPS has the lanes w + P WARPS j, adds them up where it
+// stands, and the rest of the tree is climbed through the cluster's shared memory. So P and WARPS change the time and no bit, and neither do
+// the number of queries (columns of the matrix instructions) or of requests: what a row does not see has weight 0.
 //
 // Products are transposed, keys or channels by queries: eight queries are the least that an instruction takes. p goes from the layout of a
 // result to that of a factor inside the warp (movmatrix).
 //
-// K and V of a slice arrive in one buffer each, refilled as soon as it was read; with all warps of a multiprocessor that is more than
-// memory needs in flight. What is older than this step's positions is fetched before griddepcontrol.wait: `hopper.py` says why it may.
+// A warp has DEPTH slices on their way, K and V each refilled as soon as it was read. What is older than this step's positions is fetched
+// before griddepcontrol.wait: `hopper.py` says why it may.
 //
-// After numbers.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3 with a scale for each position and head, 2 e4m3 with one scale; C channels; KEYS;
-// S positions of a block; NT eights of query rows; P; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
+// Codes become factors by masks and shifts alone. Unsigned integers are the subnormal numbers of 16 bits: u stands for u U (U = 2^-133 in
+// bfloat16, where 128 to 255 are the next binade and just as right, 2^-24 in float16). A code is u minus an OFFSET, for which a product of a
+// constant with the other factor makes up, sum (u - OFFSET) x = sum u x - OFFSET sum x: one of q at the start, one of p for each slice, so
+// that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
+//
+// After numbers.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
+// values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; S positions of a
+// block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
 #if LONG_TABLE
 typedef long long TableEntry;
@@ -43,14 +49,18 @@ struct Args {
     float scale;
 };
 
-constexpr int WARPS = 4, OWN_LANES = LANES / (WARPS * P);
+constexpr bool SCALED = FORMAT == 1 || FORMAT >= 3;  // for each position and head
+constexpr int OWN_LANES = LANES / (WARPS * P);
 constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 2 ? 1 : 0;
 #define INFINITE __int_as_float(0x7F800000)
-constexpr int ROW_BYTES = FORMAT == 0 ? 2 * C : C, CHUNKS = ROW_BYTES / 16;
+constexpr int ALL_KEYS = 0x7FFFFFFF;
+constexpr int ROW_BYTES = FORMAT == 0 ? 2 * C : FORMAT == 4 ? C / 2 : C, CHUNKS = ROW_BYTES / 16;
 constexpr int PITCH = CHUNKS % 2 == 0 ? ROW_BYTES + 16 : ROW_BYTES;  // an odd number of 16 bytes: eight rows fall into different banks
 constexpr int KEY_TILES = KEYS / 16, C_TILES = C / 16, ROWS = 8 * NT;
-constexpr int TILE_BYTES = KEYS * PITCH, WARP_BYTES = 2 * TILE_BYTES;
+constexpr int TILE_BYTES = KEYS * PITCH, SCALE_BYTES = SCALED ? 4 * KEYS : 0;
+constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES), WARP_BYTES = DEPTH * STAGE_BYTES;  // of a slice: keys, values, scales of both
 constexpr bool ONE_BLOCK = S % KEYS == 0;  // of the cache holds a slice
+constexpr int KEYS_EACH = KEYS > 32 ? KEYS / 32 : 1;  // whose slot one thread looks up
 // A block of its own keeps a warp's sums where its tiles were, so that more blocks fit; in a cluster they arrive while others still read tiles.
 #define LANDING_PITCH (P == 1 ? WARP_BYTES : args.sent_bytes)
 
@@ -66,9 +76,9 @@ __device__ __forceinline__ u32 load_word(u32 at) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-// To shared memory: 16 bytes, or zeros.
-__device__ __forceinline__ void copy(u32 to, const char* from, bool real) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+// To shared memory: that many of 16 bytes, and zeros.
+__device__ __forceinline__ void copy(u32 to, const char* from, int real) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
@@ -115,15 +125,31 @@ __device__ __forceinline__ u32 transposed(u32 v) {
     return w;
 }
 
-// e4m3 in wider floats times a power of two (kernels/operands/e4m3.py): bfloat16 reads value * 2^-120, float16 value * 2^-8. The factors that make
-// up for it are dealt out so that nothing is subnormal.
+// A word of codes as pairs of factors times a power of two: every second code of two pairs, or every fourth of four, where the odd pairs are
+// ODD times too large. e4m3 (kernels/operands/e4m3.py) becomes value * 2^-120 in bfloat16, value * 2^-8 in float16. The factors that make up
+// for it are dealt out so that no sum is subnormal.
+constexpr int PAIRS = FORMAT == 4 ? 4 : 2, AT_ONCE = PAIRS / 2;  // tiles of channels from one word
 constexpr int WIDER = F16 ? 1 : 4;
 constexpr u32 MAGNITUDE = F16 ? 0x3F803F80 : 0x07F007F0;
-__device__ __forceinline__ u32 decode_odd(u32 v) { return (v & 0x80008000) | ((v >> WIDER) & MAGNITUDE); }
-__device__ __forceinline__ u32 decode_even(u32 v) { return decode_odd(v << 8); }
-constexpr float TO_60 = 1152921504606846976.0f;
+__device__ __forceinline__ u32 e4m3_of_high_bytes(u32 v) { return (v & 0x80008000) | ((v >> WIDER) & MAGNITUDE); }
+__device__ __forceinline__ u32 plus_128_of_low_bytes(u32 v) {  // in one instruction, which C++ would make two
+    asm("lop3.b32 %0, %0, %1, %2, 0x28;" : "+r"(v) : "r"(0x00800080), "r"(0x00FF00FF));
+    return v;
+}
+__device__ __forceinline__ void decode(u32 (&pairs)[PAIRS], u32 word) {
+#if FORMAT == 3
+    pairs[0] = plus_128_of_low_bytes(word), pairs[1] = plus_128_of_low_bytes(word >> 8);
+#elif FORMAT == 4
+    pairs[0] = word & 0x000F000F, pairs[1] = word & 0x00F000F0, pairs[2] = word >> 8 & 0x000F000F, pairs[3] = word >> 8 & 0x00F000F0;
+#else
+    pairs[0] = e4m3_of_high_bytes(word << 8), pairs[1] = e4m3_of_high_bytes(word);
+#endif
+}
+constexpr float ODD = FORMAT == 4 ? 16.0f : 1.0f;
+constexpr u32 EVEN_OFFSET = FORMAT == 4 ? 0x80088008 : 0x80808080, ODD_OFFSET = 0x80808080;  // -8 U, -128 U
+constexpr float TO_60 = 1152921504606846976.0f, TO_13 = 8192.0f, TO_24 = 16777216.0f;
 constexpr float Q_FACTOR = FORMAT && !F16 ? TO_60 : 1.0f, P_FACTOR = Q_FACTOR;
-constexpr float S_FACTOR = FORMAT ? (F16 ? 256.0f : TO_60) : 1.0f, O_FACTOR = S_FACTOR;
+constexpr float S_FACTOR = FORMAT >= 3 ? (F16 ? TO_24 : TO_60 * TO_13) : FORMAT ? (F16 ? 256.0f : TO_60) : 1.0f, O_FACTOR = S_FACTOR;
 
 // To a block of the cluster, by the address that the same thing has here; its barrier counts the bytes.
 __device__ __forceinline__ void send(u32 to, int block, u32 barrier, float v) {
@@ -135,11 +161,18 @@ __device__ __forceinline__ void send(u32 to, int block, u32 barrier, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 #endif
 }
+__device__ __forceinline__ float load_scale(u32 scales, int key) { return SCALED ? __uint_as_float(load_word(scales + 4 * key)) : 1.0f; }
 __device__ __forceinline__ void load_four(float (&v)[4], u32 at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at) : "memory");
 }
 
-// A lane's sums, or those of several: of the channels 16 i + g (+ 8) and query rows 8 n + 2 t (+ 1), thread 4 g + t of the warp. Within a
+// Channels of tile i: the first that thread 4 g + t has of a query, and the h-th that it has of a sum.
+__device__ __forceinline__ int channel_of_query(int i, int t) { return FORMAT == 4 ? i / 2 * 32 + i % 2 * 2 + 8 * t : FORMAT ? 16 * i + 4 * t : 16 * i + 2 * t; }
+__device__ __forceinline__ int channel_of_sum(int i, int g, int h) {
+    return FORMAT == 4 ? i / 2 * 32 + i % 2 * 2 + 4 * g + h : FORMAT ? 16 * i + 2 * g + h : 16 * i + 8 * h + g;
+}
+
+// A lane's sums, or those of several: of the channels `channel_of_sum` and query rows 8 n + 2 t (+ 1), thread 4 g + t of the warp. Within a
 // lane l is of the thread's own keys.
 struct State {
     float o[C_TILES][NT][4], m[NT][2], l[NT][2];
@@ -189,6 +222,10 @@ struct Place {
     __device__ __forceinline__ void skip_empty(int own, int first_slice, int end_slice) {
         while (slice >= end_slice && n + 1 < OWN_LANES) to_lane(n + 1, own, first_slice);
     }
+    __device__ __forceinline__ void advance(int own, int first_slice, int end_slice) {
+        slice += LANES;
+        skip_empty(own, first_slice, end_slice);
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
@@ -197,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     __shared__ unsigned long long arrivals;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const u32 shared = (u32)__cvta_generic_to_shared(shared_memory);
-    const u32 k_tile = shared + warp * WARP_BYTES, v_tile = k_tile + TILE_BYTES;
+    const u32 tiles = shared + warp * WARP_BYTES;
     const int rank = blockIdx.x % P, pair = blockIdx.x / P, own = rank * WARPS + warp;
     const int request = pair / args.num_kv_heads, kv_head = pair - request * args.num_kv_heads;
     const int num_rows = args.q_len * args.group, first_row = blockIdx.y * ROWS;
@@ -219,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 
-    const int key_lane = ONE_BLOCK ? 0 : lane % KEYS;  // of a slice's keys the one whose slot this thread looks up
+    const int key_lane = ONE_BLOCK ? 0 : lane * KEYS_EACH % KEYS;  // of a slice's keys the first whose slot this thread looks up
     const int first_entry = load_index(table + min((own * KEYS + key_lane) / S, args.num_columns - 1));  // beside the length, not after it
     const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
@@ -231,49 +268,68 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         if (key >= context_len) return 0;
         return (slice == own ? first_entry : load_index(table + key / S)) * S + key % S;
     };
+    auto slot_at = [&](int slot, int row) { return ONE_BLOCK ? slot + row : __shfl_sync(0xFFFFFFFFu, slot, row / KEYS_EACH) + row % KEYS_EACH; };
     auto load_rows = [&](u32 to, const char* head, int slice, int slot, int from_key, int to_key) {
         if (ONE_BLOCK && 32 % CHUNKS == 0 && slice * KEYS >= from_key && (slice + 1) * KEYS <= min(to_key, context_len)) {
             const char* from = head + (long long)slot * ROW_BYTES + lane * 16;  // all rows, one after the other
             to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
 #pragma unroll
-            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) copy(to + i * (32 / CHUNKS) * PITCH, from + i * 512, true);
+            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) copy(to + i * (32 / CHUNKS) * PITCH, from + i * 512, 16);
         } else {
 #pragma unroll 1
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int chunk = i * 32 + lane, row = chunk / CHUNKS, byte = (chunk - row * CHUNKS) * 16, key = slice * KEYS + row;
-                const int at = ONE_BLOCK ? slot + row : __shfl_sync(0xFFFFFFFFu, slot, row);
-                if (key >= from_key && key < to_key) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < context_len);
+                const int at = slot_at(slot, row);
+                if (key >= from_key && key < to_key) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < context_len ? 16 : 0);
             }
         }
     };
-    float k_scale = 1.0f, v_scale = 1.0f;  // of key `lane`
-    auto load_scales = [&](int slice, int slot) {
-#if FORMAT == 1
-        const bool real = slice * KEYS + lane < context_len;
-        const long long at = kv_head * args.scale_stride + slot + (ONE_BLOCK ? lane : 0);
-        k_scale = real ? __uint_as_float(load_fresh(args.k_scale + at)) : 0.0f;
-        v_scale = real ? __uint_as_float(load_fresh(args.v_scale + at)) : 0.0f;
+    auto load_scales = [&](u32 to, const float* head, int slice, int slot, int from_key, int to_key) {  // by fours
+#if FORMAT == 1 || FORMAT >= 3
+        const int row = 4 * lane % KEYS, key = slice * KEYS + row, at = slot_at(slot, row);
+        if (4 * lane < KEYS && key >= (from_key & ~3) && key < (to_key & ~3)) copy(to + 4 * row, (const char*)(head + at), 4 * max(0, min(context_len - key, 4)));
 #endif
     };
+    const float* k_scales = args.k_scale + kv_head * args.scale_stride;
+    const float* v_scales = args.v_scale + kv_head * args.scale_stride;
+    auto load_keys = [&](u32 stage, int slice, int slot, int from_key, int to_key) {
+        load_rows(stage, k_head, slice, slot, from_key, to_key);
+        load_scales(stage + 2 * TILE_BYTES, k_scales, slice, slot, from_key, to_key);
+    };
+    auto load_values = [&](u32 stage, int slice, int slot, int from_key, int to_key) {
+        load_rows(stage + TILE_BYTES, v_head, slice, slot, from_key, to_key);
+        load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, slice, slot, from_key, to_key);
+    };
 
-    Place next;
-    next.to_lane(0, own, first_slice);
-    next.skip_empty(own, first_slice, end_slice);
-    int slot = slot_of(next.slice);
-    const int first = next.slice;
-    if (first < end_slice) load_rows(k_tile, k_head, first, slot, 0, old_len);
+    Place now, ahead;  // the slice that is multiplied, and the next one to be fetched, DEPTH slices later
+    now.to_lane(0, own, first_slice);
+    now.skip_empty(own, first_slice, end_slice);
+    int slot = slot_of(now.slice);
+    const int first = now.slice;
+    if (first < end_slice) load_keys(tiles, first, slot, 0, old_len);
     commit();
-    if (first < end_slice) load_rows(v_tile, v_head, first, slot, 0, old_len);
+    if (first < end_slice) load_values(tiles, first, slot, 0, old_len);
     commit();
     await_launches();
     let_next_start();  // not before the wait: the next launch may be another of this kernel
     const bool incomplete = first < end_slice && (first + 1) * KEYS > old_len;
     if (incomplete) {
-        load_rows(k_tile, k_head, first, slot, old_len, 0x7FFFFFFF);
-        load_rows(v_tile, v_head, first, slot, old_len, 0x7FFFFFFF);
+        load_keys(tiles, first, slot, old_len, ALL_KEYS);
+        load_values(tiles, first, slot, old_len, ALL_KEYS);
         commit();
     }
-    if (first < end_slice) load_scales(first, slot);
+    ahead = now;
+    ahead.advance(own, first_slice, end_slice);
+    slot = slot_of(ahead.slice);
+#pragma unroll
+    for (int d = 1; d < DEPTH; ++d) {
+        if (ahead.slice < end_slice) load_keys(tiles + d * STAGE_BYTES, ahead.slice, slot, 0, ALL_KEYS);
+        commit();
+        if (ahead.slice < end_slice) load_values(tiles + d * STAGE_BYTES, ahead.slice, slot, 0, ALL_KEYS);
+        commit();
+        ahead.advance(own, first_slice, end_slice);
+        slot = slot_of(ahead.slice);
+    }
 
     u32 q[NT][C_TILES][2];
     int position[NT][2];
@@ -286,14 +342,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         for (int i = 0; i < C_TILES; ++i) {
             u32 low = 0, high = 0;
             if (row < num_rows) {
-                const int channel = 16 * i + (FORMAT ? 4 * t : 2 * t);
-                low = *(const u32*)(at + channel), high = *(const u32*)(at + channel + (FORMAT ? 2 : 8));
+                const int channel = channel_of_query(i, t);
+                low = *(const u32*)(at + channel), high = *(const u32*)(at + channel + (FORMAT ? PAIRS : 8));
             }
 #if FORMAT
-            // The order of channels in which four codes come apart: even, then odd.
+            // The order of channels in which codes come apart.
             const u32 even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
             low = narrow_pair(widen((u16)even) * Q_FACTOR, widen((u16)(even >> 16)) * Q_FACTOR);
-            high = narrow_pair(widen((u16)odd) * Q_FACTOR, widen((u16)(odd >> 16)) * Q_FACTOR);
+            high = narrow_pair(widen((u16)odd) * (Q_FACTOR / ODD), widen((u16)(odd >> 16)) * (Q_FACTOR / ODD));
 #endif
             q[n][i][0] = low, q[n][i][1] = high;
         }
@@ -304,115 +360,150 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #if FORMAT == 2
     s_factor *= *args.k_scale, o_factor *= *args.v_scale;
 #endif
+    float no_keys[NT][4] = {};  // scores before the first channel
+#if FORMAT >= 3
+    const u32 offsets[4] = {EVEN_OFFSET, EVEN_OFFSET, ODD_OFFSET, ODD_OFFSET};
+#pragma unroll
+    for (int m = 0; m < NT; ++m)
+#pragma unroll
+        for (int i = 0; i < C_TILES; ++i) mma(no_keys[m], offsets, q[m][i][0], q[m][i][1]);
+#endif
 
     State state, waiting[OWN_BITS + 1];
     bool all = incomplete;
+    u32 stage = tiles;
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
         clear(state);
 #pragma unroll 1
-        while (next.n == n && next.slice < end_slice) {
-            const int slice = next.slice;
-            next.slice += LANES;
-            next.skip_empty(own, first_slice, end_slice);
-            const bool more = next.slice < end_slice;
-            slot = more ? slot_of(next.slice) : 0;
+        while (now.n == n && now.slice < end_slice) {
+            const int slice = now.slice, fetched = ahead.slice, fetched_slot = slot;
+            now.advance(own, first_slice, end_slice);
+            ahead.advance(own, first_slice, end_slice);
+            slot = slot_of(ahead.slice);  // one slice early
+            const bool more = fetched < end_slice;
 
-            if (all) wait_pending<0>();
-            else wait_pending<1>();
-            float s[KEY_TILES][NT][4] = {};
+            if (all) wait_pending<2 * DEPTH - 2>();
+            else wait_pending<2 * DEPTH - 1>();
+            float s[KEY_TILES][NT][4];
 #pragma unroll
-            for (int i = 0; i < C_TILES; ++i)
+            for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                for (int m = 0; m < NT; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[j][m][e] = no_keys[m][e];
+#pragma unroll
+            for (int i = 0; i < C_TILES; i += AT_ONCE)
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
-                    u32 a[4];
 #if FORMAT == 0
-                    load_blocks(a, k_tile + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
+                    u32 a[1][4];
+                    load_blocks(a[0], stage + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
 #else
-                    const u32 at = k_tile + (16 * j + g) * PITCH + 16 * i + 4 * t;
-                    const u32 above = load_word(at), below = load_word(at + 8 * PITCH);
-                    a[0] = decode_even(above), a[1] = decode_even(below), a[2] = decode_odd(above), a[3] = decode_odd(below);
+                    const u32 at = stage + (16 * j + g) * PITCH + 16 * i / AT_ONCE + 4 * t;
+                    u32 a[AT_ONCE][4], above[PAIRS], below[PAIRS];
+                    decode(above, load_word(at)), decode(below, load_word(at + 8 * PITCH));
+#pragma unroll
+                    for (int c = 0; c < AT_ONCE; ++c) a[c][0] = above[2 * c], a[c][1] = below[2 * c], a[c][2] = above[2 * c + 1], a[c][3] = below[2 * c + 1];
 #endif
 #pragma unroll
-                    for (int m = 0; m < NT; ++m) mma(s[j][m], a, q[m][i][0], q[m][i][1]);
+                    for (int c = 0; c < AT_ONCE; ++c)
+#pragma unroll
+                        for (int m = 0; m < NT; ++m) mma(s[j][m], a[c], q[m][i + c][0], q[m][i + c][1]);
                 }
-            __syncwarp();
-            if (more) load_rows(k_tile, k_head, next.slice, slot, 0, 0x7FFFFFFF);
-            commit();
-
             float key_scale[KEY_TILES][2], value_scale[KEY_TILES][2];
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    key_scale[j][h] = s_factor, value_scale[j][h] = P_FACTOR;
-#if FORMAT == 1
-                    key_scale[j][h] *= __shfl_sync(0xFFFFFFFFu, k_scale, 16 * j + 8 * h + g);
-                    value_scale[j][h] *= __shfl_sync(0xFFFFFFFFu, v_scale, 16 * j + 8 * h + g);
-#endif
-                }
-            if (more) load_scales(next.slice, slot);
+                for (int h = 0; h < 2; ++h) key_scale[j][h] = s_factor * load_scale(stage + 2 * TILE_BYTES, 16 * j + 8 * h + g);
+            __syncwarp();
+            if (more) load_keys(stage, fetched, fetched_slot, 0, ALL_KEYS);
+            commit();
 
-            u32 p[KEY_TILES][NT][2];
+            const bool everything = (slice + 1) * KEYS <= old_len && !args.window;  // is seen by every row
 #pragma unroll
-            for (int m = 0; m < NT; ++m) {
-                float weight[KEY_TILES][4];
+            for (int m = 0; m < NT; ++m)
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int key = slice * KEYS + 16 * j + e / 2 * 8 + g, last = position[m][e % 2];
+                        s[j][m][e] *= key_scale[j][e / 2];
+                        if (!everything && (key > last || (args.window && key <= last - args.window))) s[j][m][e] = -INFINITE;
+                    }
+            float weight[NT][KEY_TILES][4], alpha[NT][2];
+#pragma unroll
+            for (int m = 0; m < NT; ++m)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float most = -INFINITE;
 #pragma unroll
-                    for (int j = 0; j < KEY_TILES; ++j)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const int key = slice * KEYS + 16 * j + 8 * h + g;
-                            const bool seen = key <= position[m][r] && (!args.window || key > position[m][r] - args.window);
-                            float& score = s[j][m][2 * h + r];
-                            score = seen ? score * key_scale[j][h] : -INFINITE;
-                            most = fmaxf(most, score);
-                        }
+                    for (int j = 0; j < KEY_TILES; ++j) most = fmaxf(most, fmaxf(s[j][m][r], s[j][m][2 + r]));
 #pragma unroll
                     for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
-                    const float top = fmaxf(state.m[m][r], most), finite = at_least_finite(top), alpha = exp2_of(state.m[m][r] - finite);
+                    const float top = fmaxf(state.m[m][r], most), finite = at_least_finite(top);
+                    alpha[m][r] = exp2_of(state.m[m][r] - finite);
                     state.m[m][r] = top;
                     float total = 0.0f;
 #pragma unroll
                     for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float each = exp2_of(s[j][m][2 * h + r] - finite);
-                            total += each;
-                            weight[j][2 * h + r] = FORMAT ? each * value_scale[j][h] : each;
-                        }
-                    state.l[m][r] = __fmaf_rn(state.l[m][r], alpha, total);
-#pragma unroll
-                    for (int i = 0; i < C_TILES; ++i) state.o[i][m][r] *= alpha, state.o[i][m][r + 2] *= alpha;
+                        for (int h = 0; h < 2; ++h) total += weight[m][j][2 * h + r] = exp2_of(s[j][m][2 * h + r] - finite);
+                    state.l[m][r] = __fmaf_rn(state.l[m][r], alpha[m][r], total);
                 }
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; ++j)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) p[j][m][h] = transposed(narrow_pair(weight[j][2 * h], weight[j][2 * h + 1]));
-            }
 
-            if (!all) wait_pending<1>();
+            if (!all) wait_pending<2 * DEPTH - 1>();
             all = false;
 #pragma unroll
-            for (int i = 0; i < C_TILES; ++i)
+            for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) value_scale[j][h] = P_FACTOR * load_scale(stage + 2 * TILE_BYTES + SCALE_BYTES, 16 * j + 8 * h + g);
+            u32 p[KEY_TILES][NT][2];
+#pragma unroll
+            for (int m = 0; m < NT; ++m) {
+                float no_values[4] = {};
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
-                    u32 a[4];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float(&of)[4] = weight[m][j];
+                        p[j][m][h] = transposed(FORMAT ? narrow_pair(of[2 * h] * value_scale[j][h], of[2 * h + 1] * value_scale[j][h]) : narrow_pair(of[2 * h], of[2 * h + 1]));
+                    }
+#if FORMAT >= 3
+                    const u32 offsets[4] = {EVEN_OFFSET, ODD_OFFSET, EVEN_OFFSET, ODD_OFFSET};
+                    mma(no_values, offsets, p[j][m][0], p[j][m][1]);
+#endif
+                }
+#pragma unroll
+                for (int i = 0; i < C_TILES; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) state.o[i][m][e] = FORMAT >= 3 ? __fmaf_rn(state.o[i][m][e], alpha[m][e % 2], no_values[e]) : state.o[i][m][e] * alpha[m][e % 2];
+            }
+#pragma unroll
+            for (int i = 0; i < C_TILES; i += AT_ONCE)
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j) {
+                    const u32 v_tile = stage + TILE_BYTES;
 #if FORMAT == 0
-                    load_transposed(a, v_tile + (16 * j + (lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
+                    u32 a[1][4];
+                    load_transposed(a[0], v_tile + (16 * j + (lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
 #else
-                    u32 pairs[2];  // of channels, of the first eight keys and of the others
-                    load_transposed(pairs, v_tile + (16 * j + (lane & 15)) * PITCH + 16 * i);
-                    a[0] = decode_even(pairs[0]), a[1] = decode_odd(pairs[0]), a[2] = decode_even(pairs[1]), a[3] = decode_odd(pairs[1]);
+                    u32 a[AT_ONCE][4], words[2], first_keys[PAIRS], other_keys[PAIRS];  // eight keys each
+                    load_transposed(words, v_tile + (16 * j + (lane & 15)) * PITCH + 16 * i / AT_ONCE);
+                    decode(first_keys, words[0]), decode(other_keys, words[1]);
+#pragma unroll
+                    for (int c = 0; c < AT_ONCE; ++c)
+                        a[c][0] = first_keys[2 * c], a[c][1] = first_keys[2 * c + 1], a[c][2] = other_keys[2 * c], a[c][3] = other_keys[2 * c + 1];
 #endif
 #pragma unroll
-                    for (int m = 0; m < NT; ++m) mma(state.o[i][m], a, p[j][m][0], p[j][m][1]);
+                    for (int c = 0; c < AT_ONCE; ++c)
+#pragma unroll
+                        for (int m = 0; m < NT; ++m) mma(state.o[i + c][m], a[c], p[j][m][0], p[j][m][1]);
                 }
             __syncwarp();
-            if (more) load_rows(v_tile, v_head, next.slice, slot, 0, 0x7FFFFFFF);
+            if (more) load_values(stage, fetched, fetched_slot, 0, ALL_KEYS);
             commit();
+            stage = stage == tiles + (DEPTH - 1) * STAGE_BYTES ? tiles : stage + STAGE_BYTES;
         }
 #pragma unroll
         for (int m = 0; m < NT; ++m)
@@ -450,9 +541,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int i = 0; i < C_TILES; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const int channel = FORMAT ? 16 * i + 2 * g + h : 16 * i + 8 * h + g, four = (row * C + channel) / 4, group = four / 32;
+                        const int channel = channel_of_sum(i, g, h), four = (row * C + channel) / 4, group = four / 32;
                         const u32 to = landing + own * LANDING_PITCH + group / P * 512 + four % 32 * 16 + channel % 4 * 4;
-                        send(to, group % P, barrier, state.o[i][n][2 * h + r]);
+                        send(to, group % P, barrier, h ? state.o[i][n][2 + r] * (1 / ODD) : state.o[i][n][r]);
                     }
         }
 #if P > 1
@@ -464,9 +555,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     __syncthreads();
 #endif
 
-    // Four threads to four elements, one for each warp of a block.
-    const int w = threadIdx.x & 3;
-    for (int at = threadIdx.x >> 2, four; (four = at / 32 * 32 * P + rank * 32 + at % 32) < fours; at += 32) {
+    // To four elements a thread for each warp of a block.
+    const int w = threadIdx.x % WARPS;
+    for (int at = threadIdx.x / WARPS, four; (four = at / 32 * 32 * P + rank * 32 + at % 32) < fours; at += 32) {
         const int row = four / (C / 4), channel = four % (C / 4) * 4;
         float m[P], l[P], o[P][4];
 #pragma unroll
@@ -485,8 +576,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int i = 0; i < 4; ++i) o[b][i] = sum(o[b][i], weight_a, o[b + half][i], weight_b);
             }
 #pragma unroll
-        for (int step = 2; step > 0; step /= 2) {
-            const unsigned active = 0xFu << (lane & ~3);
+        for (int step = WARPS / 2; step > 0; step /= 2) {
+            const unsigned active = ((1u << WARPS) - 1) << lane / WARPS * WARPS;
             const bool upper = w & step;
             const float m_other = __shfl_xor_sync(active, m[0], step), l_other = __shfl_xor_sync(active, l[0], step);
             float m_a = upper ? m_other : m[0], weight_a, weight_b;

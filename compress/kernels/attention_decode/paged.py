@@ -39,9 +39,9 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.block_table import block_of
-from compress.kernels.operands.e4m3 import decode_even, decode_odd, load_queries
-from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.problem import Problem
+from compress.kernels.operands.page_codes import even_codes, load_queries, odd_codes, offset_sum
+from compress.kernels.operands.paged import CODED_FORMATS, PagedKV
+from compress.kernels.operands.rows import FP8
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 
@@ -87,8 +87,8 @@ def _attend_chunks(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.program_id(1) // K
     kv_head = tl.program_id(1) % K
-    # e4m3 codes come in pairs, even dimensions in the low bytes and odd ones in the high: 16-bit loads, and
-    # two products instead of one.
+    # Codes come in pairs, even dimensions in the low half and odd ones in the high: loads of two bytes, or of
+    # one that holds two codes, and two products instead of one.
     CODES: tl.constexpr = 1 if FORMAT == 0 else 2
     C_PAGE: tl.constexpr = C // CODES
     columns = tl.arange(0, C_TILE // CODES)
@@ -127,11 +127,14 @@ def _attend_chunks(
         value_scale *= tl.load(v_scale_ptr)
     k_ptr += kv_head.to(tl.int64) * head_stride
     v_ptr += kv_head.to(tl.int64) * head_stride
-    if FORMAT == 1:
+    if FORMAT == 1 or FORMAT > 2:
         k_scale_ptr += kv_head.to(tl.int64) * scale_stride
         v_scale_ptr += kv_head.to(tl.int64) * scale_stride
     part = (request * K + kv_head).to(tl.int64) * max_chunks * (q_len * G)
 
+    no_keys = 0.0
+    if FORMAT > 2:
+        no_keys = -offset_sum(q, q.dtype, FORMAT) - offset_sum(q_odd, q.dtype, FORMAT)
     TILES: tl.constexpr = CHUNK // TILE
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -163,16 +166,18 @@ def _attend_chunks(
         else:
             codes = tl.load(k_at, mask=mask, other=0)
             s = tl.dot(
-                q, tl.trans(decode_even(codes, q.dtype, INTERPRETED).to(q.dtype)), input_precision=PRECISION
+                q, tl.trans(even_codes(codes, q.dtype, FORMAT, INTERPRETED)), input_precision=PRECISION
             )
             s = tl.dot(
                 q_odd,
-                tl.trans(decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype)),
+                tl.trans(odd_codes(codes, q.dtype, FORMAT, INTERPRETED)),
                 s,
                 input_precision=PRECISION,
             )
+        if FORMAT > 2:
+            s += no_keys
         s *= logit_scale
-        if FORMAT == 1:
+        if FORMAT == 1 or FORMAT > 2:
             s *= tl.load(k_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
         if CAPPED:
             s = capped(s, cap)
@@ -190,22 +195,20 @@ def _attend_chunks(
             o = tl.dot(p.to(q.dtype), v, o * alpha[:, None], input_precision=PRECISION)
         else:
             p *= p_scale
-            if FORMAT == 1:
+            if FORMAT == 1 or FORMAT > 2:
                 p *= tl.load(v_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
             codes = tl.load(v_at, mask=mask, other=0)
             weight = p.to(q.dtype)
-            o = tl.dot(
-                weight,
-                decode_even(codes, q.dtype, INTERPRETED).to(q.dtype),
-                o * alpha[:, None],
-                input_precision=PRECISION,
-            )
-            o_odd = tl.dot(
-                weight,
-                decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype),
-                o_odd * alpha[:, None],
-                input_precision=PRECISION,
-            )
+            o *= alpha[:, None]
+            o_odd *= alpha[:, None]
+            if FORMAT > 2:
+                no_values = offset_sum(weight, q.dtype, FORMAT)
+                o -= no_values
+                o_odd -= no_values
+            even = even_codes(codes, q.dtype, FORMAT, INTERPRETED)
+            odd = odd_codes(codes, q.dtype, FORMAT, INTERPRETED)
+            o = tl.dot(weight, even, o, input_precision=PRECISION)
+            o_odd = tl.dot(weight, odd, o_odd, input_precision=PRECISION)
         m = m_next
         if step % TILES == TILES - 1:
             row = part + chunk.to(tl.int64) * (q_len * G) + rows
@@ -263,8 +266,8 @@ def attend(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_decode` in a given configuration."""
-    (num_kv_heads, _, block_size, head_dim) = kv.k.shape
-    (num_rows, num_heads, _) = q_THC.shape
+    (num_kv_heads, _, block_size, _) = kv.k.shape
+    (num_rows, num_heads, head_dim) = q_THC.shape
     num_requests = num_rows // q_len
     group = num_heads // num_kv_heads
     assert num_rows == num_requests * q_len <= MAX_Q_LEN * num_requests
@@ -273,7 +276,7 @@ def attend(
     assert kv.k.stride() == kv.v.stride()
     assert block_table_RB.stride(1) == 1
     max_chunks = triton.cdiv(block_table_RB.shape[1] * block_size, config.chunk)
-    k, v = (each.view(torch.int16) if kv.k_scale is not None else each for each in (kv.k, kv.v))
+    k, v = (each.view(torch.int16) if each.dtype in (FP8, torch.int8) else each for each in (kv.k, kv.v))
     pairs = num_requests * num_kv_heads
     parts = pairs * max_chunks * q_len * group
     o = torch.empty(parts, head_dim, dtype=torch.float32, device=q_THC.device)
@@ -302,7 +305,7 @@ def attend(
         ml,
         block_table_RB.stride(0),
         k.stride(0),
-        kv.k_scale.stride(0) if kv.format == FP8_TOKEN_HEAD and kv.k_scale is not None else 0,
+        kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
         max_chunks,
         q_len,
         scale,
@@ -310,7 +313,7 @@ def attend(
         ROWS=rows,
         TILE=config.tile,
         BLOCK_SIZE=block_size,
-        FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
+        FORMAT=CODED_FORMATS.get(kv.format, 0),
         CAPPED=softcap is not None,
         INTERPRETED=interpreted(),
         STAGES=config.stages,
@@ -335,10 +338,13 @@ def attend(
     return out_THC
 
 
-def supports(problem: Problem) -> str | None:
-    return integers_refused(problem.scheme) or triton_refusal(problem)
-
-
 register(
-    Kernel("attention_decode", "triton.paged", min_sm=80, priority=10, supports=supports, fn=attention_decode)
+    Kernel(
+        "attention_decode",
+        "triton.paged",
+        min_sm=80,
+        priority=10,
+        supports=triton_refusal,
+        fn=attention_decode,
+    )
 )

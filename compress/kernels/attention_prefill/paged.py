@@ -32,8 +32,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.block_table import block_of
-from compress.kernels.operands.paged import PagedKV, integers_refused
-from compress.kernels.problem import Problem
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 
@@ -297,17 +296,13 @@ def attend(
     return out_THC
 
 
-def supports(problem: Problem) -> str | None:
-    return integers_refused(problem.scheme) or triton_refusal(problem)
-
-
 register(
     Kernel(
         "attention_prefill",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=supports,
+        supports=triton_refusal,
         fn=attention_prefill,
         takes_lists=True,
     )

@@ -1,4 +1,4 @@
-"""Pages of e4m3 codes in the dtype of the queries, before prefill attention reads them."""
+"""Pages of codes in the dtype of the queries, before prefill attention reads them."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,17 @@ from torch import Tensor
 from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.operands.e4m3 import e4m3_values
-from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+from compress.kernels.operands.paged import CODED_FORMATS, PagedKV
+
+
+@jit()
+def _values(page_ptr: tl.tensor, columns: tl.tensor, mask: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """Load codes and return their float32 values."""
+    if FORMAT == 4:
+        codes = tl.load(page_ptr + columns // 2, mask=mask, other=0).to(tl.int32)
+        return ((codes >> columns % 2 * 4 & 0xF) - 8).to(tl.float32)
+    codes = tl.load(page_ptr + columns, mask=mask, other=0)
+    return codes.to(tl.int8, bitcast=True).to(tl.float32) if FORMAT == 3 else e4m3_values(codes)
 
 
 @jit(unaligned=("table_ptr",))
@@ -24,11 +34,10 @@ def _widen_pages(
     C: tl.constexpr,
     C_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    STATIC: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Dequantize one block of one head, keys and values: e4m3 codes times their scales, in the queries'
-    dtype."""
+    """Dequantize one block of one head, keys and values: codes times their scales, in the queries' dtype."""
     launch_dependents(PDL)
     wait(PDL)
     entry_ptr = blocks_ptr + tl.program_id(0) * 2
@@ -42,15 +51,11 @@ def _widen_pages(
     mask = (columns < C)[None, :]
     source = (kv_head * num_blocks + block) * BLOCK_SIZE
     target = (kv_head * tl.num_programs(0) + tl.program_id(0)) * BLOCK_SIZE
-    scale_at = 0 * offsets if STATIC else source + offsets
-    k = (
-        e4m3_values(tl.load(k_ptr + source * C + within, mask=mask, other=0))
-        * tl.load(k_scale_ptr + scale_at)[:, None]
-    )
-    v = (
-        e4m3_values(tl.load(v_ptr + source * C + within, mask=mask, other=0))
-        * tl.load(v_scale_ptr + scale_at)[:, None]
-    )
+    scale_at = 0 * offsets if FORMAT == 2 else source + offsets
+    STORED: tl.constexpr = C // 2 if FORMAT == 4 else C
+    rows = (source + offsets[:, None]) * STORED
+    k = _values(k_ptr + rows, columns[None, :], mask, FORMAT) * tl.load(k_scale_ptr + scale_at)[:, None]
+    v = _values(v_ptr + rows, columns[None, :], mask, FORMAT) * tl.load(v_scale_ptr + scale_at)[:, None]
     tl.store(k_out_ptr + target * C + within, k.to(k_out_ptr.dtype.element_ty), mask=mask)
     tl.store(v_out_ptr + target * C + within, v.to(v_out_ptr.dtype.element_ty), mask=mask)
 
@@ -65,7 +70,8 @@ def widened(
     """Return the blocks of these contexts in `dtype`, and the block table that finds them. This is one pass
     over memory, where every tile of queries would dequantize its own keys in registers (3.7 times slower
     at 2,048 queries on an H200)."""
-    num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
+    num_kv_heads, num_blocks, block_size, _ = kv.k.shape
+    head_dim = kv.head_dim
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
     counts = tuple(-(-length // block_size) for length in context_lens)
@@ -90,7 +96,7 @@ def widened(
         C=head_dim,
         C_TILE=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        STATIC=kv.format == FP8_STATIC,
+        FORMAT=CODED_FORMATS[kv.format],
         **pdl_options(kv.k.device),
     )
     return PagedKV(k, v), table_RB

@@ -29,29 +29,6 @@ def encode_e4m3(x: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def load_queries(at: tl.tensor, mask: tl.tensor, scale: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Load queries for products with pages. Return (q, q_odd, logit scale with log2 e, factor of p, factor
-    of the result).
-
-    Pages without scales (FORMAT 0) take q as it is. Pages of codes take even and odd dimensions apart, as
-    `decode_even` and `decode_odd` give keys. The factors cancel the power of two that a wider float reads
-    into a code: each factor of a product gets half of the 2^120, so that neither is subnormal.
-    """
-    q = tl.load(at, mask=mask, other=0.0)
-    logit_scale = scale * 1.4426950408889634
-    if FORMAT == 0:
-        return q, q, logit_scale, 1.0, 1.0
-    else:
-        q_odd = tl.load(at + 1, mask=mask, other=0.0)
-        if q.dtype is tl.float16:
-            return q, q_odd, logit_scale * 256.0, 1.0, 256.0
-        else:
-            half = 1152921504606846976.0  # 2^60
-            q, q_odd = (q.to(tl.float32) * half).to(q.dtype), (q_odd.to(tl.float32) * half).to(q.dtype)
-            return q, q_odd, logit_scale * half, half, half
-
-
-@jit()
 def decode_even(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Return the low code of each int16 pair as bfloat16 times 2^-120, or as float16 times 2^-8."""
     if INTERPRETED:

@@ -25,7 +25,15 @@ PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
 TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
+PAGE_DTYPES = {
+    **{name: dtype for dtype, name in (DENSE_FORMATS | INT_FORMATS).items()},
+    FP8_TOKEN_HEAD: FP8,
+    FP8_STATIC: FP8,
+}
+"""The dtype of the pages of each format."""
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
+CODED_FORMATS = {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
+"""The number of each format of codes in kernels, `FORMAT`; 0 is any dense format."""
 _OFFSET = 8
 """The number that is added to an INT4 code when it is stored."""
 
@@ -100,6 +108,26 @@ class PagedKV:
         return k, v
 
 
+def empty_pages(
+    kv_format: str,
+    shape_KNSC: tuple[int, int, int, int],
+    device: torch.device | str = "cpu",
+    *,
+    static_scales: tuple[float, float] = (1.0, 1.0),
+) -> PagedKV:
+    """Return zeroed pages of a format; `static_scales` are those of keys and of values in FP8_STATIC."""
+    (*slots, head_dim) = shape_KNSC
+    stored = head_dim // 2 if kv_format == INT4_TOKEN_HEAD else head_dim
+    k, v = (torch.zeros(*slots, stored, dtype=PAGE_DTYPES[kv_format], device=device) for _ in "kv")
+    if kv_format in TOKEN_HEAD_FORMATS:
+        return PagedKV(k, v, *(torch.zeros(slots, dtype=torch.float32, device=device) for _ in "kv"))
+    if kv_format == FP8_STATIC:
+        return PagedKV(
+            k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales)
+        )
+    return PagedKV(k, v)
+
+
 def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Convert pages to `dtype`; the product with the scale is taken in float32."""
     if scale is None:
@@ -122,11 +150,6 @@ def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
         return codes
     even, odd = (codes + _OFFSET).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return even | odd << 4
-
-
-def integers_refused(kv_format: str | None) -> str | None:
-    """Refuse INT8 and INT4 pages; for kernels that read neither."""
-    return f"reads no {kv_format} pages" if kv_format in INT_FORMATS.values() else None
 
 
 def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:

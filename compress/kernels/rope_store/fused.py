@@ -29,8 +29,8 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.e4m3 import encode_e4m3
-from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.operands.rows import FP8_MAX, TINY_SCALE
+from compress.kernels.operands.paged import CODED_FORMATS, INT4_TOKEN_HEAD, LARGEST_CODE, PagedKV
+from compress.kernels.operands.rows import TINY_SCALE
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -55,31 +55,51 @@ def _store(
     mask: tl.tensor,
     C: tl.constexpr,
     FORMAT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
     TINY_SCALE: tl.constexpr,
 ) -> None:
     """Write halves [h, C / 2] of the given heads to one slot of the pages, as `PagedKV.write_` does."""
-    at = pages_ptr + heads * head_stride + slot * C + columns
+    STORED: tl.constexpr = C // 2 if FORMAT == 4 else C
+    at = pages_ptr + heads * head_stride + slot * STORED
     if FORMAT != 0:
         first = first.to(tl.float32)
         second = second.to(tl.float32)
-        if FORMAT == 1:
-            absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
-            scale = tl.maximum(tl.div_rn(absmax, FP8_MAX + tl.zeros_like(absmax)), TINY_SCALE)
-            tl.store(
-                scale_ptr + heads * scale_stride + slot,
-                scale,
-                mask=tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0,
-            )
-        else:
+        real_head = tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0
+        if FORMAT == 2:
             scale = static_scale + tl.zeros_like(first)
-        first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -FP8_MAX), FP8_MAX)
-        second = tl.minimum(tl.maximum(tl.div_rn(second, scale + tl.zeros_like(second)), -FP8_MAX), FP8_MAX)
-        tl.store(at, encode_e4m3(first), mask=mask)
-        tl.store(at + C // 2, encode_e4m3(second), mask=mask)
+        else:
+            absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
+            scale = tl.maximum(tl.div_rn(absmax, LARGEST + tl.zeros_like(absmax)), TINY_SCALE)
+            tl.store(scale_ptr + heads * scale_stride + slot, scale, mask=real_head)
+        first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -LARGEST), LARGEST)
+        second = tl.minimum(tl.maximum(tl.div_rn(second, scale + tl.zeros_like(second)), -LARGEST), LARGEST)
+        if FORMAT == 4:
+            pairs = tl.arange(0, columns.shape[1] // 2)[None, :]
+            tl.store(at + pairs, _nibbles(first), mask=real_head & (pairs < C // 4))
+            tl.store(at + C // 4 + pairs, _nibbles(second), mask=real_head & (pairs < C // 4))
+        elif FORMAT == 3:
+            tl.store(at + columns, _nearest(first).to(tl.uint8), mask=mask)
+            tl.store(at + C // 2 + columns, _nearest(second).to(tl.uint8), mask=mask)
+        else:
+            tl.store(at + columns, encode_e4m3(first), mask=mask)
+            tl.store(at + C // 2 + columns, encode_e4m3(second), mask=mask)
     else:
-        tl.store(at, first.to(pages_ptr.dtype.element_ty), mask=mask)
-        tl.store(at + C // 2, second.to(pages_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + columns, first.to(pages_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + C // 2 + columns, second.to(pages_ptr.dtype.element_ty), mask=mask)
+
+
+@jit()
+def _nearest(x: tl.tensor) -> tl.tensor:
+    """Return the nearest integers of small float32 numbers, ties to even, in the low byte of int32."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 2^23: the sum does the rounding
+
+
+@jit()
+def _nibbles(x: tl.tensor) -> tl.tensor:
+    """Return four-bit codes [h, n] as bytes [h, n / 2], the even one in the low half, each + 8."""
+    codes = (_nearest(x) + 8) & 0xF
+    even, odd = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
+    return (even | (odd << 4)).to(tl.uint8)
 
 
 @jit()
@@ -150,7 +170,7 @@ def _rope_store(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     FORMAT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
     TINY_SCALE: tl.constexpr,
     WHOLE: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -266,7 +286,7 @@ def _rope_store(
             is_k,
             C,
             FORMAT,
-            FP8_MAX,
+            LARGEST,
             TINY_SCALE,
         )
         _store(
@@ -283,7 +303,7 @@ def _rope_store(
             is_v,
             C,
             FORMAT,
-            FP8_MAX,
+            LARGEST,
             TINY_SCALE,
         )
 
@@ -307,8 +327,9 @@ def rope_store(
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
     H + K where the keys before their norm are the values."""
-    (num_kv_heads, _, _, head_dim) = kv.k.shape
+    num_kv_heads = kv.k.shape[0]
     num_rows = qkv_TF.shape[0]
+    head_dim = kv.head_dim
     num_stored = qkv_TF.shape[1] // head_dim
     assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     assert qkv_TF.stride(1) == 1
@@ -335,15 +356,15 @@ def rope_store(
         cos_PC.shape[0],
         qkv_TF.stride(0),
         kv.k.stride(0),
-        kv.k_scale.stride(0) if kv.format == FP8_TOKEN_HEAD and kv.k_scale is not None else 0,
+        kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
         eps,
         H=num_heads,
         K=num_kv_heads,
         C=head_dim,
         HALF=half,
         HEADS=heads,
-        FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
-        FP8_MAX=FP8_MAX,
+        FORMAT=CODED_FORMATS.get(kv.format, 0),
+        LARGEST=LARGEST_CODE.get(kv.k.dtype, 0.0),
         TINY_SCALE=TINY_SCALE,
         WHOLE=whole,
         CENTERED=centered,
@@ -360,7 +381,9 @@ def rope_store(
 def supports(problem: Problem) -> str | None:
     if problem.n % 2:
         return f"a head of {problem.n} dimensions has no halves to rotate"
-    return integers_refused(problem.scheme) or triton_refusal(problem)
+    if problem.n % 4 and problem.scheme == INT4_TOKEN_HEAD:
+        return f"half a head of {problem.n} dimensions is no whole number of bytes of {INT4_TOKEN_HEAD}"
+    return triton_refusal(problem)
 
 
 register(Kernel("rope_store", "triton.fused", min_sm=80, priority=10, supports=supports, fn=rope_store))

@@ -54,7 +54,7 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     student = reshape(spec, facts.arch)
     check_seq_len(spec.seq_len, "distill: seq_len", student)
     check_seq_len(spec.seq_len, "distill: seq_len", teacher)
-    num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
+    num_trained = student.num_params if spec.lora is None else lora_params(student, spec.lora.rank)
     width = 4 if facts.device == "cpu" else 2
     frozen = 0 if spec.lora is None else width * student.num_params
     found = training_estimate(spec, student, teacher, facts, num_trained=num_trained, frozen_bytes=frozen)
@@ -135,7 +135,8 @@ def _activations(spec: Learning, arch: Arch, width: int) -> int:
     return tokens * width * sum(of_layers)
 
 
-def _lora_params(arch: Arch, rank: int) -> int:
+def lora_params(arch: Arch, rank: int) -> int:
+    """Return the number of weights of terms of that rank on all linears of the layers."""
     return sum(
         rank * sum(layer.linear_shape(name, arch.hidden_size))
         for layer in arch.layers

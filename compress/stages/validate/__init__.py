@@ -191,8 +191,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         parts.append(MixedPart(quantized["mixed"]))
     if "pruning" in dense:
         parts.append(PruningPart(dense["pruning"]))
-    if "distillation" in dense:
-        parts.append(RecoveryPart(dense["distillation"]))
+    if "distillation" in dense or "recovery" in quantized:
+        parts.append(RecoveryPart(dense.get("distillation"), quantized.get("recovery")))
     pruned = ", pruned," if "pruning" in dense else ""
     form = "dense weights" if scheme is None else scheme.name
     return build_report(title=f"{inputs.source.name}{pruned} in {form}", parts=parts)

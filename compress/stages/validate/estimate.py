@@ -132,10 +132,14 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     return Estimate(peak, disk_bytes, flops, notes=tuple(notes), moved_bytes=moved_bytes)
 
 
+_READERS = ("calibrate", "distill", "recover", "draft")
+"""Stages that read text that must not be the evaluation text."""
+
+
 def _other_shapes(spec: Validate, facts: PlanFacts) -> list[str]:
     """Return a note for each stage whose text has another shape than the evaluation text."""
     judged = load_card(spec.data).shape()
-    cards = {kind: getattr(facts.specs.get(kind), "data", None) for kind in ("calibrate", "distill", "draft")}
+    cards = {kind: getattr(facts.specs.get(kind), "data", None) for kind in _READERS}
     shapes = {kind: load_card(card).shape() for kind, card in cards.items() if card is not None}
     return [
         f"WARNING: {kind} reads {shape} and the evaluation text is {judged}"

@@ -139,6 +139,15 @@ def calibration_facts(
             "training_overlap": _overlap(inputs, training, evaluation, "training"),
             **_shapes(training, evaluation, "training_shape"),
         }
+    if "recovery" in quantization(inputs):
+        training = load_token_set(inputs[Port.QUANTIZED].path / TOKENS_NAME)
+        facts |= {
+            "recovery_data": training.source["title"],
+            "recovery_license": training.source["license"],
+            "recovery_digest": training.digest(),
+            "recovery_overlap": _overlap(inputs, training, evaluation, "codes' training"),
+            **_shapes(training, evaluation, "recovery_shape"),
+        }
     if Port.DRAFT in inputs.ports:
         training = load_token_set(inputs[Port.DRAFT].path / TOKENS_NAME)
         facts |= {

@@ -10,6 +10,7 @@ from compress.validate.parts import PARTS, Part
 MADE = {
     "shape": "calibrated on",
     "training_shape": "trained on",
+    "recovery_shape": "given codes that were trained on",
     "draft_shape": "given a draft that was trained on",
 }
 """Fact -> what was done with the text of that shape."""

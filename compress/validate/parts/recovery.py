@@ -1,4 +1,5 @@
-"""Recovery by training: the distance of the student from its teacher, over tokens of training."""
+"""Recovery by training, of dense weights and of codes: the distance of the student from its teacher, over
+tokens of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,30 +19,35 @@ from compress.validate.plots import (
     token_counts,
 )
 
+TRAININGS = ("distillation", "recovery")
+"""Entries of the document that this part may have: of dense weights, and of codes."""
+
 
 @PARTS.register("recovery")
 @dataclass(frozen=True)
 class RecoveryPart(Part):
-    """Facts of `stages/distill`."""
+    """Facts of `stages/distill` and of `stages/recover`, where the recipe has them."""
 
     page_order: ClassVar[int] = 90
-    facts: Mapping[str, Any]
+    distillation: Mapping[str, Any] | None = None
+    recovery: Mapping[str, Any] | None = None
 
     def as_json(self) -> Json:
         """Return the facts as they are."""
-        return {"distillation": self.facts}
+        facts = {"distillation": self.distillation, "recovery": self.recovery}
+        return {name: each for name, each in facts.items() if each is not None}
 
     @staticmethod
     def plots(report: Json) -> dict[str, str]:
-        """Return the picture of the training."""
-        return {"recovery": recovery_plot(report["distillation"])} if "distillation" in report else {}
+        """Return the picture of each training."""
+        return {name: recovery_plot(report[name], name) for name in TRAININGS if name in report}
 
 
-def recovery_plot(distillation: Mapping[str, Any]) -> str:
+def recovery_plot(training: Mapping[str, Any], name: str) -> str:
     """Return the held-out KL on the left axis, and on the right one bits per byte with the teacher's as a
     line.
     """
-    looks = [row for row in distillation["curve"] if "kl" in row]
+    looks = [row for row in training["curve"] if "kl" in row]
     tokens = [row["tokens"] for row in looks]
     with style():
         figure, axes = new_figure(height=2.7)
@@ -62,11 +68,11 @@ def recovery_plot(distillation: Mapping[str, Any]) -> str:
         bits = axes.twinx()
         student = [row["bits_per_byte"] for row in looks]
         bits.plot(tokens, student, color=SOURCE, linewidth=1.6, label="bits per byte")
-        teacher = distillation["teacher"]["bits_per_byte"]
+        teacher = training["teacher"]["bits_per_byte"]
         bits.axhline(
             teacher, color=FLOOR, linewidth=1.1, linestyle=DASHED, label="bits per byte of the teacher"
         )
         bits.set_ylabel("bits per byte")
         bits.spines["right"].set_visible(True)
         figure.legend(loc="outside upper left", ncols=3, handlelength=1.6)
-        return svg(figure, name="recovery")
+        return svg(figure, name=name)

@@ -2,6 +2,7 @@
 its company: on a CPU, by `cuda_emulator.py`, with one block for each request and KV head."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS, PagedKV, empty_pages
 from compress.kernels.operands.rows import FP8
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
@@ -24,20 +25,30 @@ CASES = [
     ("FP8_TOKEN_HEAD", 64, 16, 4, 2, 40, torch.bfloat16),
     slow("FP8_STATIC", 80, 64, 2, 2, None, torch.float16),
     slow("BF16", 96, 32, 8, 1, 20, torch.bfloat16),
+    ("INT8_TOKEN_HEAD", 48, 16, 4, 1, None, torch.bfloat16),
+    ("INT4_TOKEN_HEAD", 64, 64, 6, 2, 40, torch.bfloat16),
+    slow("INT8_TOKEN_HEAD", 128, 64, 3, 1, 40, torch.float16),
+    slow("INT4_TOKEN_HEAD", 96, 16, 8, 2, None, torch.float16),
 ]
 
 
 def pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-    both = randn(*shape, seed=0), randn(*shape, seed=1)
-    if kv_format in ("BF16", "F16"):
-        return PagedKV(*(each.to(dtype) for each in both))
-    static = torch.tensor(0.02)
-    scales = [static if kv_format == "FP8_STATIC" else each.abs().amax(-1) / 448 for each in both]
-    codes = [
-        (each / (scale.unsqueeze(-1) if scale.dim() else scale)).clamp(-448, 448).to(FP8)
-        for each, scale in zip(both, scales, strict=True)
-    ]
-    return PagedKV(*codes, *scales)
+    num_kv_heads, num_blocks, block_size, head_dim = shape
+    empty = empty_pages(kv_format, shape, static_scales=(0.02, 0.02))
+    k, v = (randn(num_blocks * block_size, num_kv_heads, head_dim, seed=seed).to(dtype) for seed in (0, 1))
+    empty.write_(torch.arange(num_blocks * block_size), k, v)
+    return empty
+
+
+def poison_behind_(kv: PagedKV, table: Tensor) -> None:
+    """Write NaN, as numbers or as scales, behind the last position of each context."""
+    for each in (kv.k_scale, kv.v_scale) if kv.format in TOKEN_HEAD_FORMATS else (kv.k, kv.v):
+        if each is None or each.dtype == FP8:
+            continue
+        each[:, 0] = torch.nan
+        for blocks, length in zip(table.tolist(), LENS, strict=True):
+            for idx, block in enumerate(blocks):
+                each[:, block, max(0, length - idx * kv.block_size) :] = torch.nan
 
 
 @pytest.fixture(autouse=True)
@@ -68,17 +79,36 @@ def test_values_and_bits(
     kv = pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(len(LENS), Q_LEN, num_heads, head_dim, seed=3).to(dtype)
     facts = {"window": window, "scale": head_dim**-0.5}
+    slicing = hopper.slicing_of(kv_format, head_dim)
 
     def attend(queries: Tensor, ends: Tensor, tables: Tensor) -> Tensor:
         q_len = queries.shape[1]
         eights = hopper.row_eights_of(q_len * num_heads // num_kv_heads)
         rows = queries.flatten(0, 1).contiguous()
-        out = hopper.attend(rows, kv, tables, ends, q_len=q_len, row_eights=eights, cluster=1, **facts)
+        dealt = {"row_eights": eights, "cluster": 1, "slicing": slicing}
+        out = hopper.attend(rows, kv, tables, ends, q_len=q_len, **dealt, **facts)
         return out.view(queries.shape)
 
-    whole = attend(q, lens, table)
     expected = reference_decode(q.flatten(0, 1), kv, table.long(), lens.long(), q_len=Q_LEN, **facts)
+    poison_behind_(kv, table)
+    whole = attend(q, lens, table)
     error = (whole.flatten(0, 1).double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < torch.finfo(dtype).eps
     assert torch.equal(attend(q[:, 1:2], lens - 1, table), whole[:, 1:2])
     assert torch.equal(attend(q[2:], lens[2:], table[2:].contiguous()), whole[2:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_format", ["INT4_TOKEN_HEAD", slow("BF16")])
+def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(kv_format: str) -> None:
+    kv = pages(kv_format, (1, 12, 16, 64), torch.bfloat16)
+    table = torch.arange(1, 12, dtype=torch.int32).view(1, -1)
+    lens = torch.tensor([170], dtype=torch.int32)
+    q = randn(2, 4, 64, seed=3).to(torch.bfloat16)
+    slicing = hopper.slicing_of(kv_format, 64)
+    facts = {"q_len": 2, "window": None, "scale": 0.1, "row_eights": 1, "cluster": 1}
+    first, *others = (
+        hopper.attend(q, kv, table, lens, slicing=replace(slicing, depth=depth, warps=warps), **facts)
+        for depth, warps in ((1, 4), (2, 4), (3, 8))
+    )
+    assert all(torch.equal(each, first) for each in others)

@@ -36,29 +36,21 @@ if INTERPRETED:
     from compress.kernels.attention_decode import paged as decode
     from compress.kernels.attention_prefill import paged as prefill
     from compress.kernels.attention_prefill.tiles import FixedLists
-    from compress.kernels.operands.paged import PagedKV
-    from compress.kernels.operands.rows import FP8
+    from compress.kernels.operands.paged import CODED_FORMATS, DENSE_FORMATS, PagedKV, empty_pages
 
-    FORMATS = ["dense", "token_head", "static"]
+    FORMATS = ["dense", *CODED_FORMATS]
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
     def pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-        k = randn(*shape)
-        v = randn(*shape, seed=1)
-        if kv_format == "dense":
-            return PagedKV(k.to(dtype), v.to(dtype))
-        scales = (
-            [torch.tensor(0.02)] * 2
-            if kv_format == "static"
-            else [each.abs().amax(-1) / 448 for each in (k, v)]
-        )
-        codes = [
-            (each / (scale.unsqueeze(-1) if scale.dim() else scale)).clamp(-448, 448).to(FP8)
-            for each, scale in zip((k, v), scales, strict=True)
-        ]
-        return PagedKV(*codes, *scales)
+        num_kv_heads, num_blocks, block_size, head_dim = shape
+        name = DENSE_FORMATS[dtype] if kv_format == "dense" else kv_format
+        kv = empty_pages(name, shape, static_scales=(0.02, 0.02))
+        num_slots = num_blocks * block_size
+        k, v = (randn(num_slots, num_kv_heads, head_dim, seed=seed).to(dtype) for seed in (0, 1))
+        kv.write_(torch.arange(num_slots), k, v)
+        return kv
 
     def block_table(num_requests: int, num_blocks: int) -> Tensor:
         blocks = torch.randperm(num_requests * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
@@ -110,9 +102,11 @@ if INTERPRETED:
     CASES = [
         *((each, 64, 64, 2, 50, torch.float16) for each in FORMATS),
         *((each, 96, 128, 1, 200, torch.float16) for each in FORMATS),
-        slow("static", 64, 16, 4, None, torch.float32),
-        slow("token_head", 80, 64, 4, None, torch.float32),
+        slow("FP8_STATIC", 64, 16, 4, None, torch.float32),
+        slow("FP8_TOKEN_HEAD", 80, 64, 4, None, torch.float32),
         slow("dense", 128, 32, 7, None, torch.float16),
+        slow("INT8_TOKEN_HEAD", 80, 16, 4, None, torch.float32),
+        slow("INT4_TOKEN_HEAD", 80, 16, 3, 70, torch.float32),
     ]
     each_case = pytest.mark.parametrize(
         ("kv_format", "head_dim", "block_size", "group", "window", "dtype"), CASES

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,26 @@ from compress.kernels.attention_decode.hopper import (
     TWO_BLOCKS_BYTES,
     Variant,
     cluster_of,
-    clusters_of,
     row_eights_of,
+    slicing_of,
 )
 from compress.kernels.compilers import nvrtc
 from compress.kernels.problem import Problem
 from compress.kernels.select import refusals, select
 
 HOPPER = Problem("attention_decode", 128, 4, 1, 128, True, "BF16", torch.bfloat16, "cuda", 90)
-VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_lens=True)
+SLICING = slicing_of("BF16", 128)
+VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_lens=True, slicing=SLICING)
+ALL_FORMATS = ("BF16", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
+
+
+def variant_of(kv_format: str, head_dim: int, **others: Any) -> Variant:
+    slicing = slicing_of(kv_format, head_dim)
+    return replace(VARIANT, kv_format=kv_format, head_dim=head_dim, slicing=slicing, **others)
+
+
+def head_dims(kv_format: str) -> range:
+    return range(32, 257, 32) if kv_format == "INT4_TOKEN_HEAD" else range(16, 257, 16)
 
 
 @pytest.mark.parametrize(
@@ -28,10 +40,18 @@ VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_l
     [
         VARIANT,
         replace(VARIANT, cluster=1, long_lens=False),
-        replace(VARIANT, cluster=4, kv_format="FP8_TOKEN_HEAD", block_size=16, row_eights=2),
-        replace(VARIANT, kv_format="FP8_STATIC", dtype=torch.float16, head_dim=80, long_table=False),
-        replace(VARIANT, head_dim=256, row_eights=2, cluster=8),
-        replace(VARIANT, head_dim=256, row_eights=1, cluster=4),
+        variant_of("FP8_TOKEN_HEAD", 128, block_size=16, row_eights=2),
+        variant_of("FP8_STATIC", 80, dtype=torch.float16, long_table=False),
+        variant_of("BF16", 256, row_eights=2, cluster=8),
+        variant_of("BF16", 256, row_eights=1, cluster=4),
+        variant_of("INT8_TOKEN_HEAD", 128, dtype=torch.float16, cluster=2),
+        variant_of("INT4_TOKEN_HEAD", 128, block_size=16, row_eights=2),
+        replace(
+            VARIANT,
+            kv_format="INT4_TOKEN_HEAD",
+            cluster=2,
+            slicing=replace(SLICING, keys=64, lanes=32, depth=3, warps=8),
+        ),
     ],
     ids=repr,
 )
@@ -41,50 +61,37 @@ def test_the_kernel_compiles(variant: Variant, tmp_path: Path, monkeypatch: pyte
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
-    for head_dim in range(16, 257, 16):
+    for head_dim in head_dims(kv_format):
         for num_rows in (1, 8, 9, 32, 64):
             eights = row_eights_of(num_rows)
-            cluster = cluster_of(1024, eights, head_dim, coded=kv_format != "BF16")
-            assert (
-                replace(
-                    VARIANT, kv_format=kv_format, head_dim=head_dim, row_eights=eights, cluster=cluster
-                ).shared_bytes(8 * eights)
-                < 220 * 1024
-            )
-
-
-def test_a_slice_is_the_same_however_the_work_is_dealt_out() -> None:
-    assert (
-        len(
-            {
-                replace(VARIANT, cluster=cluster, row_eights=eights).keys
-                for cluster in clusters_of(VARIANT.head_dim)
-                for eights in (1, 2)
-            }
-        )
-        == 1
-    )
+            slicing = slicing_of(kv_format, head_dim)
+            for pairs in (1, 1024):
+                cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format != "BF16")
+                each = variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster)
+                assert each.shared_bytes(8 * eights) < 220 * 1024
 
 
 def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> None:
-    wide = partial(cluster_of, coded=False)
+    def wide(pairs: int, eights: int, head_dim: int) -> int:
+        return cluster_of(pairs, eights, head_dim, slicing_of("BF16", head_dim), coded=False)
+
     assert [wide(8 * rows, 1, 128) for rows in (1, 7, 8, 16, 32, 128)] == [4, 4, 2, 2, 1, 1]
     assert all(2 * CLUSTERS[wide(pairs, 1, 128)] >= pairs for pairs in (1, 60, 61, 132, 133, 264))
     assert [wide(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
     assert [wide(8 * rows, 1, 256) for rows in (1, 3, 4, 128)] == [8, 8, 4, 4]
     assert [wide(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
-    coded = partial(cluster_of, coded=True)
+    coded = partial(cluster_of, slicing=slicing_of("INT8_TOKEN_HEAD", 128), coded=True)
     assert [coded(8 * rows, 1, 128) for rows in (1, 11, 12, 24, 25)] == [4, 4, 2, 2, 1]
     assert [coded(8 * rows, 2, 128) for rows in (1, 7, 8, 128)] == [4, 4, 2, 2]
 
 
-@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> None:
-    for head_dim in range(16, 257, 16):
+    for head_dim in head_dims(kv_format):
         for eights in (1, 2):
-            each = replace(VARIANT, kv_format=kv_format, head_dim=head_dim, row_eights=eights, cluster=1)
+            each = variant_of(kv_format, head_dim, row_eights=eights, cluster=1)
             assert each.sent_bytes(8 * eights) <= each.tile_bytes // 4
             assert each.shared_bytes(8 * eights) == each.tile_bytes
 
@@ -92,17 +99,24 @@ def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> 
 def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
     reserved, static, total = 1024, 512, 233472  # the driver's bytes of each block, ours, and all there are
     assert 2 * (TWO_BLOCKS_BYTES + static + reserved) <= total < 3 * (TWO_BLOCKS_BYTES + reserved)
-    for kv_format, cluster in (("BF16", 1), ("FP8_TOKEN_HEAD", 1), ("FP8_TOKEN_HEAD", 4)):
-        each = replace(VARIANT, kv_format=kv_format, cluster=cluster)
+    for kv_format, cluster in (
+        ("BF16", 1),
+        ("FP8_TOKEN_HEAD", 1),
+        ("INT8_TOKEN_HEAD", 1),
+        ("INT4_TOKEN_HEAD", 4),
+    ):
+        each = variant_of(kv_format, 128, cluster=cluster)
         assert 3 * (each.shared_bytes(8) + static + reserved) <= total
 
 
 def test_it_serves_hopper_in_sixteen_bits_and_says_why_not_elsewhere() -> None:
-    assert select(HOPPER).name == "cuda.lanes"
+    for kv_format in ALL_FORMATS:
+        assert select(replace(HOPPER, scheme=kv_format)).name == "cuda.lanes"
     for changed, reason in (
         ({"sm": 80}, "sm_90"),
         ({"dtype": torch.float32}, "bfloat16 or float16"),
         ({"n": 72}, "multiple of 16"),
         ({"n": 512}, "256"),
+        ({"n": 80, "scheme": "INT4_TOKEN_HEAD"}, "16 bytes"),
     ):
         assert reason in refusals(replace(HOPPER, **changed))["cuda.lanes"]

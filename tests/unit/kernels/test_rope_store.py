@@ -16,12 +16,20 @@ if INTERPRETED:
 
     from compress.kernels.compilers.triton import jit, tl
     from compress.kernels.operands.e4m3 import decode_even, decode_odd, encode_e4m3
-    from compress.kernels.operands.paged import PagedKV
+    from compress.kernels.operands.paged import (
+        CODED_FORMATS,
+        DENSE_FORMATS,
+        INT_FORMATS,
+        TOKEN_HEAD_FORMATS,
+        PagedKV,
+        dequantized,
+        empty_pages,
+    )
     from compress.kernels.operands.rows import FP8
     from compress.kernels.rope_store import reference
     from compress.kernels.rope_store.fused import rope_store
 
-    FORMATS = ["dense", "token_head", "static"]
+    FORMATS = ["dense", *CODED_FORMATS]
     BLOCK_SIZE = 16
     NUM_BLOCKS = 5
     NUM_POSITIONS = 40
@@ -30,14 +38,30 @@ if INTERPRETED:
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
-    def empty_pages(kv_format: str, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedKV:
+    def filled_pages(kv_format: str, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedKV:
+        """Pages that hold something at every position."""
+        name = DENSE_FORMATS[dtype] if kv_format == "dense" else kv_format
         shape = (num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, head_dim)
-        k, v = (torch.full(shape, 3.0).to(dtype if kv_format == "dense" else FP8) for _ in range(2))
-        if kv_format == "token_head":
-            return PagedKV(k, v, torch.full(shape[:3], 7.0), torch.full(shape[:3], 7.0))
-        return (
-            PagedKV(k, v, torch.tensor(0.002), torch.tensor(0.02)) if kv_format == "static" else PagedKV(k, v)
-        )
+        kv = empty_pages(name, shape, static_scales=(0.002, 0.02))
+        for pages, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+            pages.view(torch.uint8).fill_(0x44)
+            if scale is not None and scale.dim():
+                scale.fill_(7.0)
+        return kv
+
+    def assert_values_close(actual: PagedKV, expected: PagedKV, rounding: float, atol: float = 0.0) -> None:
+        """Stored values differ by that rounding before they were stored, or by one step of the codes."""
+        for pages, scale, theirs, their_scale in (
+            (actual.k, actual.k_scale, expected.k, expected.k_scale),
+            (actual.v, actual.v_scale, expected.v, expected.v_scale),
+        ):
+            ours, theirs = (
+                dequantized(each, of, torch.float32) for each, of in ((pages, scale), (theirs, their_scale))
+            )
+            rtol = 2**-3 if pages.dtype == FP8 else rounding
+            if pages.dtype in INT_FORMATS and their_scale is not None:
+                atol = atol + 1.01 * float(their_scale[their_scale != 7.0].max())
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
     def arguments(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         qkv_TF = randn(NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -65,7 +89,7 @@ if INTERPRETED:
             "centered": centered,
             "growth_P": 1 + torch.arange(NUM_POSITIONS).to(torch.float16) / 16,
         }
-        expected, actual = (empty_pages("dense", num_kv_heads, head_dim, torch.float16) for _ in range(2))
+        expected, actual = (filled_pages("dense", num_kv_heads, head_dim, torch.float16) for _ in range(2))
         q = reference.rope_store(*args, expected, num_heads=num_heads, eps=1e-5, **facts)
         got = rope_store(*args, actual, num_heads=num_heads, eps=1e-5, **facts)
         # A rounding of float16 before the rotation, and those after it.
@@ -93,14 +117,12 @@ if INTERPRETED:
         for v_norm in (False, True):
             facts = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": 1e-5, "v_norm": v_norm}
             expected, actual = (
-                empty_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2)
+                filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2)
             )
             q = reference.rope_store(*args, expected, **facts)
             got = rope_store(*args, actual, **facts)
             torch.testing.assert_close(got, q, rtol=2**-9, atol=2**-9)
-            step = 2**-9 if kv_format == "dense" else 2**-3
-            for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
-                torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=2**-9)
+            assert_values_close(actual, expected, 2**-9, atol=2**-9)
             if not v_norm:
                 assert torch.equal(bits(actual.v), bits(expected.v))
 
@@ -114,15 +136,16 @@ if INTERPRETED:
     ) -> None:
         args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
         qk_norm = randn(num_heads + num_kv_heads, head_dim, dtype=torch.float16, seed=3) if normed else None
-        expected, actual = (empty_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2))
+        expected, actual = (filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2))
         q = reference.rope_store(*args, expected, num_heads=num_heads, qk_norm=qk_norm, eps=1e-5)
         got = rope_store(*args, actual, num_heads=num_heads, qk_norm=qk_norm, eps=1e-5)
         # The mean of squares may differ in its last bit, and one rounding of float16 after it.
         torch.testing.assert_close(got, q, rtol=2**-10, atol=0)
-        for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
-            step = 2**-3 if kv_format != "dense" and normed else 2**-10
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=0)
-        if kv_format == "token_head":
+        if normed:
+            assert_values_close(actual, expected, 2**-10)
+        else:
+            assert torch.equal(bits(actual.k), bits(expected.k))
+        if kv_format in TOKEN_HEAD_FORMATS:
             assert actual.k_scale is not None
             assert expected.k_scale is not None
             assert actual.v_scale is not None
@@ -135,7 +158,7 @@ if INTERPRETED:
 
     def test_a_rotation_without_norm_rounds_where_the_reference_does() -> None:
         args = arguments(4, 2, 64, torch.float16)
-        expected, actual = (empty_pages("static", 2, 64, torch.float16) for _ in range(2))
+        expected, actual = (filled_pages("FP8_STATIC", 2, 64, torch.float16) for _ in range(2))
         q = reference.rope_store(*args, expected, num_heads=4, qk_norm=None, eps=1e-5)
         assert torch.equal(rope_store(*args, actual, num_heads=4, qk_norm=None, eps=1e-5), q)
         assert torch.equal(bits(actual.k), bits(expected.k))
@@ -143,7 +166,7 @@ if INTERPRETED:
     def test_a_row_is_the_same_alone_and_among_others() -> None:
         qkv_TF, cos_PC, sin_PC, positions_T, slots_T = arguments(8, 2, 64, torch.float32)
         qk_norm = randn(10, 64, seed=3)
-        together, alone = (empty_pages("token_head", 2, 64, torch.float32) for _ in range(2))
+        together, alone = (filled_pages("FP8_TOKEN_HEAD", 2, 64, torch.float32) for _ in range(2))
         q = rope_store(
             qkv_TF, cos_PC, sin_PC, positions_T, slots_T, together, num_heads=8, qk_norm=qk_norm, eps=1e-5
         )

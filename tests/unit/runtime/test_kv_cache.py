@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.operands.paged import PADDING_BLOCK, dequantized
+from compress.kernels.operands.paged import CODED_FORMATS, PADDING_BLOCK, dequantized
 from compress.kernels.problem import Problem
-from compress.kernels.select import candidates, select
+from compress.kernels.select import refusals, select
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from tests.support.tiny_decoder import tiny_arch
@@ -153,15 +153,19 @@ def test_odd_heads_are_not_packed_in_pairs() -> None:
         KVCache(odd, num_blocks=3, block_size=16, kv_format="INT4_TOKEN_HEAD", device=CPU)
 
 
-def test_fast_kernels_leave_integer_pages_to_the_reference() -> None:
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("kv_format", ["BF16", *CODED_FORMATS])
+def test_every_format_has_fast_kernels(kv_format: str, sm: int) -> None:
     for op in ("rope_store", "attention_decode", "attention_prefill"):
-        for kv_format in ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"):
-            asked = Problem(
-                op, 128, 4, 1, 8, True, kv_format, torch.bfloat16, "cuda", 90  # type: ignore[arg-type]
-            )  # fmt: skip
-            assert "reference" in select(asked).name
-            assert all(
-                kv_format in str(each.refusal(asked))
-                for each in candidates(op)  # type: ignore[arg-type]
-                if each.priority > 0
-            )
+        asked = Problem(
+            op, 128, 4, 1, 8, True, kv_format, torch.bfloat16, "cuda", sm  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert "reference" not in select(asked).name
+
+
+def test_a_head_whose_halves_are_no_whole_bytes_is_stored_by_the_reference() -> None:
+    asked = Problem(
+        "rope_store", 18, 4, 1, 8, True, "INT4_TOKEN_HEAD", torch.bfloat16, "cuda", 90
+    )  # fmt: skip
+    assert "whole number of bytes" in refusals(asked)["triton.fused"]
+    assert select(asked).name == "reference"

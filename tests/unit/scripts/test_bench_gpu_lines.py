@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from scripts.eval_tasks import folder_at_hand
 from tests.support.scripts import run_script
 from tests.unit.scripts.test_bench_scripts import CONFIG, ROOT
@@ -77,6 +78,19 @@ def test_every_format_of_the_cache_has_a_row(
     ]
     assert rows[2]["tokens_per_gib"] > 3 * rows[0]["tokens_per_gib"]
     assert all(row["tpot_ms_p10"] <= row["tpot_ms_p50"] <= row["tpot_ms_p90"] for row in rows)
+
+
+def test_attention_over_every_format_of_the_cache_is_checked_and_timed(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--contexts", 40, "--batch-sizes", 2)
+    rows = rows_of(
+        "bench_kv_attention", tmp_path / "out.json", monkeypatch, capsys, "--model", shape, *options
+    )
+    assert [row["scheme"] for row in rows] == ["F32", *TOKEN_HEAD_FORMATS]
+    assert all(row["passed"] for row in rows)
+    codes = {row["scheme"]: row["bytes"] for row in rows}
+    assert codes["INT4_TOKEN_HEAD"] < codes["INT8_TOKEN_HEAD"] == codes["FP8_TOKEN_HEAD"] < codes["F32"]
 
 
 @pytest.mark.slow

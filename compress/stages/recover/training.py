@@ -1,0 +1,141 @@
+"""The training of `recover`, from prepared text to trained layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.artifact.workspace import ArtifactWriter
+from compress.context import Context
+from compress.distill.codes import CodesLinear, Levels, LevelsLora, trained_layer
+from compress.distill.learn import Curve, Measurements, learn
+from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
+from compress.distill.quantized_student import MakeLinear, outer_decoder, quantized_student
+from compress.distill.train import Training
+from compress.models.canonical import OUTER_NAME, layer_name, save_weights
+from compress.models.decoder import Decoder
+from compress.models.weights import WeightSource, build_decoder
+from compress.quant.scheme import QuantizedWeight
+from compress.stages.distill.learning import training_batches
+from compress.stages.distill.text import TrainingText
+from compress.stages.recover.spec import Recover
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A trained model over the codes that it started from, with its curve; the same on every rank."""
+
+    quantized: WeightSource
+    student: Decoder
+    curve: Curve
+    teacher_bits_per_byte: float
+
+    @property
+    def measured(self) -> Curve:
+        """The rows of the curve that were measured on held-out text."""
+        return [row for row in self.curve if "kl" in row]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether training lowered the KL on held-out text; if not, the codes stay as they were."""
+        return bool(self.measured[-1]["kl"] < self.measured[0]["kl"])
+
+    def write(self, out: ArtifactWriter) -> None:
+        """Write the weights of the result."""
+        save_weights(out.path / OUTER_NAME, self.quantized.outer())
+        for idx in range(self.quantized.arch.num_layers):
+            weights = self.quantized.layer(idx)
+            trained = trained_layer(self.student, idx, weights) if self.keeps else weights
+            save_weights(out.path / layer_name(idx), trained)
+
+
+def trained_linears(spec: Recover, ctx: Context, *, device: torch.device) -> MakeLinear:
+    """Return what makes the module that trains a quantized linear."""
+    generator = ctx.rng("lora")
+
+    def make_linear(weight: QuantizedWeight, bias_O: Tensor | None) -> nn.Module:
+        levels: nn.Module
+        if spec.lora is None:
+            levels = Levels(weight, device=device)
+        else:
+            rank = spec.lora.rank
+            alpha = spec.lora.alpha or 2.0 * rank
+            levels = LevelsLora(weight, rank=rank, alpha=alpha, generator=generator, device=device)
+        return CodesLinear(weight, bias_O, levels=levels, scale_pace=spec.scale_pace, device=device)
+
+    return make_linear
+
+
+def train_codes(
+    spec: Recover,
+    source: WeightSource,
+    quantized: WeightSource,
+    text: TrainingText,
+    ctx: Context,
+    *,
+    digest: str,
+) -> Recovered:
+    """Train codes and scales of a quantized model against the source of that digest, on all ranks. Rank 0
+    writes the training state.
+
+    Raises:
+        UsageError: too little text, or a loss that is not finite.
+        Interrupted: the run was asked to stop; the same call goes on from there.
+    """
+    device = torch.device(ctx.device)
+    dtype = spec.computes_in(device)
+    teacher = Teacher(build_decoder(source, dtype=dtype, device=device), device=device, compile=spec.compile)
+    student = quantized_student(
+        outer_decoder(quantized, dtype=dtype, device=device),
+        quantized.layer,
+        trained_linears(spec, ctx, device=device),
+        dtype=dtype,
+        device=device,
+    )
+    if spec.recompute:
+        checkpoint_layers_(student)
+    objective = Objective(
+        spec.loss.divergence(),
+        teacher,
+        compute_dtype=dtype,
+        compile=spec.compile,
+        weighted=text.training.counted_NS is not None,
+    )
+    batch_of = training_batches(spec, text.training, teacher, ctx, digest=digest, device=device)
+    config = spec.train_config(torch.float32)  # the modules compute in their own dtype
+    training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
+
+    def measure_student() -> HeldOut:
+        return measure(
+            student,
+            teacher,
+            text.held_out_NS,
+            device,
+            compute_dtype=dtype,
+            ranks=ctx.ranks,
+            counted_NS=text.held_out_counted_NS,
+        )
+
+    teacher_bits = measure_student().bits_per_byte(text.num_bytes)[1]
+    measurements = Measurements(
+        lambda: measure_student().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
+    )
+    curve = learn(training, config, measurements, ctx)
+    return Recovered(quantized, student, curve, teacher_bits)
+
+
+def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, str]) -> dict[str, Any]:
+    """Return facts of the result: what was trained, the teacher, and the student before and after."""
+    first, last = recovered.measured[0], recovered.measured[-1]
+    return {
+        "trained": "Codes and scales" if spec.lora is None else f"A LoRA of rank {spec.lora.rank} and scales",
+        "teacher": {**teacher, "bits_per_byte": recovered.teacher_bits_per_byte},
+        "student": {"params": recovered.quantized.arch.num_params},
+        "stopped_early": last["step"] < spec.num_steps,
+        "kept": recovered.keeps,
+        "before": {key: first[key] for key in ("kl", "bits_per_byte")},
+        "after": {key: last[key] for key in ("kl", "bits_per_byte")},
+        "scale_lr": spec.scale_lr,
+    }
