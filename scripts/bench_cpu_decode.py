@@ -2,7 +2,12 @@ r"""Decode steps and short prompts on a CPU: quantized linears against the dense
 
     GOMP_SPINCOUNT=3000 taskset -c 0,1 python -m scripts.bench_cpu_decode --out benchmarks/cpu_decode.json
 
-Weights are random, of a model's shape; speed depends on shapes and formats, not on values. For each scheme
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2 \
+        GOMP_SPINCOUNT=3000 python -m scripts.bench_cpu_decode --schemes W4A16_G128 INT8_DYNAMIC \
+        --out benchmarks/cpu_decode_avx2.json
+
+The second command holds PyTorch's libraries to the instructions of a CPU with AVX2 (MKL has code of its own
+for AMD). Weights are random, of a model's shape; speed depends on shapes and formats, not on values. For each scheme
 there are two engines in one process, the source's and the scheme's, both in float32, the dtype of a CPU by
 default (`--dtype` for another). Rounds alternate between them, each with fresh requests that are past their
 prompts when steps are timed; which engine is first changes from round to round. Another process that wants
@@ -41,6 +46,11 @@ from scripts.bench_setup import argument_parser, markdown, read_arch, write_resu
 from scripts.step_profile import drain, fill, queue
 
 CPU = torch.device("cpu")
+VARIABLES = (
+    *("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"),
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS"),
+)
+"""What else decides the times: how long threads spin, and instruction sets that libraries are held to."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEMES = ("W4A16_G128", "W4A16_G32", "W8A16", "INT8_DYNAMIC")
 DECODE_PROMPT = 16
@@ -206,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "threads": torch.get_num_threads(),
             "usable_cores": len(os.sched_getaffinity(0)),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "spin_count": os.environ.get("GOMP_SPINCOUNT"),
+            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "bandwidth_bytes_per_s": measure_bandwidth(CPU, size_bytes=1 << 28),
         }
         write_results(Path(args.out), rows, device=CPU, commit=args.commit, facts=facts)

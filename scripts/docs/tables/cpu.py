@@ -9,6 +9,11 @@ def decode_run() -> Run:
     return result_file("cpu_decode").run
 
 
+def avx2_run() -> Run:
+    """Return the same run with libraries that are held to AVX2."""
+    return result_file("cpu_decode_avx2").run
+
+
 def speedup(scheme: str, **wanted: int) -> float:
     """Return how many times as fast as the dense model a scheme is, by `batch_size` or `prompt_tokens`."""
     return float(decode_run().one(scheme=scheme, **wanted)["speedup_p50"])
@@ -20,8 +25,8 @@ def smaller(scheme: str) -> float:
     return float(row["dense_linear_bytes"] / row["linear_bytes"])
 
 
-def decode() -> str:
-    """Return the table of times, by scheme and batch or prompt."""
+def decode(run: Run) -> str:
+    """Return the table of times of a run, by scheme and batch or prompt."""
     header = [
         "weights",
         "what",
@@ -33,7 +38,7 @@ def decode() -> str:
         "linears",
     ]
     rows = []
-    for row in decode_run().rows:
+    for row in run.rows:
         decoding = "batch_size" in row
         name = "step_ms" if decoding else "ttft_ms"
         what = f"step of {row['batch_size']}" if decoding else f"prompt of {row['prompt_tokens']}"
