@@ -7,7 +7,9 @@ r"""Decode steps and short prompts on a CPU: quantized linears against the dense
         --out benchmarks/cpu_decode_avx2.json
 
 The second command holds PyTorch's libraries to the instructions of a CPU with AVX2 (MKL has code of its own
-for AMD). Weights are random, of a model's shape; speed depends on shapes and formats, not on values. For each scheme
+for AMD).
+
+Weights are random, of a model's shape; speed depends on shapes and formats, not on values. For each scheme
 there are two engines in one process, the source's and the scheme's, both in float32, the dtype of a CPU by
 default (`--dtype` for another). Rounds alternate between them, each with fresh requests that are past their
 prompts when steps are timed; which engine is first changes from round to round. Another process that wants
