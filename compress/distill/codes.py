@@ -1,5 +1,5 @@
-"""Training of codes and scales together, with the rounding in the forward pass: quantization-aware training
-with straight-through gradients (arXiv 1308.3432; scales learned as in LSQ, arXiv 1902.08153).
+"""Training of codes and scales, both at once, with the rounding in the forward pass: quantization-aware
+training with straight-through gradients (arXiv 1308.3432; scales learned as in LSQ, arXiv 1902.08153).
 
 A linear holds latent levels v, float32, and multiplies with what a consumer reads of the artifact:
 

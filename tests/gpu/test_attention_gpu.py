@@ -13,6 +13,7 @@ from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
     DENSE_FORMATS,
@@ -178,6 +179,10 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     for depth, warps in ((slicing.depth, 4), (1, 4), (3, 4), (2, 8)):
         dealt = replace(slicing, depth=depth, warps=warps)
         for cluster in hopper.clusters_of(dealt):
+            facts_of_page = dtype, kv.format, head_dim, block_size
+            variant = hopper.Variant(*facts_of_page, eights, cluster, True, True, dealt)
+            if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 1024:
+                continue  # no block of it fits a multiprocessor
             out = hopper.attend(
                 q[:, 7].contiguous(),
                 kv,

@@ -65,19 +65,20 @@ TILES = {
         (PromptTile(64, 128, 128, 4, 4, False), 0.32),
     ),
     90: (
-        (PromptTile(128, 256, 128, 8, 3, True), 1.0),
-        (PromptTile(128, 128, 128, 8, 4, True), 0.55),
-        (PromptTile(64, 128, 128, 4, 5, True), 0.32),
+        (PromptTile(128, 128, 128, 4, 3, False), 1.0),
+        (PromptTile(128, 128, 128, 8, 4, True), 1.34),
+        (PromptTile(64, 128, 128, 4, 5, True), 0.85),
     ),
 }
-"""Tiles and the time of each as a share of the first one's, by compute capability. The shares are estimates
-from arithmetic and reads; `scripts/bench_int8.py` measures tiles."""
+"""Tiles and the time of each as a share of the first one's, by compute capability. Those of sm_90 follow from
+`benchmarks/h200/int8.json` (gate_up over 2,048 rows; two blocks of the first share a multiprocessor), those
+of sm_80 are estimates from arithmetic and reads."""
 
 
 @functools.cache
 def tile_of(out_features: int, num_rows: int, gpu: Gpu, *, float32: bool = False) -> PromptTile:
-    """Return the tile whose rounds over the multiprocessors take the least time. Results of `float32` leave
-    no shared memory for the widest tile."""
+    """Return the tile whose rounds over the multiprocessors take the least time. Results of `float32` take
+    more shared memory than the first leaves."""
 
     def time_of(choice: tuple[PromptTile, float]) -> float:
         tile, each = choice

@@ -3,8 +3,8 @@ they reach the FP8 tensor cores.
 
     y = x_scale sum_g scale[:, g] (x_values[:, g] codes[:, g]^T)        groups g of 128 columns
 
-The least bit of an e4m3 number is 2^-9, and bytes 0 to 15 stand for 0 to 15 times it (arXiv 2209.05433). So a
-code is a byte that says its magnitude, with the sign above: no table and no multiplication. The product of a
+The least bit of an e4m3 number is 2^-9, and bytes 0 to 15 are 0 to 15 times it (arXiv 2209.05433). So a
+code is a byte of its magnitude, with the sign above: no table and no multiplication. The product of a
 group is that of FP8 weights, of which the instruction keeps 14 bits; it is scaled in float32.
 
 Packed layout: blocks as in `w4a16.py`, 1024 bytes of codes and 16 scales, with other words. A 32-bit word is

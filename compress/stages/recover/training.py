@@ -128,7 +128,8 @@ def train_codes(
 
 def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, str]) -> dict[str, Any]:
     """Return facts of the result: what was trained, the teacher, and the student before and after."""
-    first, last = recovered.measured[0], recovered.measured[-1]
+    first = recovered.measured[0]
+    last = recovered.measured[-1]
     return {
         "trained": "Codes and scales" if spec.lora is None else f"A LoRA of rank {spec.lora.rank} and scales",
         "teacher": {**teacher, "bits_per_byte": recovered.teacher_bits_per_byte},

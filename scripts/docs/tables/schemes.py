@@ -23,6 +23,12 @@ ROWS = (
         "from sm_80: the kernels of 4 bits, which hold a code in 4 bits",
     ),
     (
+        "`W4A8_FP8`",
+        "4-bit integers from -7 to 7, a scale for each 128 inputs",
+        "e4m3, a scale a token, found while serving",
+        "sm_90, in FP8; from sm_80 the kernels of W4A16",
+    ),
+    (
         "`NVFP4`, `MXFP4`",
         "e2m1; an e4m3 scale for each 16 inputs and a float32 scale for all, or a power of two for each 32",
         "16 bits",
