@@ -16,6 +16,7 @@ from scripts.docs.pictures import floors, pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
 from scripts.docs.tables import (
+    cpu,
     families,
     mixtures,
     performance,
@@ -76,6 +77,7 @@ def environment() -> Environment:
         "pruning": pruning,
         "speculation": speculation,
         "performance": performance,
+        "cpu": cpu,
         "mixtures": mixtures,
         "serving": serving,
         "tasks": tasks,

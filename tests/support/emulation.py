@@ -5,6 +5,7 @@
     MKL_ENABLE_INSTRUCTIONS   MKL: float32 products, exponentials; obeyed on Intel's CPUs only
     MKL_CBWR=COMPATIBLE       MKL: its oldest code, on any CPU
     OPENBLAS_CORETYPE         numpy's products, which Triton's interpreter uses
+    FBGEMM_ENABLE_INSTRUCTIONS  FBGEMM: bags of embeddings, which multiply by codes
 
 For AMD's CPUs MKL has code of its own (`mkl_blas_def_xsgemm_bdz`) and no variable. It calls exported
 functions to find out which CPU it runs on, and a preloaded library replaces them.
@@ -80,6 +81,7 @@ EMULATIONS = {
             "ONEDNN_MAX_CPU_ISA": "AVX2",
             "MKL_ENABLE_INSTRUCTIONS": "AVX2",
             "OPENBLAS_CORETYPE": "Haswell",
+            "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
         },
         aten="AVX2",
         mkl="(Intel(R) AVX2)",
@@ -108,7 +110,12 @@ EMULATIONS = {
         onednn="Intel AVX",
     ),
     "amd_zen3": Emulation(
-        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OPENBLAS_CORETYPE": "Zen"},
+        {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "OPENBLAS_CORETYPE": "Zen",
+            "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        },
         aten="AVX2",
         mkl="Intel(R) Architecture processors",
         onednn="Intel AVX2",
