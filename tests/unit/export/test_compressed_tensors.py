@@ -58,12 +58,16 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     assert (
         parsed.format
         == group.format
-        == ("pack-quantized" if scheme.activation is None and scheme.type == "int" else unpacked)
+        == ("pack-quantized" if scheme.type == "int" and scheme.input_dtype != torch.int8 else unpacked)
     )
     inputs = group.input_activations
     assert (inputs is None) == (scheme.activation is None)
     if inputs is not None:
-        assert (inputs.num_bits, inputs.type, inputs.symmetric) == (8, scheme.type, True)
+        assert (inputs.num_bits, inputs.type, inputs.symmetric) == (
+            8,
+            scheme.activation_type or scheme.type,
+            True,
+        )
         assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation != "tensor")
         assert inputs.group_size == (128 if scheme.activation == "group" else None)
 
@@ -84,7 +88,8 @@ def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> No
         )
         assert (found.input_activations is None) == (expected.activation is None)
     kinds = {
-        (each.type, each.activation is None, each.scale_type) for each in (SCHEMES[scheme], SCHEMES[head])
+        (each.type, each.type == "int" and each.input_dtype != torch.int8, each.scale_type)
+        for each in (SCHEMES[scheme], SCHEMES[head])
     }
     one_form = len(kinds) == 1
     assert (parsed.format == "mixed-precision") != one_form

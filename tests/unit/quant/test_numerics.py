@@ -73,7 +73,11 @@ def codes_of(scheme: Scheme) -> Tensor:
     return numbers[torch.isfinite(numbers)]
 
 
-@pytest.mark.parametrize("scheme", [each for each in SCHEMES.values() if each.scale_type is None])
+@pytest.mark.parametrize(
+    "scheme",
+    [each for each in SCHEMES.values() if each.scale_type is None and each.activation_type is None],
+    ids=lambda each: each.name,
+)
 def test_scales_codes_and_values_are_those_of_compressed_tensors(scheme: Scheme) -> None:
     w_OI = weights(131)
     w_OGN = grouped(w_OI, scheme)

@@ -48,6 +48,8 @@ def test_codes_fill_their_type(scheme: Scheme) -> None:
     elif scheme.type == "float":
         limits = torch.finfo(scheme.code_dtype)
         assert (scheme.min_code, scheme.max_code, limits.bits) == (limits.min, limits.max, scheme.num_bits)
+    elif scheme.activation_type == "float":
+        assert (scheme.min_code, scheme.max_code) == (-7, 7), "three bits and a sign"
     else:
         assert scheme.max_code - scheme.min_code + 1 == 2**scheme.num_bits
         assert scheme.min_code + scheme.max_code == -1
@@ -68,7 +70,7 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
 
 def test_a_name_says_bits_group_and_symmetry() -> None:
     for name, scheme in SCHEMES.items():
-        if scheme.type == "int" and scheme.num_bits == 4:
+        if scheme.type == "int" and scheme.num_bits == 4 and scheme.activation is None:
             group = "CHANNEL" if scheme.group_size is None else f"G{scheme.group_size}"
             assert name == f"W4A16_{group}" + ("" if scheme.symmetric else "_ASYM")
 
