@@ -121,7 +121,8 @@ def random_weight(
         one = torch.ones((), device=device)
         codes_OI = nearest_codes(codes_OI, scheme, one, None).to(scheme.code_dtype)
     else:
-        code_std = ((4**scheme.num_bits - 1) / 12) ** 0.5  # of a uniform draw from 2^b neighbouring integers
+        count = scheme.max_code - scheme.min_code + 1
+        code_std = ((count**2 - 1) / 12) ** 0.5  # of a uniform draw from so many neighbouring integers
         codes_OI = torch.randint(
             scheme.min_code,
             scheme.max_code + 1,
