@@ -55,6 +55,7 @@ INT8 = torch.int8
 INPUTS = {
     ("compress", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
     ("compress", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
+    ("compress", "W4A8_FP8"): Inputs(FP8, 448.0),
     ("compress", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
     ("onnxruntime", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("onnxruntime_genai", "INT8_DYNAMIC"): Inputs(INT8, 127.0),

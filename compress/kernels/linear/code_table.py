@@ -56,7 +56,8 @@ class CodeTable:
     def column_blocks(self) -> Iterator[ColumnBlocks]:
         """Yield the dequantized weight as float32 blocks of `row_product`, some outputs after the other: the
         blocks that `row_product.column_blocks` makes of the whole weight."""
-        num_blocks, in_features = self.scale_BGC.shape[0], self.in_features
+        num_blocks = self.scale_BGC.shape[0]
+        in_features = self.in_features
         missing = -in_features % (ALIGNMENT // 4)
         size = max(1, PART_BYTES // (4 * in_features * TABLE_COLUMNS))
         for start in range(0, num_blocks, size):

@@ -11,7 +11,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 
 from compress.export.config_groups import group_of
-from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import activation_quant, quantize
 from compress.quant.scheme import SCHEMES
 from scripts import interop_matrix, plain_twin
 
@@ -22,7 +22,7 @@ EIGHT_BITS = [name for name, scheme in SCHEMES.items() if scheme.activation in (
 def test_inputs_of_this_runtime_are_those_of_its_kernels(name: str) -> None:
     scheme = SCHEMES[name]
     x_TK = torch.randn(33, 256, generator=torch.Generator().manual_seed(0))
-    rows = quantize(x_TK, ActivationQuant(dtype=scheme.code_dtype, group_size=scheme.group_size))
+    rows = quantize(x_TK, activation_quant(scheme))
     assert torch.equal(plain_twin.INPUTS["compress", name](x_TK), rows.dequantize(torch.float32))
 
 
