@@ -86,8 +86,8 @@ class Bench:
         )
         self.text = training_text(args, self.source)
 
-    def spec(self, scheme: str, *, lora: bool) -> Recover:
-        """Settings of the training of a scheme, as a recipe states them."""
+    def spec(self, *, lora: bool) -> Recover:
+        """Settings of the training, as a recipe states them."""
         args = self.args
         lr = args.lora_lr if lora else args.lr
         num_windows = len(self.text.training.tokens_NS)
@@ -156,7 +156,8 @@ def training_text(args: argparse.Namespace, source: ModelSource) -> TrainingText
 def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
     """The quantized model after training its codes and scales."""
     start, quantize_s = bench.quantized(bench.setting, scheme, bench.args.start)
-    spec = bench.spec(scheme, lora=variant == "lora")
+    torch.compiler.reset()  # graphs of the schemes before; beyond a handful of them nothing more is compiled
+    spec = bench.spec(lora=variant == "lora")
     key = f"{scheme}-{variant}"
     ctx = Context(str(bench.device), SEED, bench.trained.scratch(key))
     started_s = time.perf_counter()
@@ -196,7 +197,7 @@ def codes_row(bench: Bench, scheme: str, variant: str) -> dict[str, Any]:
 def finetuned(bench: Bench, work: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint of the source after training its dense weights on the text, with facts."""
     args = bench.args
-    spec = bench.spec("", lora=False)
+    spec = bench.spec(lora=False)
     dtype = spec.computes_in(bench.device)
     model = build_decoder(open_weights(bench.source.path), dtype=torch.float32, device=bench.device)
     model.requires_grad_(True)

@@ -8,7 +8,8 @@ A linear holds latent levels v, float32, and multiplies with what a consumer rea
 v starts at the levels that a quantization method found, each in the middle of its rounding interval, so
 training begins at that very model, and noise in the gradients has half a step to cross before any code
 changes. r starts at 0; p is the learning rate of scales over that of levels, so that the loop has one rate.
-Scales are rounded to the stored dtype in the forward pass, too. Those of one byte (NVFP4, MXFP4) stay: a
+Scales are rounded to the stored dtype in the forward pass, too (and once more in the artifact if they are
+below 2^-17, see `numerics.storable`). Those of one byte (NVFP4, MXFP4) stay: a
 number of their grid next to theirs moves all weights of a group by a tenth, or to their double. Zero points
 stay.
 
@@ -36,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
 from compress.models.decoder import Decoder
 from compress.models.weights import Weights
 from compress.quant.numerics import grouped, nearest_codes, storable, ungrouped
@@ -95,6 +96,7 @@ class CodesLinear(nn.Module):
     """
 
     before_RG: Tensor
+    mean_scale: Tensor
     zero_RG: Tensor | None
     bias_O: Tensor | None
     change: nn.Parameter | None
@@ -114,9 +116,13 @@ class CodesLinear(nn.Module):
         self.stored_dtype = weight.scale_OG.dtype
         self.levels = levels
         self.scale_pace = scale_pace
-        self.input_quant = _input_quant(weight, device)
+        self.input_quant: ActivationQuant | None = None
+        if weight.scheme.activation is not None:
+            static = None if weight.input_scale is None else weight.input_scale.to(device)
+            self.input_quant = activation_quant(weight.scheme, static)
         buffers = {
             "before_RG": weight.scale_OG.to(device=device, dtype=torch.float32),
+            "mean_scale": weight.scale_OG.to(device=device, dtype=torch.float32).mean(),
             "zero_RG": None if zero_RG is None else zero_RG.to(device=device, dtype=torch.float32),
             "bias_O": bias_O,
         }
@@ -134,7 +140,13 @@ class CodesLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         w_OI = _Dequantized.apply(  # type: ignore[no-untyped-call]
-            self.levels(), self.scale(), self.zero_RG, self.before_RG, self.scheme, self.stored_dtype, x.dtype
+            self.levels(),
+            self.scale(),
+            self.zero_RG,
+            self.mean_scale,
+            self.scheme,
+            self.stored_dtype,
+            x.dtype,
         )
         if self.input_quant is not None:
             x = _rounded(x, self.input_quant)
@@ -163,28 +175,28 @@ class _Dequantized(torch.autograd.Function):
         latent_OI: Tensor,
         scale_RG: Tensor,
         zero_RG: Tensor | None,
-        before_RG: Tensor,
+        mean_scale: Tensor,
         scheme: Scheme,
         stored_dtype: torch.dtype,
         dtype: torch.dtype,
     ) -> Tensor:
-        scale_RG = storable(scale_RG, scheme, stored_dtype).to(torch.float32)
-        ctx.save_for_backward(latent_OI, scale_RG, zero_RG, before_RG)
+        scale_RG = scale_RG.to(stored_dtype).to(torch.float32)
+        ctx.save_for_backward(latent_OI, scale_RG, zero_RG, mean_scale)
         ctx.scheme = scheme
         w_RGN = _levels(latent_OI, scheme, zero_RG) * scale_RG.unsqueeze(-1)
         return ungrouped(w_RGN, scheme, latent_OI.shape).to(stored_dtype).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        latent_OI, scale_RG, zero_RG, before_RG = ctx.saved_tensors
+        latent_OI, scale_RG, zero_RG, mean_scale = ctx.saved_tensors
         scheme: Scheme = ctx.scheme
         g_RGN = grouped(grad_outputs[0].to(torch.float32), scheme)
         of_scale_RG = (g_RGN * _levels(latent_OI, scheme, zero_RG)).sum(dim=-1)
-        zero = 0.0 if zero_RG is None else zero_RG.unsqueeze(-1)
-        v_RGN = grouped(latent_OI, scheme) + zero
-        leads_out = ((v_RGN > scheme.max_code) & (g_RGN < 0)) | ((v_RGN < scheme.min_code) & (g_RGN > 0))
-        of_latent_RGN = g_RGN * (scale_RG / before_RG.mean()).unsqueeze(-1)
-        of_latent_RGN = torch.where(leads_out, torch.zeros_like(of_latent_RGN), of_latent_RGN)
+        v_RGN = grouped(latent_OI, scheme)
+        v_RGN = v_RGN if zero_RG is None else v_RGN + zero_RG.unsqueeze(-1)
+        beyond_RGN = v_RGN - v_RGN.clamp(scheme.min_code, scheme.max_code)
+        leads_out = beyond_RGN * g_RGN < 0  # descent would add to what is beyond
+        of_latent_RGN = (g_RGN * (scale_RG / mean_scale).unsqueeze(-1)).masked_fill_(leads_out, 0.0)
         of_latent_OI = ungrouped(of_latent_RGN, scheme, latent_OI.shape)
         return of_latent_OI, of_scale_RG, None, None, None, None, None
 
@@ -209,16 +221,6 @@ def levels_of(weight: QuantizedWeight) -> Tensor:
         members, dim=1
     )
     return levels_OI.to(torch.int8) if weight.scheme.num_bits < 8 else levels_OI
-
-
-def _input_quant(weight: QuantizedWeight, device: torch.device) -> ActivationQuant | None:
-    scheme = weight.scheme
-    if scheme.activation is None:
-        return None
-    static = None if weight.input_scale is None else weight.input_scale.to(device)
-    return ActivationQuant(
-        static, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
-    )
 
 
 def _rounded(x: Tensor, quant: ActivationQuant) -> Tensor:

@@ -33,6 +33,7 @@ SCHEMES = {
         Scheme("sym2", 2, symmetric=True, group_size=16),
         Scheme("nvfp4", 4, symmetric=True, group_size=16, type="float", scale_type="e4m3"),
         Scheme("mxfp4", 4, symmetric=True, group_size=16, type="float", scale_type="e8m0"),
+        Scheme("w4a8", 4, True, 16, activation="token", activation_type="float"),
         Scheme("int8", 8, symmetric=True, group_size=None, activation="token"),
         Scheme("e4m3", 8, symmetric=True, group_size=None, type="float", activation="token"),
         Scheme("block", 8, True, 16, type="float", activation="group", block_rows=16),
