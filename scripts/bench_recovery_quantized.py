@@ -305,7 +305,7 @@ def arguments() -> argparse.Namespace:
     add("--micro-batch-size", type=int, default=1 << 16, help="windows computed at once; all by default")
     add("--lr", type=float, default=1e-2, help="of codes, in steps of the grid")
     add("--scale-lr", type=float, default=5e-4, help="of scales, relative")
-    add("--lora-lr", type=float, default=2e-2)
+    add("--lora-lr", type=float, default=4e-3, help="of low-rank terms, in the same unit")
     add("--lora-rank", type=int, default=32)
     add("--finetune-lr", type=float, default=1e-4, help="of the control")
     add("--optimizer", default="adamw", choices=["adamw", "muon"])

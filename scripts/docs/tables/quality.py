@@ -108,6 +108,29 @@ def eight_bit() -> str:
     return table(header, rows, align="llrrrrrr")
 
 
+def recovered_runs() -> list[Run]:
+    """Return the runs that train codes, one table each."""
+    return result_file("h200/recovery_quantized").runs
+
+
+def recovered(run: Run) -> str:
+    """Return the table of quantized models before and after training, with the control."""
+    header = ["scheme", "method", "M tokens", "mean KL", "perplexity ratio", "top-1", "training, s"]
+    rows = [
+        [
+            f"`{row['scheme']}`",
+            row["method"] + (" (control)" if row["control"] else ""),
+            fixed(row["tokens"] / 1e6, 1) if row["tokens"] else "",
+            fixed(row["kl_mean"], 4),
+            fixed(row["ppl_ratio"], 3),
+            fixed(row["top1"], 3),
+            fixed(row["seconds"]["training"]) if "training" in row["seconds"] else "",
+        ]
+        for row in run.rows
+    ]
+    return table(header, rows, align="llrrrrr")
+
+
 def few_bits_runs(name: str) -> list[Run]:
     """Return the runs of a file of few bits."""
     return result_file(name).runs

@@ -1,4 +1,4 @@
-"""The benchmark of recovery: its settings are those of the stage, windows are repeated where there is little text,
+"""The benchmark of recovery: its settings are those of the stage, windows are repeated where text is short,
 and the curve is measured on windows that are held out.
 """
 
