@@ -99,16 +99,15 @@ class KVCache:
                 "every layer, and this model has none. Quantize it with `kv_cache: fp8`, which finds "
                 f"them; {FP8_TOKEN_HEAD} finds its scales as positions are written."
             )
+        kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit
         self.block_size = block_size
         self.kv_format = kv_format
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._layers = [
-            _make_pages(
-                layer,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                kv_format=kv_format,
-                device=device,
+            empty_pages(
+                kv_format,
+                (layer.num_kv_heads, num_blocks, block_size, layer.head_dim),
+                device,
                 static_scales=pair,
             )
             for layer, pair in zip(arch.layers, scales, strict=True)
@@ -150,19 +149,3 @@ class KVCache:
     def layer(self, layer_idx: int) -> PagedKV:
         """Return the pages of a layer."""
         return self._layers[layer_idx]
-
-
-def _make_pages(
-    layer: LayerShape,
-    *,
-    num_blocks: int,
-    block_size: int,
-    kv_format: str,
-    device: torch.device,
-    static_scales: tuple[float, float],
-) -> PagedKV:
-    """Return zeroed pages for one layer."""
-    _storage_dtype(kv_format)
-    _stored_dim(layer, kv_format)
-    shape = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
-    return empty_pages(kv_format, shape, device, static_scales=static_scales)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant
+from compress.kernels.operands.rows import RowNorm, input_quant
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
@@ -274,28 +274,9 @@ def _bind_slice(
         bound["decode"],
         bound["prefill"],
         bias_O=bias_O,
-        quant=_activation_quant(stacked, deployment),
+        quant=input_quant(stacked, deployment.device),
         quantize=select(device.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
-
-
-def _activation_quant(
-    stacked: Sequence[Tensor | QuantizedWeight], deployment: Deployment
-) -> ActivationQuant | None:
-    """Return how linears of one scheme quantize their input, or None.
-
-    They share its static scale. Where a checkpoint has several, the largest one saturates none of them.
-    """
-    quantized = [
-        weight
-        for weight in stacked
-        if isinstance(weight, QuantizedWeight) and weight.scheme.activation is not None
-    ]
-    if not quantized:
-        return None
-    scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    static_scale = torch.stack(scales).amax().to(deployment.device) if scales else None
-    return activation_quant(quantized[0].scheme, static_scale)
 
 
 def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:

@@ -23,7 +23,7 @@ from torch import Tensor
 from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import fp8_block, tiles
 from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
+from compress.kernels.operands.rows import ActivationQuant, input_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -82,24 +82,12 @@ def _linear(
     given = [bias.to(device=device, dtype=dtype) for bias in biases if bias is not None]
     assert len(given) in (0, len(biases)), "gate has a bias if up has one"
     bias_O = torch.cat(given) if given else None
-    quant = expert_quant(weights, device)
+    quant = input_quant(weights, device)
     if isinstance(first, QuantizedWeight) and first.scheme.activation == "group":
         blocks = fp8_block.repack(weights, dtype=dtype, device=device, gated=False)
         return ReferenceLinear(fp8_block.linear, blocks, bias_O, quant)
     weight = tiles.dequantized(weights, dtype=dtype, device=device, gated=False)
     return ReferenceLinear(tiles.linear_in_tiles, weight, bias_O, quant)
-
-
-def expert_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.device) -> ActivationQuant | None:
-    """Return how linears of one scheme that share their input round it, or None; of several static scales
-    the largest saturates none of them."""
-    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
-    if not quantized or quantized[0].scheme.activation is None:
-        return None
-    scheme = quantized[0].scheme
-    scales = [each.input_scale.to(torch.float32) for each in quantized if each.input_scale is not None]
-    static_scale = torch.stack(scales).amax().to(device) if scales else None
-    return activation_quant(scheme, static_scale)
 
 
 def gated(gate_up_TF: Tensor, activation: str) -> Tensor:

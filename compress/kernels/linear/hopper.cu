@@ -46,7 +46,7 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 // copying warp's group leave theirs. With fewer tokens a small kernel finds room beside a block.
 constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && !OVERLAPPED && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it

@@ -14,12 +14,13 @@ offered: they would couple rows.
 Shapes: T rows, K features, G groups of features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from compress.quant.scheme import Scheme
+from compress.quant.scheme import QuantizedWeight, Scheme
 
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
@@ -46,6 +47,16 @@ class ActivationQuant:
     def __post_init__(self) -> None:
         assert self.dtype == FP8 or self.static_scale is None, "int8 rows take their own scales"
         assert self.group_size is None or self.static_scale is None, "groups take their own scales"
+
+
+def input_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.device) -> ActivationQuant | None:
+    """Return how linears of one scheme that share their input round it, or None. Of several static scales
+    the largest serves, which saturates none of them."""
+    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
+    if not quantized or quantized[0].scheme.activation is None:
+        return None
+    scales = [each.input_scale.to(torch.float32) for each in quantized if each.input_scale is not None]
+    return activation_quant(quantized[0].scheme, torch.stack(scales).amax().to(device) if scales else None)
 
 
 def activation_quant(scheme: Scheme, static_scale: Tensor | None = None) -> ActivationQuant:

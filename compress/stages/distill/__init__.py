@@ -5,7 +5,7 @@ Training can be stopped at any time, resumes where it was, and may be shared by 
 
 spec.py       what a recipe states             text.py       windows to train and to measure on
 learning.py   the keys that `draft` shares     models.py     teacher and student
-estimate.py   for `compress plan`
+training.py   what `recover` shares            estimate.py   for `compress plan`
 """
 
 from collections.abc import Mapping
@@ -19,17 +19,16 @@ from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME, data_identity
 from compress.data.tokens import save_token_set
-from compress.distill.learn import Curve, Measurements, learn
+from compress.distill.learn import Curve
 from compress.distill.lora import add_lora_, merge_lora_
-from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
-from compress.distill.train import Training
+from compress.distill.objective import Teacher
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.distill.estimate import estimate, reshape
-from compress.stages.distill.learning import learning_facts, training_batches
+from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import (
     NamedTeacher,
     build_student,
@@ -40,6 +39,7 @@ from compress.stages.distill.models import (
 )
 from compress.stages.distill.spec import SOURCE, Distill
 from compress.stages.distill.text import TrainingText, shared_text
+from compress.stages.distill.training import learn_from
 
 
 @dataclass(frozen=True)
@@ -93,37 +93,16 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
         add_lora_(
             student, spec.lora.rank, alpha=spec.lora.alpha or 2.0 * spec.lora.rank, generator=ctx.rng("lora")
         )
-    if spec.recompute:
-        checkpoint_layers_(student)
-    config = spec.train_config(dtype)
-    objective = Objective(
-        spec.loss.divergence(),
+    curve, teacher_bits = learn_from(
         teacher,
-        compute_dtype=dtype,
-        compile=spec.compile,
-        weighted=text.training.counted_NS is not None,
+        student,
+        spec,
+        spec.train_config(dtype),
+        text,
+        ctx,
+        digest=teacher_source.digest,
+        early_stop=spec.early_stop,
     )
-    batch_of = training_batches(
-        spec, text.training, teacher, ctx, digest=teacher_source.digest, device=device
-    )
-    training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
-
-    def measure_student() -> HeldOut:
-        return measure(
-            student,
-            teacher,
-            text.held_out_NS,
-            device,
-            compute_dtype=dtype,
-            ranks=ctx.ranks,
-            counted_NS=text.held_out_counted_NS,
-        )
-
-    teacher_bits = measure_student().bits_per_byte(text.num_bytes)[1]
-    measurements = Measurements(
-        lambda: measure_student().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
-    )
-    curve = learn(training, config, measurements, ctx)
     if spec.lora is not None:
         merge_lora_(student)
     return TrainedStudent(student, text, teacher_source, curve, teacher_bits)

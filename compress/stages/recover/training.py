@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.distill.codes import CodesLinear, Levels, LevelsLora, trained_layer
-from compress.distill.learn import Curve, Measurements, learn
-from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
+from compress.distill.learn import Curve
+from compress.distill.objective import Teacher
 from compress.distill.quantized_student import MakeLinear, outer_decoder, quantized_student
-from compress.distill.train import Training
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import QuantizedWeight
-from compress.stages.distill.learning import training_batches
 from compress.stages.distill.text import TrainingText
+from compress.stages.distill.training import learn_from
 from compress.stages.recover.spec import Recover
 
 
@@ -94,35 +93,10 @@ def train_codes(
         dtype=dtype,
         device=device,
     )
-    if spec.recompute:
-        checkpoint_layers_(student)
-    objective = Objective(
-        spec.loss.divergence(),
-        teacher,
-        compute_dtype=dtype,
-        compile=spec.compile,
-        weighted=text.training.counted_NS is not None,
-    )
-    batch_of = training_batches(spec, text.training, teacher, ctx, digest=digest, device=device)
     config = spec.train_config(torch.float32)  # the modules compute in their own dtype
-    training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
-
-    def measure_student() -> HeldOut:
-        return measure(
-            student,
-            teacher,
-            text.held_out_NS,
-            device,
-            compute_dtype=dtype,
-            ranks=ctx.ranks,
-            counted_NS=text.held_out_counted_NS,
-        )
-
-    teacher_bits = measure_student().bits_per_byte(text.num_bytes)[1]
-    measurements = Measurements(
-        lambda: measure_student().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
+    curve, teacher_bits = learn_from(
+        teacher, student, spec, config, text, ctx, digest=digest, early_stop=spec.early_stop
     )
-    curve = learn(training, config, measurements, ctx)
     return Recovered(quantized, student, curve, teacher_bits)
 
 
