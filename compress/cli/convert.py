@@ -36,7 +36,8 @@ def convert(
     from compress.export.conversion import convert as convert_model
     from compress.models.arch import Arch
     from compress.pipeline import resolve_source
-    from compress.quant.scheme import DENSE, ModelScheme
+    from compress.quant.model_scheme import ModelScheme
+    from compress.quant.scheme import DENSE
 
     form = FORMATS.get(to)
     model = resolve_source(source, offline=offline)

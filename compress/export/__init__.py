@@ -27,7 +27,8 @@ from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
-from compress.quant.scheme import DENSE, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import DENSE, QuantizedWeight, Scheme
 
 
 @dataclass(frozen=True)

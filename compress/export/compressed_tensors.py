@@ -66,13 +66,10 @@ from compress.quant.codec import (
     encoded_scales,
 )
 from compress.quant.kv import FP8_STATIC
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import num_words, pack, unpack
 from compress.quant.scale_grid import LARGEST_BYTE
-from compress.quant.scheme import (
-    ModelScheme,
-    QuantizedWeight,
-    Scheme,
-)
+from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 
 FORMAT_VERSION = "0.20.0"

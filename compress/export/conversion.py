@@ -24,7 +24,8 @@ from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
 from compress.models.overrides import described, linear_names
 from compress.models.weights import WeightSource
-from compress.quant.scheme import ModelScheme, QuantizedWeight, commonest
+from compress.quant.model_scheme import ModelScheme, commonest
+from compress.quant.scheme import QuantizedWeight
 from compress.registry.model_source import ModelSource
 
 CONVERT_VERSION = 2

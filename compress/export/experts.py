@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from compress.export.config_groups import PACK_FORMAT, format_of
 from compress.models.arch import Arch
 from compress.models.family import family_of
-from compress.quant.scheme import ModelScheme, Scheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Scheme
 
 ALL_EXPERTS = r"re:.*\.experts\."
 """The pattern of all linears of experts, by the names of transformers."""

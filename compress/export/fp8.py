@@ -30,7 +30,8 @@ from compress.export.config_groups import matches_module
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 
 BLOCKS = SCHEMES["FP8_BLOCK"]

@@ -30,8 +30,9 @@ from compress.export.rules import float16_scales, in_layers, packed_rules, start
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import num_words, pack, unpack
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
+from compress.quant.scheme import QuantizedWeight, Scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 
 BITS = (2, 3, 4, 8)

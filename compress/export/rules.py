@@ -13,8 +13,9 @@ from compress.export import Rule, count_changed
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
 from compress.models.layout import keeps_blocks, row_order
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import codes_in_whole_words
-from compress.quant.scheme import ModelScheme, Scheme, name_of
+from compress.quant.scheme import Scheme, name_of
 
 GROUP_SIZES = (None, 32, 64, 128)
 """Group sizes of vLLM's Marlin kernels, which serve both formats."""

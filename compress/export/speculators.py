@@ -29,7 +29,8 @@ from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabu
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.weights import dense
-from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import QuantizedWeight
 from compress.untrusted.fields import Fields
 
 TENSORS_NAME = "model.safetensors"

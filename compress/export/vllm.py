@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from compress.export import Consumer
-from compress.quant.scheme import ModelScheme
+from compress.quant.model_scheme import ModelScheme
 
 
 def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:

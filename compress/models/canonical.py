@@ -18,7 +18,8 @@ from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.weights import UNTOUCHED, Weights
 from compress.quant.codec import CanonicalCodec
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Schemes
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import QuantizedWeight, Schemes
 
 OUTER_NAME = "outer.safetensors"
 _CODEC = CanonicalCodec()

@@ -43,7 +43,8 @@ from compress.models.norms import Norm
 from compress.models.random_source import random_weight
 from compress.models.tap import Tap, no_tap
 from compress.models.weights import Weights, WeightSource, dense, fill_
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, Schemes
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 from compress.untrusted.fields import Fields
 
 EAGLE3_NAME = "eagle3.safetensors"

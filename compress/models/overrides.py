@@ -12,7 +12,8 @@ from typing import Any
 
 from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
-from compress.quant.scheme import ModelScheme, Scheme, commonest, name_of, with_exceptions
+from compress.quant.model_scheme import ModelScheme, commonest, with_exceptions
+from compress.quant.scheme import Scheme, name_of
 
 MAX_NAMED = 12
 """Most linears that one sentence names."""

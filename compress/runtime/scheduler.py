@@ -230,10 +230,16 @@ class Scheduler:
         """
         yield from [each for each in self._running if not each.decoding and each.leader is None]
         while admits and (generation := self._admit(now_s)) is not None:
-            while self._waiting and self._leader(self._waiting.head()) and self._admit(now_s):
-                pass  # whoever shares its prompt does so from the first chunk on
+            self._admit_followers(now_s)
             if not generation.decoding and generation.leader is None:
                 yield generation
+
+    def _admit_followers(self, now_s: float) -> None:
+        """Admit those at the head of the queue that share the prompt of a running request, so that they do so
+        from its first chunk on."""
+        while self._waiting and self._leader(self._waiting.head()):
+            if self._admit(now_s) is None:
+                return
 
     def _with_followers(self, chunk: PrefillChunk) -> PrefillChunk:
         if chunk.generation.request.group is None:

@@ -37,7 +37,8 @@ from compress.models.pruning import (
 )
 from compress.models.surgery import fold_
 from compress.models.weights import MemorySource, Weights, build_decoder
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_decoder
 from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, tokens

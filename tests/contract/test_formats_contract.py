@@ -13,8 +13,9 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, ExportFormat, check_rules, codecs
 from compress.models.arch import Arch
 from compress.models.family import family_of
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_codes, storable
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

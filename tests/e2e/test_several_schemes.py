@@ -13,7 +13,8 @@ from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint, open_weights
 from compress.models.overrides import linear_names
 from compress.models.weights import dense
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]

@@ -20,8 +20,9 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.registry.protocol import open_registry
 from compress.registry.transfer import list_tags, push
 

@@ -22,8 +22,9 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.weights import build_decoder, dense
+from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, with_exceptions
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense

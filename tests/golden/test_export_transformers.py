@@ -27,8 +27,9 @@ from compress.models.family import FAMILIES, family_of
 from compress.models.overrides import linear_names, overridden
 from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.kv import FP8_STATIC
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense

@@ -19,10 +19,11 @@ from compress.models.moe import best
 from compress.models.overrides import overridden
 from compress.models.weights import Weights, build_decoder, dense
 from compress.quant.e2m1 import VALUES
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.mxfp4 import from_mxfp4
 from compress.quant.numerics import nearest_weight
 from compress.quant.scale_grid import LARGEST_BYTE
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
 from tests.support.tiny_hf import CASES, auto_class, build, saved, tokens
 

@@ -16,7 +16,8 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
 from compress.models.weights import build_decoder
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from scripts.check_interop import LIMITS, Answer, ask_runtime, compare
 from scripts.consumer_logprobs import ask_onnxruntime_genai
 from scripts.interop_families import FAMILIES

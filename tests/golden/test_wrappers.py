@@ -20,8 +20,9 @@ from compress.models.family import family_of
 from compress.models.overrides import decide
 from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
+from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, with_exceptions
+from compress.quant.scheme import SCHEMES, Scheme
 from tests.support.tiny_hf import AROUND, CASES, saved, tokens
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]

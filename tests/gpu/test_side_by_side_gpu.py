@@ -12,7 +12,8 @@ from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
 from compress.models.layer_shape import LinearGroup
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 
 pytestmark = pytest.mark.gpu
 

@@ -54,7 +54,8 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.plugins import check_extra
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import QuantizedWeight, Scheme
 
 GRAPH_NAME = "model.onnx"
 BLOCK_SIZES = (32, 64, 128)

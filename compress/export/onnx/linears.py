@@ -24,7 +24,8 @@ from compress.models.family import Family
 from compress.models.layout import ROTATED, Place
 from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import parameter_names
-from compress.quant.scheme import ModelScheme, Scheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Scheme
 
 NIBBLES = "weight_nibbles"
 SIGNED = "weight_codes"

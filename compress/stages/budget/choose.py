@@ -20,7 +20,8 @@ from compress.digest import significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
+from compress.quant.model_scheme import ModelScheme, commonest
+from compress.quant.scheme import DENSE, name_of
 from compress.stages.budget.allocation import (
     Allocation,
     Option,

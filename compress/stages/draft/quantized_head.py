@@ -18,8 +18,9 @@ from compress.methods.quantize import Refiner, Rounder
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.weights import dense
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.quant.scheme import QuantizedWeight
 from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 

@@ -17,8 +17,9 @@ from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
-from compress.quant.scheme import DENSE, ModelScheme
+from compress.quant.scheme import DENSE
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.budget.spec import Mixed, scheme_or_dense

@@ -19,7 +19,8 @@ from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.methods.quantize.passes import BaselinePass, DataFreePass, RoundPass, SmoothPass
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
-from compress.quant.scheme import ModelScheme, Schemes
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Schemes
 from compress.stages import Inputs, Port
 from compress.stages.budget.choose import choose
 from compress.stages.budget.spec import Mixed

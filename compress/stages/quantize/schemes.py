@@ -4,7 +4,8 @@ that follow."""
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.overrides import decide, overridden
-from compress.quant.scheme import ModelScheme, Scheme, commonest
+from compress.quant.model_scheme import ModelScheme, commonest
+from compress.quant.scheme import Scheme
 from compress.stages.budget.costs import GroupSchemes, largest_bytes, schemes_by_group
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.spec import Quantize

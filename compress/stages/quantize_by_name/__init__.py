@@ -25,8 +25,9 @@ from compress.calibrate.layer_files import check_finite
 from compress.context import Context
 from compress.models.checkpoint import CONFIG_NAME
 from compress.models.named_linears import Choice
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.quantize_by_name.estimate import ROUNDED_AT_ONCE, estimate
 from compress.stages.quantize_by_name.selection import Selection, select

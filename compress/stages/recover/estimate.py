@@ -11,7 +11,7 @@ from dataclasses import replace
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.quant.scheme import ModelScheme
+from compress.quant.model_scheme import ModelScheme
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import check_text, lora_params, training_estimate
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes

@@ -12,7 +12,7 @@ from compress.export import FORMATS, open_checkpoint
 from compress.export.conversion import scheme_of
 from compress.models.checkpoint import read_config
 from compress.models.quantization_config import quant_method
-from compress.quant.scheme import ModelScheme
+from compress.quant.model_scheme import ModelScheme
 
 
 @dataclass(frozen=True)

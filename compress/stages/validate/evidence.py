@@ -16,7 +16,8 @@ from compress.data.tokenizer import decode, load_tokenizer
 from compress.data.tokens import TokenSet, load_token_set
 from compress.errors import StorageError
 from compress.kernels.operands.paged import DENSE_FORMATS
-from compress.quant.scheme import ModelScheme, name_of
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import name_of
 from compress.runtime.engine import Engine
 from compress.stages import Input, Inputs, Port
 from compress.stages.validate.candidate import CandidateFacts

@@ -152,7 +152,8 @@ def consumers() -> str:
     from compress.export import FORMATS
     from compress.models.family import family_of
     from compress.models.known import known_config
-    from compress.quant.scheme import SCHEMES, ModelScheme
+    from compress.quant.model_scheme import ModelScheme
+    from compress.quant.scheme import SCHEMES
 
     config = known_config("meta-llama/Llama-3.1-8B")
     assert config is not None, "the shape ships with the package"

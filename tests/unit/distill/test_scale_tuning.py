@@ -16,8 +16,9 @@ from compress.distill.scales import TunedLinear
 from compress.errors import UsageError
 from compress.models.canonical import layer_name, load_weights, save_weights
 from compress.models.weights import MemorySource, build_decoder, dense
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import grouped, min_max_scale, nearest_weight, round_to_nearest
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages.quantize.tune import DIRECTORY, Tune, tune_scales, tuned_directory
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 

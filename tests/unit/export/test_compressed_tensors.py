@@ -15,8 +15,9 @@ from torch import nn
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
 from compress.export.config_groups import group_of
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 FORM = FORMATS.get("compressed-tensors")

@@ -15,7 +15,8 @@ from compress.models.family import family_of
 from compress.models.overrides import decide
 from compress.models.random_source import RandomSource
 from compress.models.weights import dense
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from scripts.interop_families import FAMILIES, SMALL
 
 MODULES = {

@@ -27,7 +27,8 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import Dense
 from compress.pipeline import resolve_source
 from compress.quant.kv import FP8_STATIC, INT4_TOKEN_HEAD
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine_config import EngineConfig
 from tests.contract.test_formats_contract import CONFIG, arch, random_weight
 

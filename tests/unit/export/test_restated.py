@@ -13,7 +13,8 @@ from compress.export import open_checkpoint, write_format
 from compress.models.checkpoint import read_config
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 
 CONFIG: dict[str, Any] = {
     "model_type": "ministral3",

@@ -15,7 +15,8 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.family import family_of
 from compress.models.pruning import with_layers
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]

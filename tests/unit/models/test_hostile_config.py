@@ -21,7 +21,7 @@ from compress.models.checkpoint import Checkpoint, read_config
 from compress.models.config_facts import facts_of
 from compress.models.eagle3 import Eagle3Facts
 from compress.models.family import FAMILIES, family_of, unread_note
-from compress.quant.scheme import ModelScheme
+from compress.quant.model_scheme import ModelScheme
 from tests.support.hostile import NO_NUMBERS, make_fifo, refusal
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
 from tests.support.tiny_hf import build_config

@@ -15,7 +15,8 @@ from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.pruning import with_layers
 from compress.models.rope import inverse_frequencies
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama4_text",

@@ -15,7 +15,8 @@ from compress.artifact.workspace import Workspace
 from compress.errors import RecipeError, UsageError
 from compress.models.overrides import decide, described, linear_names, linears_by_input, overridden
 from compress.models.weights import build_layer
-from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, commonest, with_exceptions
+from compress.quant.model_scheme import ModelScheme, commonest, with_exceptions
+from compress.quant.scheme import SCHEMES, Scheme
 from compress.recipe import dump_yaml, parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
 from compress.stages.quantize.schemes import linear_bytes, model_scheme

@@ -10,8 +10,9 @@ import torch
 from compress.errors import UsageError
 from compress.quant import e2m1
 from compress.quant.codec import CanonicalCodec
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_codes, storable
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

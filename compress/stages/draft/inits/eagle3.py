@@ -26,7 +26,7 @@ from compress.models.eagle3 import (
     save_eagle3,
 )
 from compress.models.weights import Dense, without_codes
-from compress.quant.scheme import ModelScheme
+from compress.quant.model_scheme import ModelScheme
 from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
