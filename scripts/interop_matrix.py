@@ -38,7 +38,8 @@ from compress.models.overrides import linear_names
 from compress.models.pruning import Widths, resized
 from compress.models.random_source import RandomSource
 from compress.models.weights import dense
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from scripts.check_interop import CPU, LIMITS, Answer, Question, Reply, ask_all, ask_runtime
 from scripts.interop_families import ALL_FORMATS, FAMILIES, MIXTURES, SMALL, STACKED
 from scripts.plain_twin import scores, twin

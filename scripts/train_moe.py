@@ -40,7 +40,8 @@ from compress.models.expert_pruning import ExpertSubset
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource, WeightSource, build_decoder
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 from compress.registry.model_source import BUILTIN
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize

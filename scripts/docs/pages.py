@@ -18,6 +18,7 @@ from scripts.docs.result_files import ROOT, result_file
 from scripts.docs.tables import (
     cpu,
     families,
+    formats,
     mixtures,
     performance,
     pruning,
@@ -78,6 +79,7 @@ def environment() -> Environment:
         "speculation": speculation,
         "performance": performance,
         "cpu": cpu,
+        "formats": formats,
         "mixtures": mixtures,
         "serving": serving,
         "tasks": tasks,

@@ -1,0 +1,66 @@
+"""Tables of formats that were measured beside one another: serving by scheme, and attention by format of the
+cache."""
+
+from scripts.docs.markdown import bold, fixed, table
+from scripts.docs.result_files import Row, Run, result_file
+from scripts.docs.tables.performance import scheme_text
+
+
+def serving_runs() -> list[Run]:
+    """Return the runs that time several formats of weights, one table each."""
+    return [result_file(name).run for name in ("h200/runtime_formats", "h200/runtime_int8")]
+
+
+def serving(run: Run) -> str:
+    """Return the table of times a token and to the first of a long prompt, by scheme."""
+    long = {row["scheme"]: row for row in run.rows if "ttft_floor_ms" in row}
+    batches = sorted({row["batch_size"] for row in run.rows})
+    rows = [
+        [
+            scheme_text(scheme),
+            *(bold(f"{fixed(decoding(run, scheme, batch)['tpot_ms_p50'], 2)} ms") for batch in batches),
+            f"{fixed(long[scheme]['ttft_ms_p50'], 1)} ms",
+        ]
+        for scheme in long
+    ]
+    tokens = fixed(next(iter(long.values()))["prompt_tokens"])
+    header = ["weights", *(f"TPOT, batch {batch}" for batch in batches), f"TTFT of {tokens} tokens"]
+    return table(header, rows, align="l" + "r" * (len(batches) + 1))
+
+
+def decoding(run: Run, scheme: str, batch_size: int) -> Row:
+    """Return the row of decode steps of a scheme."""
+    found = run.where(scheme=scheme, batch_size=batch_size)
+    return next(row for row in found if "ttft_floor_ms" not in row)
+
+
+def first_token_ms(run: Run, scheme: str) -> float:
+    """Return the median milliseconds to the first token of the long prompt."""
+    return float(next(row["ttft_ms_p50"] for row in run.where(scheme=scheme) if "ttft_floor_ms" in row))
+
+
+def attention_run() -> Run:
+    """Return the run that times decode attention by format of the cache."""
+    return result_file("h200/kv_attention").run
+
+
+def attention() -> str:
+    """Return the table of decode attention by format, context and requests."""
+    rows = [
+        [
+            f"`{row['scheme']}`",
+            row["name"].removeprefix("context "),
+            fixed(row["m"]),
+            bold(f"{fixed(row['us'], 1)} us"),
+            fixed(row["tb_per_s"], 2),
+            f"{100 * row['bandwidth_frac']:.0f} %",
+        ]
+        for row in attention_run().rows
+    ]
+    return table(["cache", "context", "requests", "median", "TB/s", "of the bandwidth"], rows, align="lrrrrr")
+
+
+def bandwidth_percent(cache: str, context: int, requests: int) -> str:
+    """Return the share of the bandwidth that attention reaches, in percent."""
+    row = attention_run().one(scheme=cache, name=f"context {context}", m=requests)
+    return f"{100 * row['bandwidth_frac']:.0f}"
