@@ -187,6 +187,7 @@ def _to_parts(weight: QuantizedWeight) -> tuple[Any, ...]:
         weight.zero_point_OG,
         weight.input_scale,
         weight.global_scale,
+        weight.input_zero_point,
     )
 
 

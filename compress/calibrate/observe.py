@@ -27,7 +27,16 @@ from compress.calibrate.experts import (
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
-from compress.calibrate.stats import AbsMax, InputStats, MergeTree, Node, SourceStat, Stat, StatFactory
+from compress.calibrate.stats import (
+    AbsMax,
+    InputStats,
+    MergeTree,
+    Node,
+    Range,
+    SourceStat,
+    Stat,
+    StatFactory,
+)
 from compress.context import OneRank, Ranks
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer
@@ -90,7 +99,7 @@ def observe(
                         stat.update(seen if counted_T is None else seen[counted_T])
                         continue
                     # A range must hold for tokens that do not count, too: they are served.
-                    is_range = counted_T is not None and isinstance(stat, AbsMax)
+                    is_range = counted_T is not None and isinstance(stat, AbsMax | Range)
                     of_stat = (x_BSD.flatten(0, -2), None) if is_range else rows[stat.is_quadratic]
                     if of_stat[0].numel():  # without a token, an empty sum keeps the order of the merges
                         run.memory.retry_on_oom(partial(_update, stat, *of_stat), _OBSERVING)

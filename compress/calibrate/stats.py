@@ -316,6 +316,47 @@ class AbsMax:
         return self._max_D
 
 
+class Range:
+    """Least and largest x per feature: the range of an asymmetric static input."""
+
+    is_quadratic = False
+
+    def __init__(self) -> None:
+        self._least_D: Tensor | None = None
+        self._most_D: Tensor | None = None
+
+    def update(self, x_TD: Tensor) -> None:
+        least_D, most_D = torch.aminmax(x_TD.to(torch.float32), dim=0)
+        self._cover(least_D, most_D)
+
+    def merge(self, other: "Range") -> None:
+        if other._least_D is not None and other._most_D is not None:
+            self._cover(other._least_D, other._most_D)
+
+    def compact(self) -> None:
+        """Keep the values as they are, because they are small."""
+
+    def rescale_(self, scale_D: Tensor) -> None:
+        assert self._least_D is not None
+        assert self._most_D is not None
+        self._least_D = self._least_D / scale_D
+        self._most_D = self._most_D / scale_D
+
+    def complete_(self, target: "Range", num_tokens: int) -> None:
+        """Cover the range of `target`, too."""
+        self.merge(target)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of all features and zero, float32 scalars."""
+        assert self._least_D is not None
+        assert self._most_D is not None
+        return self._least_D.min().clamp_max(0), self._most_D.max().clamp_min(0)
+
+    def _cover(self, least_D: Tensor, most_D: Tensor) -> None:
+        self._least_D = least_D if self._least_D is None else torch.minimum(self._least_D, least_D)
+        self._most_D = most_D if self._most_D is None else torch.maximum(self._most_D, most_D)
+
+
 @dataclass(frozen=True)
 class Node(Generic[S]):
     """The sum of the shards begin .. begin + num_shards - 1; num_shards is a power of two."""

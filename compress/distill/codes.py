@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
+from compress.kernels.operands.rows import ActivationQuant, input_quant, quantize
 from compress.models.decoder import Decoder
 from compress.models.weights import Weights
 from compress.quant.numerics import grouped, nearest_codes, storable, ungrouped
@@ -116,10 +116,7 @@ class CodesLinear(nn.Module):
         self.stored_dtype = weight.scale_OG.dtype
         self.levels = levels
         self.scale_pace = scale_pace
-        self.input_quant: ActivationQuant | None = None
-        if weight.scheme.activation is not None:
-            static = None if weight.input_scale is None else weight.input_scale.to(device)
-            self.input_quant = activation_quant(weight.scheme, static)
+        self.input_quant = input_quant([weight], device)
         buffers = {
             "before_RG": weight.scale_OG.to(device=device, dtype=torch.float32),
             "mean_scale": weight.scale_OG.to(device=device, dtype=torch.float32).mean(),

@@ -13,6 +13,7 @@ Float codes (FP8 e4m3)
     <module>.weight             float8_e4m3fn [O, I]
     <module>.weight_scale       [O, 1], the model's dtype; of blocks of 128 x 128: [ceil(O/128), I/128]
     <module>.input_scale        float32 [1], static activations only
+    <module>.input_zero_point   int8 [1], static asymmetric activations (integers) only
 
 Floats of four bits (e2m1; `nvfp4-pack-quantized` and `mxfp4-pack-quantized`)
 
@@ -35,6 +36,7 @@ otherwise. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -64,6 +66,7 @@ from compress.quant.codec import (
     check_matrix,
     decoded_scales,
     encoded_scales,
+    input_leaves,
 )
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
@@ -92,9 +95,7 @@ class CompressedTensorsCodec:
         if scheme.scale_type is not None:
             return frozenset({"weight_packed", *(f"weight_{leaf}" for leaf in byte_scale_leaves(scheme))})
         if format_of(scheme) != PACK_FORMAT:
-            return frozenset(
-                {"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
-            )
+            return frozenset({"weight", "weight_scale", *input_leaves(scheme)})
         return frozenset(
             {"weight_packed", "weight_scale", "weight_shape"}
             | (set() if scheme.symmetric else {"weight_zero_point"})
@@ -117,15 +118,18 @@ class CompressedTensorsCodec:
             leaves["weight_zero_point"] = pack(weight.zero_point_OG.t().contiguous(), bits).t().contiguous()
         if weight.input_scale is not None:
             leaves["input_scale"] = weight.input_scale.reshape(1)
+        if weight.input_zero_point is not None:
+            leaves["input_zero_point"] = weight.input_zero_point.reshape(1)
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if scheme.scale_type is not None:
             return decode_fp4(leaves, scheme)
         if format_of(scheme) != PACK_FORMAT:
-            return decode_unpacked(
+            decoded = decode_unpacked(
                 leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
             )
+            return replace(decoded, input_zero_point=_input_zero_point(leaves, scheme))
         stated = leaves["weight_shape"]
         if stated.dtype not in (torch.int64, torch.int32) or stated.numel() != 2:
             raise UnsupportedFormat("its weight_shape is not two whole numbers.")
@@ -235,6 +239,28 @@ def decode_unpacked(
         )
     static = None if input_scale is None else input_scale.to(torch.float32).reshape(())
     return QuantizedWeight(scheme, codes_OI, scale.contiguous(), input_scale=static)
+
+
+def _input_zero_point(leaves: Mapping[str, Tensor], scheme: Scheme) -> Tensor | None:
+    """Return the zero point of a static input, int8 [], None where the scheme has none. Other tools store it
+    in int32.
+
+    Raises:
+        UnsupportedFormat: it is not one integer of eight bits.
+    """
+    if "input_zero_point" not in input_leaves(scheme):
+        return None
+    stored = leaves["input_zero_point"]
+    if (
+        stored.numel() != 1
+        or stored.dtype not in (torch.int8, torch.int32, torch.int64)
+        or not -128 <= int(stored) <= 127
+    ):
+        raise UnsupportedFormat(
+            f"its input_zero_point is {stored.dtype} {list(stored.shape)}, where one integer of 8 bits "
+            "belongs."
+        )
+    return stored.reshape(()).to(torch.int8)
 
 
 class CompressedTensors:

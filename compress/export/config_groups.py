@@ -74,7 +74,7 @@ def group_of(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
     inputs = {
         "num_bits": 8,
         "type": "int" if scheme.input_dtype == torch.int8 else "float",
-        "symmetric": True,
+        "symmetric": scheme.input_symmetric,
         "strategy": scheme.activation,
         "group_size": None,
         "dynamic": scheme.activation != "tensor",
@@ -216,16 +216,23 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
     read = (
         form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
     )
-    if not read or inputs != (8, "int", True, "token", True):
+    names = {
+        (8, "int", True, "token", True): "INT8_DYNAMIC",
+        (8, "int", False, "token", True): "INT8_DYNAMIC_ASYM",
+        (8, "int", True, "tensor", False): "INT8_STATIC",
+        (8, "int", False, "tensor", False): "INT8_STATIC_ASYM",
+    }
+    hashable = all(isinstance(each, str | int | None) for each in inputs)
+    if not read or not hashable or inputs not in names:
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy "
             f"{strategy}, with input activations "
             f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 2, 3, 4 or 8 bits, per "
             "group or channel, is read, and "
             f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per "
-            "token."
+            "token or static per tensor."
         )
-    return known_scheme(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
+    return SCHEMES[names[inputs]]
 
 
 def _input_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
         return Consumer(name, loads=False, note=f"it has no kernel for weights of {few} bits")
     if _has_float_inputs(scheme):
         return Consumer(name, loads=False, note="it has no kernel for four-bit weights with FP8 inputs")
-    if any(each.activation == "tensor" for each in scheme.all):
+    if any(each.activation == "tensor" and each.type == "float" for each in scheme.all):
         return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
     if any(each.block_rows > 1 for each in scheme.all):
         return Consumer(

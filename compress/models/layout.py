@@ -202,9 +202,11 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
             f"that share a scale in {scheme.name}."
         )
     input_scales = [each.input_scale for each in codes if each.input_scale is not None]
-    if any(not torch.equal(each, input_scales[0]) for each in input_scales):
+    input_zeros = [each.input_zero_point for each in codes if each.input_zero_point is not None]
+    if any(not torch.equal(each, found[0]) for found in (input_scales, input_zeros) for each in found):
         raise UnsupportedFormat(
-            f"'{name}' holds linears whose inputs have several static scales, and has a place for one."
+            f"'{name}' holds linears whose inputs have several static scales or zero points, and has a place "
+            "for one."
         )
     codes = with_one_global_scale(codes)
     zeros = [each.zero_point_OG for each in codes if each.zero_point_OG is not None]
@@ -215,4 +217,5 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
         torch.cat(zeros) if zeros else None,
         input_scales[0] if input_scales else None,
         codes[0].global_scale,
+        input_zeros[0] if input_zeros else None,
     )

@@ -148,7 +148,15 @@ def random_weight(
         if scheme.scale_type is not None
         else (spread_OG * (std / code_std)).to(dtype),
         zero_point_OG,
-        torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device)
-        if scheme.activation == "tensor"
-        else None,
+        **_static_input(scheme, device),
     )
+
+
+def _static_input(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
+    """Return the fields of a weight for inputs of at most `INPUT_ABSMAX`."""
+    if scheme.activation != "tensor":
+        return {}
+    scale = torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device)
+    if scheme.input_symmetric:
+        return {"input_scale": scale}
+    return {"input_scale": scale, "input_zero_point": torch.zeros((), dtype=torch.int8, device=device)}

@@ -96,6 +96,13 @@ def byte_scale_leaves(scheme: Scheme) -> tuple[str, ...]:
     return ("scale", "global_scale") if scheme.scale_type == "e4m3" else ("scale",)
 
 
+def input_leaves(scheme: Scheme) -> tuple[str, ...]:
+    """Return the leaves of static inputs."""
+    if scheme.activation != "tensor":
+        return ()
+    return ("input_scale",) if scheme.input_symmetric else ("input_scale", "input_zero_point")
+
+
 def encoded_scales(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the leaves `scale` and, for e4m3, `global_scale` (float32 []) of a weight."""
     if weight.scheme.scale_type == "e8m0":
@@ -122,7 +129,8 @@ class CanonicalCodec:
 
     integer codes: `packed` int32 [O, ceil(I * b / 32)], `shape` int64 [2] = [O, I] (a last word may be
                    padded), and `zero_point` int8 [O, G] for asymmetric schemes;
-    e4m3 codes:    `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations;
+    e4m3 codes:    `codes` float8_e4m3fn [O, I];
+    static inputs: `input_scale` float32 [], and `input_zero_point` int8 [] where they are asymmetric;
     e2m1 codes:    `packed` uint8 [O, I / 2], the lower column in the low half of a byte; `scale` is
                    float8_e4m3fn and goes with `global_scale` float32 [], or uint8 (e8m0).
     """
@@ -131,10 +139,9 @@ class CanonicalCodec:
         if scheme.scale_type is not None:
             return frozenset({"packed", *byte_scale_leaves(scheme)})
         if scheme.type == "float":
-            return frozenset(
-                {"codes", "scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
-            )
-        return frozenset({"packed", "shape", "scale"} | (set() if scheme.symmetric else {"zero_point"}))
+            return frozenset({"codes", "scale", *input_leaves(scheme)})
+        zero_point = () if scheme.symmetric else ("zero_point",)
+        return frozenset({"packed", "shape", "scale", *zero_point, *input_leaves(scheme)})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         if weight.scheme.scale_type is not None:
@@ -149,6 +156,8 @@ class CanonicalCodec:
             leaves["zero_point"] = weight.zero_point_OG
         if weight.input_scale is not None:
             leaves["input_scale"] = weight.input_scale
+        if weight.input_zero_point is not None:
+            leaves["input_zero_point"] = weight.input_zero_point
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
@@ -159,5 +168,10 @@ class CanonicalCodec:
         else:
             codes_OI = unpack(leaves["packed"], scheme.num_bits, int(leaves["shape"][1]))
         return QuantizedWeight(
-            scheme, codes_OI, leaves["scale"], leaves.get("zero_point"), leaves.get("input_scale")
+            scheme,
+            codes_OI,
+            leaves["scale"],
+            leaves.get("zero_point"),
+            leaves.get("input_scale"),
+            input_zero_point=leaves.get("input_zero_point"),
         )

@@ -200,10 +200,17 @@ def nearest_weight(w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Qu
     return round_to_nearest(w_OI, scheme, *min_max_scale(grouped(w_OI, scheme), scheme, scale_dtype))
 
 
-def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
-    """Return the float32 scalar that maps inputs up to `absmax` to the codes, rounded to `scale_dtype`, in
-    which some consumers store it."""
-    return stored_scale(absmax.to(torch.float32) / scheme.max_code, scheme, scale_dtype).to(torch.float32)
+def static_input_scale(size: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
+    """Return the float32 scalar that maps inputs to the codes, rounded to `scale_dtype`, in which some
+    consumers store it. `size` is the largest magnitude of symmetric inputs, and of asymmetric ones the
+    largest number less the least."""
+    steps = scheme.max_code if scheme.input_symmetric else scheme.max_code - scheme.min_code
+    return stored_scale(size.to(torch.float32) / steps, scheme, scale_dtype).to(torch.float32)
+
+
+def static_input_zero_point(least: Tensor, scale: Tensor) -> Tensor:
+    """Return the int8 code of zero of asymmetric inputs whose least number is `least`, at most zero."""
+    return (-128 - least.to(torch.float32) / scale).round().clamp(-128, 127).to(torch.int8)
 
 
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:

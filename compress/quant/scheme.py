@@ -11,7 +11,7 @@ byte (`scale_grid.py`).
 A scheme with an `activation` also rounds the input of the linear to eight bits, of the weight's type or of
 `activation_type`, so that the product runs on 8-bit tensor cores: `token` computes one scale for each row at
 run time, `group` one for each row and group of columns, `tensor` has one fixed scale for the whole input,
-found by calibration.
+found by calibration. Integer inputs may be asymmetric: then a zero point goes with each of these scales.
 
 Shapes: O out, I in, G scale groups along I (one for a channel scheme), R rows of scales: O, or the number of
 blocks of rows.
@@ -62,6 +62,8 @@ class Scheme:
     groups of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3): the forms that the 8-bit kernels of every
     consumer take. Integer codes of four bits, symmetric and in groups of 128, may have e4m3 inputs (W4A8,
     QServe, arXiv 2405.04532, has int8 inputs).
+
+    Only inputs that are rounded to integers have `input_symmetric` False.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Scheme:
     block_rows: int = 1
     scale_type: Literal["e4m3", "e8m0"] | None = None
     activation_type: Literal["int", "float"] | None = None
+    input_symmetric: bool = True
 
     def for_linear(self, linear: str) -> "Scheme":
         """Return this scheme: alone, it is the scheme of every linear."""
@@ -144,6 +147,7 @@ class Scheme:
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
         scalars = 4 * ((self.activation == "tensor") + (self.scale_type == "e4m3"))
+        scalars += self.activation == "tensor" and not self.input_symmetric
         scale_bytes = scale_bytes if self.scale_type is None else 1
         return (
             out_features * in_features * self.num_bits // 8 + num_scales * scale_bytes + zero_points + scalars
@@ -158,6 +162,7 @@ class Scheme:
             "block_rows": 1,
             "scale_type": None,
             "activation_type": None,
+            "input_symmetric": True,
         }
         return {
             key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
@@ -200,7 +205,25 @@ class Scheme:
             activation_type=(
                 cast(Any, scheme.text("activation_type")) if scheme.has("activation_type") else None
             ),
+            input_symmetric=_input_symmetric(scheme),
         )
+
+
+def _input_symmetric(scheme: Fields) -> bool:
+    """Return whether inputs of a scheme in a manifest are symmetric.
+
+    Raises:
+        StorageError: they are not, and are no integers.
+    """
+    symmetric = scheme.flag("input_symmetric", default=True)
+    type_of_inputs = "activation_type" if scheme.has("activation_type") else "type"
+    if not symmetric and (
+        not scheme.has("activation")
+        or scheme.text("activation") == "group"
+        or scheme.text(type_of_inputs, default="int") == "float"
+    ):
+        raise StorageError("a scheme of a manifest has asymmetric inputs that are not rounded to integers.")
+    return symmetric
 
 
 SCHEMES = {
@@ -234,6 +257,23 @@ SCHEMES = {
         ),
         Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
         Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
+        Scheme(
+            "INT8_DYNAMIC_ASYM",
+            num_bits=8,
+            symmetric=True,
+            group_size=None,
+            activation="token",
+            input_symmetric=False,
+        ),
+        Scheme("INT8_STATIC", num_bits=8, symmetric=True, group_size=None, activation="tensor"),
+        Scheme(
+            "INT8_STATIC_ASYM",
+            num_bits=8,
+            symmetric=True,
+            group_size=None,
+            activation="tensor",
+            input_symmetric=False,
+        ),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
         Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
         Scheme(
@@ -286,7 +326,9 @@ class QuantizedWeight:
 
     Codes [O, I] are int8, or float8_e4m3fn for float schemes; the scale is [O, G] ([R, G] for blocks of rows)
     in the stored dtype; the zero point is int8 [O, G], or None when symmetric. `input_scale` is a float32
-    scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s. `global_scale` is a
+    scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s, or for integers
+    (clamp(round(x / s) + z, -128, 127) - z) * s, with the `input_zero_point` z, an int8 scalar, of asymmetric
+    inputs; symmetric ones have z = 0 and None. `global_scale` is a
     float32 scalar for weights whose scales are stored as e4m3: the stored numbers are the scales times it;
     None before it is chosen, which storing does.
     """
@@ -297,6 +339,7 @@ class QuantizedWeight:
     zero_point_OG: Tensor | None = None
     input_scale: Tensor | None = None
     global_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -384,6 +384,7 @@ def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -
     """Return whether two linears quantize a row alike, by nothing but the row."""
     if first is None or second is None:
         return False
-    if (first.dtype, first.group_size) != (second.dtype, second.group_size):
+    how = [(each.dtype, each.group_size, each.symmetric) for each in (first, second)]
+    if how[0] != how[1]:
         return False
     return first.static_scale is None and second.static_scale is None

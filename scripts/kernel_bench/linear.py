@@ -258,7 +258,7 @@ def _inputs(bench: Bench, m: int, in_features: int, quant: ActivationQuant | Non
 
 
 def _first(x: Tensor | QuantizedRows, m: int) -> Tensor | QuantizedRows:
-    return QuantizedRows(x.values_TK[:m], x.scale_T[:m]) if isinstance(x, QuantizedRows) else x[:m]
+    return x[:m]
 
 
 def _product_f64(x: Tensor | QuantizedRows, weights: dict[str, Tensor | QuantizedWeight]) -> Tensor:

@@ -88,7 +88,10 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
     codes_OI = nearest_codes(drawn_OI, scheme, torch.ones(()), None).to(scheme.code_dtype)
     scale_OG = scale_OG if scheme.scale_type is None else storable(scale_OG, scheme, torch.bfloat16)
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
-    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)
+    input_zero = (
+        None if scheme.input_symmetric or input_scale is None else torch.tensor(-71, dtype=torch.int8)
+    )
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale, input_zero_point=input_zero)
 
 
 @EACH_FORMAT
@@ -110,6 +113,12 @@ def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, 
     assert torch.equal(again.scale_OG.to(torch.float32), weight.scale_OG.to(torch.float32))
     in_memory = weight.scale_OG.dtype if scheme.scale_type is None else torch.float32
     assert again.scale_OG.dtype == (form.scale_dtype or in_memory)
+    for one, other in (
+        (again.input_scale, weight.input_scale),
+        (again.input_zero_point, weight.input_zero_point),
+    ):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or (one.dtype == other.dtype and torch.equal(one, other))
     assert (again.zero_point_OG is None) == (weight.zero_point_OG is None)
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
         assert torch.equal(again.zero_point_OG, weight.zero_point_OG)

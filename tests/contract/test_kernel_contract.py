@@ -435,13 +435,17 @@ def test_rope_store_norms_values_and_takes_keys_for_them(
 
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["dynamic", "static", "int8", "groups"])
+@pytest.mark.parametrize(
+    "how", ["dynamic", "static", "int8", "groups", "int8 static", "int8 asymmetric", "int8 static asymmetric"]
+)
 def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, how: str) -> None:
     fn = select(problem(op, device, "BF16", n=384)).fn
     quant = ActivationQuant(
-        torch.tensor(0.03, device=device) if how == "static" else None,
-        INT8 if how == "int8" else FP8,
+        torch.tensor(0.03, device=device) if "static" in how else None,
+        INT8 if "int8" in how else FP8,
         group_size=128 if how == "groups" else None,
+        symmetric="asymmetric" not in how,
+        static_zero=torch.tensor(-40, dtype=torch.int32, device=device) if "static asymm" in how else None,
     )
     x = randn(7, 768, device=device, dtype="BF16")
     x[2] = 0
@@ -452,6 +456,7 @@ def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device:
     expected = quantize(plain, quant)
     assert torch.equal(rows.scale_T, expected.scale_T)
     assert same_bits(rows.values_TK, expected.values_TK)
+    assert expected.zero_T is None or torch.equal(rows.zero_T, expected.zero_T)
     alone = fn(*(each[3:4] if each is x else each for each in arguments), quant)
     assert same_bits(alone.values_TK, rows.values_TK[3:4])
 

@@ -29,10 +29,13 @@ CASES = [
     ("W4A16_CHANNEL_ASYM", "awq"),
     ("W3A16_G64", "balanced"),
     ("INT8_DYNAMIC", "smoothquant"),
+    ("INT8_STATIC_ASYM", "smoothquant"),
     ("FP8_BLOCK", "balanced"),
     ("NVFP4", "balanced"),
 ]
 MORE_CASES = [
+    ("INT8_STATIC", "gptq"),
+    ("INT8_DYNAMIC_ASYM", "rtn"),
     ("W4A16_G64", "awq"),
     ("W4A16_G32", "gptq"),
     ("W4A16_G32_ASYM", "awq"),

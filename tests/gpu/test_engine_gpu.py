@@ -120,6 +120,7 @@ def test_scores_are_the_cpus_within_rounding() -> None:
 SERVED = {
     "BF16": None,
     **{name: SCHEMES[name] for name in ("W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "FP8_STATIC")},
+    **{name: SCHEMES[name] for name in ("INT8_STATIC_ASYM", "INT8_DYNAMIC_ASYM")},
 }
 SHAPE = LayerShape(num_heads=8, num_kv_heads=2, head_dim=128, intermediate_size=2048, rope=Rope(500000.0))
 

@@ -40,6 +40,7 @@ CASES = [
     ("FP8_STATIC", torch.bfloat16, (35, 35), 112, "gelu", True),
     ("INT8_DYNAMIC", torch.bfloat16, (2880,), 720, None, True),
     ("INT8_DYNAMIC", torch.float16, (40, 40), 144, "silu", True),
+    ("INT8_DYNAMIC_ASYM", torch.bfloat16, (40, 40), 144, "silu", True),
     ("INT8_DYNAMIC", torch.bfloat16, (4096, 1021), 4096, None, False),
 ]
 
@@ -54,7 +55,8 @@ def _poisoned_memory() -> Iterator[None]:
 def on_gpu(rows: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
     if isinstance(rows, Tensor):
         return rows.to(CUDA)
-    return QuantizedRows(rows.values_TK.to(CUDA), rows.scale_T.to(CUDA))
+    zero_T = None if rows.zero_T is None else rows.zero_T.to(CUDA)
+    return QuantizedRows(rows.values_TK.to(CUDA), rows.scale_T.to(CUDA), zero_T)
 
 
 def moved(each: Tensor | QuantizedWeight) -> Tensor:

@@ -42,6 +42,22 @@ SHAPES = [
 GATED = [(96, 384, "gelu"), (2816, 2944, "silu"), (28672, 512, "gelu_pytorch_tanh")]
 ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 300)
 QUANT = ActivationQuant(dtype=INT8)
+HOW = ("dynamic", "static", "dynamic asymmetric", "static asymmetric")
+each_how = pytest.mark.parametrize("how", HOW)
+
+
+def quant_of(how: str) -> ActivationQuant:
+    """How rows are rounded; the zero point of the static ones is far from the middle."""
+    is_static = how.startswith("static")
+    symmetric = "asymmetric" not in how
+    return ActivationQuant(
+        torch.tensor(0.017, device="cuda") if is_static else None,
+        INT8,
+        symmetric=symmetric,
+        static_zero=torch.tensor(-83, dtype=torch.int32, device="cuda")
+        if is_static and not symmetric
+        else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,9 @@ class Case:
     def exact(self) -> Tensor:
         """Both scales times the whole numbers of x W^T, in float32: float64 holds every such sum."""
         n = self.packed.n
-        sums_TO = (self.x.values_TK.double() @ self.packed.codes_OI.double().t())[:, :n]
+        zero_T = self.x.zero_T
+        levels_TK = self.x.values_TK.double() - (0 if zero_T is None else zero_T.double().unsqueeze(1))
+        sums_TO = (levels_TK @ self.packed.codes_OI.double().t())[:, :n]
         return sums_TO.float() * self.x.scale_T.unsqueeze(1) * self.packed.scale_O
 
 
@@ -69,17 +87,26 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
-def case(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None) -> Case:
-    """Codes of all values, -128 too."""
+def case(
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str | None = None,
+    how: str = "dynamic",
+) -> Case:
+    """Codes of all values, -128 too; rows have more positive numbers than negative ones."""
     generator = torch.Generator("cuda").manual_seed(2)
     codes_OI = torch.randint(-128, 128, (n, k), device="cuda", generator=generator).to(INT8)
     scale_O = (randn(n, seed=3).abs() / k**0.5 + 0.001) / 64
-    x = quantize(randn(512, k, seed=1).to(dtype), QUANT)
-    return Case(int8.PackedInt8(codes_OI, scale_O, dtype), x, activation)
+    x = quantize((randn(512, k, seed=1) + 0.5).to(dtype), quant_of(how))
+    sum_O = codes_OI.sum(dim=1, dtype=torch.int32) if "asymmetric" in how else None
+    return Case(int8.PackedInt8(codes_OI, scale_O, dtype, sum_O), x, activation)
 
 
 def first_rows(x: QuantizedRows, rows: int) -> QuantizedRows:
-    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
+    zero_T = None if x.zero_T is None else x.zero_T[:rows].contiguous()
+    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous(), zero_T)
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +118,10 @@ def _poisoned_memory() -> None:
 
 
 @on_hopper
+@each_how
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_decode_rows_have_the_bits_of_the_definition(n: int, k: int) -> None:
-    linear = case(n, k)
+def test_decode_rows_have_the_bits_of_the_definition(n: int, k: int, how: str) -> None:
+    linear = case(n, k, how=how)
     exact = linear.exact
     assert torch.equal(linear(512, out_dtype=torch.float32), exact)
     for rows in ROWS:
@@ -124,9 +152,10 @@ def test_a_row_is_the_same_in_every_batch(n: int, k: int) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("how", ["dynamic", "static asymmetric"])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_no_plan_changes_a_bit(n: int, k: int) -> None:
-    linear = case(n, k)
+def test_no_plan_changes_a_bit(n: int, k: int, how: str) -> None:
+    linear = case(n, k, how=how)
     expected = linear.exact.to(torch.bfloat16)
     for rows in (1, 9, 33, 65, 128, 321):
         for found in plans(Shape("int8", n, k, False), rows, gpu_of(torch.device("cuda", 0))):
@@ -138,9 +167,10 @@ def test_no_plan_changes_a_bit(n: int, k: int) -> None:
 
 
 @on_hopper
+@each_how
 @pytest.mark.parametrize(("n", "k", "activation"), GATED)
-def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> None:
-    linear = case(n, k, activation=activation)
+def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str, how: str) -> None:
+    linear = case(n, k, activation=activation, how=how)
     both = linear.exact.to(torch.bfloat16)
     expected = activate(activation, both[:, : n // 2]) * both[:, n // 2 :]
     for rows in ROWS:
@@ -150,9 +180,10 @@ def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> N
 
 
 @on_hopper
+@pytest.mark.parametrize("how", ["dynamic", "dynamic asymmetric"])
 @pytest.mark.parametrize(("n", "k"), [(1008, 384), (4096, 4096), (6144, 1024), (28672, 512)])
-def test_bias_is_added_before_rounding_and_a_residual_after(n: int, k: int) -> None:
-    linear = case(n, k)
+def test_bias_is_added_before_rounding_and_a_residual_after(n: int, k: int, how: str) -> None:
+    linear = case(n, k, how=how)
     bias = randn(n, seed=7).to(torch.bfloat16)
     residual = randn(512, n, seed=8).to(torch.bfloat16)
     with_bias = linear.exact.double() + bias.double()
@@ -250,6 +281,39 @@ def test_launches_are_captured_and_overlap_without_a_race(raw: bool, rows: int) 
     same_when_replayed(chain)
 
 
+@on_hopper
+@each_how
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_a_row_that_is_not_finite_breaks_itself_alone(how: str, broken: float) -> None:
+    linear = case(208, 384, how=how)
+    x_TK = randn(3, 384, seed=6).to(torch.bfloat16)
+    x_TK[1, 7] = broken
+    rows = quantize_rows(x_TK, quant_of(how))
+    for y in (
+        hopper_int8.hopper_linear(rows, linear.packed, None, activation=None),
+        slices.linear(rows, linear.packed, None, activation=None),
+        prefill_int8.linear(rows, linear.packed, None),
+    ):
+        assert y.isfinite().all(dim=1).tolist() == [True, False, True]
+        assert not y[1].isfinite().any()
+
+
+@each_how
+@pytest.mark.parametrize("k", [128, 2944, 14336])
+def test_given_rows_are_those_of_the_definition(k: int, how: str) -> None:
+    quant = quant_of(how)
+    x_TK = (3 * randn(33, k, seed=6) + 1).to(torch.bfloat16)
+    x_TK[1] = 0
+    x_TK[2, 3] = 60_000.0
+    x_TK[3] = -x_TK[3].abs()
+    found, expected = quantize_rows(x_TK, quant), quantize(x_TK, quant)
+    assert isinstance(found, QuantizedRows)
+    assert torch.equal(found.values_TK, expected.values_TK)
+    assert torch.equal(found.scale_T, expected.scale_T)
+    assert (found.zero_T is None) == (expected.zero_T is None)
+    assert found.zero_T is None or expected.zero_T is None or torch.equal(found.zero_T, expected.zero_T)
+
+
 def same_when_replayed(chain: Any) -> None:
     eager = chain()
     assert bool(eager.isfinite().all())
@@ -267,9 +331,12 @@ def same_when_replayed(chain: Any) -> None:
 SLICED = [(1021, 720, None), (4096, 4096, None), (2816, 2944, "silu")]
 
 
+@each_how
 @pytest.mark.parametrize(("n", "k", "activation"), SLICED)
-def test_products_in_slices_have_the_bits_of_the_definition(n: int, k: int, activation: str | None) -> None:
-    linear = case(n, k)
+def test_products_in_slices_have_the_bits_of_the_definition(
+    n: int, k: int, activation: str | None, how: str
+) -> None:
+    linear = case(n, k, how=how)
     exact = linear.exact
     for rows in ROWS:
         y = slices.linear(
@@ -285,11 +352,12 @@ def test_products_in_slices_have_the_bits_of_the_definition(n: int, k: int, acti
 PROMPTS = [(1021, 720), (64, 32), (4096, 4096), (1008, 14336)]
 
 
+@each_how
 @pytest.mark.parametrize("rows", [1, 63, 128, 129, 1000, 2048])
 @pytest.mark.parametrize(("n", "k"), PROMPTS)
-def test_prompts_have_the_bits_of_the_definition(n: int, k: int, rows: int) -> None:
-    linear = case(n, k)
-    x = quantize(randn(rows, k, seed=9).to(torch.bfloat16), QUANT)
+def test_prompts_have_the_bits_of_the_definition(n: int, k: int, rows: int, how: str) -> None:
+    linear = case(n, k, how=how)
+    x = quantize((randn(rows, k, seed=9) + 0.5).to(torch.bfloat16), quant_of(how))
     exact = replace(linear, x=x).exact
     residual = randn(rows, n, seed=8).to(torch.bfloat16)
     rounded = exact.to(torch.bfloat16)
@@ -301,10 +369,11 @@ def test_prompts_have_the_bits_of_the_definition(n: int, k: int, rows: int) -> N
     assert torch.equal(prefill_int8.linear(x, linear.packed, None, out_dtype=torch.float32), exact)
 
 
+@each_how
 @pytest.mark.parametrize("rows", [1, 17, 300])
 @pytest.mark.parametrize(("n", "k"), [(1024, 720), (64, 32), (4096, 4096)])
-def test_prompts_in_two_passes_have_the_bits_of_the_definition(n: int, k: int, rows: int) -> None:
-    linear = case(n, k)
+def test_prompts_in_two_passes_have_the_bits_of_the_definition(n: int, k: int, rows: int, how: str) -> None:
+    linear = case(n, k, how=how)
     x = first_rows(linear.x, rows)
     exact = linear.exact[:rows]
     residual = randn(rows, n, seed=8).to(torch.bfloat16)

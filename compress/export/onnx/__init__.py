@@ -158,6 +158,11 @@ def unwritten(scheme: Scheme) -> Rule | None:
         return Rule(
             "rounded-inputs", f"{scheme.name}: MatMulNBits takes no rows of eight bits; take W4A16_G128."
         )
+    if scheme.type == "int" and (scheme.activation == "tensor" or not scheme.input_symmetric):
+        return Rule(
+            "rounded-inputs",
+            f"{scheme.name}: the graph rounds inputs by token and symmetrically; take INT8_DYNAMIC.",
+        )
     if scheme.num_bits not in (4, 8):
         return Rule("bits", f"{scheme.num_bits} bits; 4 (MatMulNBits) and 8 (DequantizeLinear) are written.")
     if scheme.num_bits == 4 and scheme.group_size not in BLOCK_SIZES:

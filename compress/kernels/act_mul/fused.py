@@ -54,6 +54,8 @@ def _act_mul_quantize(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    static_zero_ptr: tl.tensor,
     ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,7 +69,10 @@ def _act_mul_quantize(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     y = _gated(gate_up_ptr + row.to(tl.int64) * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
-    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+    store_row(
+        y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
+        SIZE, BLOCK, QUANT, GROUP, CONVERTS,
+    )  # fmt: skip
 
 
 def act_mul(

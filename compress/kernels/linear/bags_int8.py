@@ -4,7 +4,8 @@ sums by PyTorch's bags of quantized embeddings.
     y = (x_values W_codes^T) x_scale w_scale      as `int8.py`, bit for bit
 
 A bag adds at most 512 products of two 8-bit codes, in float32: every number on its way is an integer below
-2^24, so the sum is exact. Bags are added as integers. `int8.py` serves prompts there, from codes of its own.
+2^24, so the sum is exact, also of codes of rows less a zero point, which reach 255. Bags are added as
+integers. `int8.py` serves prompts there, from codes of its own.
 """
 
 import torch
@@ -32,6 +33,8 @@ def linear(
     num_blocks = packed.scale_BGC.shape[0]
     sums = bags_of(packed, bag_rows(packed.in_features, 1))
     values_TI = x.values_TK.to(torch.float32)
+    if x.zero_T is not None:
+        values_TI = values_TI - x.zero_T.unsqueeze(1)
     product_TBC = torch.empty(len(values_TI), num_blocks, TABLE_COLUMNS, dtype=torch.int32)
     for x_I, product_BC in zip(values_TI, product_TBC, strict=True):
         torch.sum(sums(x_I).to(torch.int32), dim=1, dtype=torch.int32, out=product_BC)

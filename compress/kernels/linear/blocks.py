@@ -29,13 +29,14 @@ BLOCK_ROWS = 128
 class Blocks:
     """One matrix, and the output rows that share a scale of fp8_block; `scale_KO` [I / 128, O] has these
     scales for each output, `scale_blocks` [O / 128, I / 128] each once, None where a block has rows of two
-    weights."""
+    weights. `sum_O` are the sums of the codes of int8, for asymmetric rows."""
 
     matrices: Matrices
     scale_rows: int
     dtype: torch.dtype
     scale_KO: Tensor | None = None
     scale_blocks: Tensor | None = None
+    sum_O: Tensor | None = None
 
     @property
     def kernel_weight(self) -> KernelWeight:
@@ -82,6 +83,7 @@ def as_blocks(packed: Any) -> Blocks:
             Matrices("int8", packed.codes_OI, packed.scale_O, None, None, packed.n, packed.k, 0),
             1,
             packed.dtype,
+            sum_O=packed.sum_O,
         )
     return Blocks(
         Matrices("dense16", packed, None, None, None, packed.shape[0], packed.shape[1], 0), 1, packed.dtype
@@ -103,6 +105,8 @@ def _format(problem: Problem) -> MatrixFormat | None:
     scheme = SCHEMES.get(problem.scheme)
     if scheme is not None and scheme.type == "float" and scheme.activation == "tensor":
         return "fp8"
+    if problem.scheme in int8.SCHEMES:  # the rows bring what differs between them
+        return "int8"
     return None if scheme is None else format_of(scheme)
 
 

@@ -28,7 +28,8 @@
 //
 // Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
 // raw row that a thread keeps; PROMPTS, 2 where the weight has 8 gate rows over their 8 up rows and y all gates before all ups; REGISTERS of a
-// thread that multiplies, where it takes some from those that copy.
+// thread that multiplies, where it takes some from those that copy; ZEROS = rows of int8 have zero points, whose products with the sums of an
+// output's codes are subtracted from its sums.
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
@@ -36,6 +37,9 @@
 #define OVERLAPPED (W4A8 && PROMPTS && ROW_GROUPS <= 2)  // scales sums of a chunk while the next one is multiplied
 #define LEAVES_PRODUCTS (DENSE || SCALES_WEIGHTS || (INT8 && NT <= 8))  // under way while the next step begins; 128 tokens leave too few stages
 #define CODE_ROWS (E4M3_ROWS || INT8)
+#ifndef ZEROS
+#define ZEROS 0
+#endif
 
 constexpr int MAX_STAGES = 16, MAX_ROWS = 512;
 constexpr int CHUNK = K_STAGE;                        // columns of one chunk of a stage
@@ -65,6 +69,8 @@ struct alignas(64) Args {
     const float* static_scale;
     int num_tokens, n, k, tiles, stages, window, num_items, token_blocks, inbox_bytes, x_bytes, scale_bytes;
     float norm_eps;
+    const int* x_zero;  // ZEROS
+    const int* w_sum;
 };
 
 __device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
@@ -247,6 +253,9 @@ __device__ __forceinline__ u64 raw_descriptor(u32 at) {  // no swizzle, 16 bytes
 // Scales and biases of an output: of both rows where it is gated.
 struct Channel {
     float scale[ACT ? 2 : 1], bias[ACT ? 2 : 1];
+#if ZEROS
+    int sum[ACT ? 2 : 1];
+#endif
 };
 __device__ __forceinline__ Channel channel_of(const Args& args, int channel, bool there) {
     Channel c = {};
@@ -255,6 +264,9 @@ __device__ __forceinline__ Channel channel_of(const Args& args, int channel, boo
         const int row = channel + half * (args.n / 2);
         if (((FP8 && !BLOCKED) || INT8) && there) c.scale[half] = args.w_scale[row];
         if (there && args.bias) c.bias[half] = widen(args.bias[row]);
+#if ZEROS
+        if (there) c.sum[half] = args.w_sum[row];
+#endif
     }
     return c;
 }
@@ -262,9 +274,21 @@ __device__ __forceinline__ long long place(const Args& args, int token, int chan
     return (long long)token * (ACT ? args.n / 2 : args.n) + channel;
 }
 __device__ __forceinline__ float residual_at(const Args& args, long long at) { return args.residual ? widen(args.residual[at]) : 0.0f; }
-// An output from its sums, before it is rounded: `up` counts where it is gated.
-__device__ __forceinline__ float finished(const Args& args, const Channel& c, float token_scale, float sum, float up) {
-    auto value = [&](float s, int half) {
+// The zero point of a token's codes, past the first-level cache, which may hold what was there before.
+__device__ __forceinline__ int zero_of(const Args& args, int token) {
+    int v = 0;
+#if ZEROS
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(args.x_zero + min(token, args.num_tokens - 1)) : "memory");
+#endif
+    return v;
+}
+// An output from its sums, before it is rounded: `up` counts where it is gated. Whole numbers are corrected before they are numbers of 32 bits.
+__device__ __forceinline__ float finished(const Args& args, const Channel& c, float token_scale, int zero, Sum sum, Sum up) {
+    auto value = [&](Sum whole, int half) {
+#if ZEROS
+        whole -= zero * c.sum[half];
+#endif
+        const float s = (float)whole;
         const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : s;
         return args.bias ? v + c.bias[half] : v;
     };
@@ -634,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         for (int j = 0; j < NT; ++j)  // all before the first is stored, so that they overlap
 #pragma unroll
             for (int c = 0; c < (ACT ? 2 : 4); ++c)
-                y[j][c] = finished(args, channels[c >> 1], scale_of_token(token_of(j, c)), total[j][c], total[j][2 + (c & 1)]);
+                y[j][c] = finished(args, channels[c >> 1], scale_of_token(token_of(j, c)), zero_of(args, token_of(j, c)), total[j][c], total[j][2 + (c & 1)]);
         if (there)
 #pragma unroll
             for (int j = 0; j < NT; ++j)
@@ -676,9 +700,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                     if (each >= num_tokens) break;
                     auto sum = [&](int at) {
                         const Sum mine = part_sum(each, segment * own_rows + at);
-                        return (float)(SEGMENTS == 1 ? mine : mine + load_sum(shared + 4 * (each * own_rows + at)));
+                        return SEGMENTS == 1 ? mine : mine + load_sum(shared + 4 * (each * own_rows + at));
                     };
-                    const float v = finished(args, scales, CODE_ROWS ? token_scales[first_token + each] : 1.0f, sum(r), ACT ? sum(r + 8) : 0.0f);
+                    const float v = finished(args, scales, CODE_ROWS ? token_scales[first_token + each] : 1.0f, zero_of(args, first_token + each), sum(r), ACT ? sum(r + 8) : (Sum)0);
                     put(args, place(args, first_token + each, channel), v, residuals[i]);
                 }
             }

@@ -63,6 +63,7 @@ class _Arguments(ctypes.Structure):
             )
         ),
         ("norm_eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("x_zero", "w_sum")),
     ]
 
 
@@ -103,6 +104,8 @@ def multiply(
         x_TI = readable(x_TI)
         rows_map = x_map(x_TI, 8 * chosen.token_tiles, chosen.places * shape.stage_k)
     norm_weight, static_scale, eps = raw_arguments(raw)
+    zero_T = rows.zero_T if isinstance(rows, QuantizedRows) else None
+    assert (zero_T is None) == (weight.sum_O is None), "asymmetric rows need sums of codes, others have none"
     pointers = (
         None if tensor is None else tensor.data_ptr()
         for tensor in (weight.scale_O, scale_T, bias_O, residual_TO, y_TO, raw_TI)
@@ -126,11 +129,14 @@ def multiply(
             chosen.scale_bytes,
             eps,
         ),
+        *(None if zero_T is None or each is None else each.data_ptr() for each in (zero_T, weight.sum_O)),
     )
     normed = raw is not None and raw.weight_K is not None
     float32 = out_dtype == torch.float32
+    rounding = rounding_of(raw)
+    zeros = zero_T is not None
     launched = function_of(
-        PROGRAM, chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw)
+        PROGRAM, chosen, shape, dtype, activation, device, float32, normed, rounding, zeros
     )
     launched(chosen.launch, arguments, device=device)
     return y_TO

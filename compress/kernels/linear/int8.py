@@ -2,6 +2,10 @@
 every kernel of int8 reads.
 
     y = (x_values W_codes^T) x_scale w_scale      the product exact in int32, scaled in float32, rounded once
+    y = (x_values W_codes^T - x_zero w_sum) x_scale w_scale       asymmetric rows; w_sum: an output's codes
+
+The correction is a whole number, subtracted before anything is rounded, so asymmetric rows lose nothing to
+it. Static and dynamic scales of rows differ in nothing here: rows bring theirs.
 
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
 kernel serves decode and prefill, and without a bias every kernel of int8 gives its bits. Codes stay int8 in
@@ -30,23 +34,35 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import QuantizedWeight
 
-SCHEMES = ("INT8_DYNAMIC",)
+SYMMETRIC = ("INT8_DYNAMIC", "INT8_STATIC")
+ASYMMETRIC = ("INT8_DYNAMIC_ASYM", "INT8_STATIC_ASYM")
+"""Schemes whose rows have zero points."""
+SCHEMES = (*SYMMETRIC, *ASYMMETRIC)
 MULTIPLE = 8
 FEWEST_ROWS = 32
+INT32_MAX = (1 << 31) - 1
 EXACT_DEPTH = 1024
 """Products of two 8-bit codes whose sums float32 holds exactly."""
-MAX_K = ((1 << 31) - 1) // (127 * 128)
+MAX_K = INT32_MAX // (127 * 128)
 """Products of 127 and -128 that an int32 sum holds."""
+MAX_K_OF = {
+    "INT8_DYNAMIC": MAX_K,
+    "INT8_STATIC": INT32_MAX // (128 * 128),
+    **dict.fromkeys(ASYMMETRIC, INT32_MAX // (255 * 128)),
+}
+"""That of each scheme: static codes reach -128, and asymmetric ones, less their zero point, 255. A sum before
+its correction may overflow; so does what is subtracted, and their difference is right."""
 
 
 @dataclass(frozen=True)
 class PackedInt8:
     """Codes int8 [O, I], padded to multiples of 8, and float32 scale [O], not padded; `dtype` is the
-    model's."""
+    model's. `sum_O` int32 has the sums of the codes of each output, not padded, for asymmetric rows alone."""
 
     codes_OI: Tensor
     scale_O: Tensor
     dtype: torch.dtype
+    sum_O: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -61,7 +77,7 @@ class PackedInt8:
     @property
     def kernel_weight(self) -> KernelWeight:
         """The weight as `hopper.cu` reads it, which refuses sizes that would be padded."""
-        return KernelWeight("int8", self.codes_OI, self.n, self.k, self.scale_O)
+        return KernelWeight("int8", self.codes_OI, self.n, self.k, self.scale_O, sum_O=self.sum_O)
 
 
 def repack(
@@ -71,9 +87,18 @@ def repack(
     quantized = coded(weights)
     codes_OI = stacked_codes(quantized, device)
     scale_O = stacked_scales(quantized, device).flatten()
-    return PackedInt8(
-        F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype
+    sum_O = None if quantized[0].scheme.input_symmetric else codes_OI.sum(dim=1, dtype=torch.int32)
+    padded_OI = F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE))
+    return PackedInt8(padded_OI, scale_O, dtype, sum_O)
+
+
+def zero_operands(x: QuantizedRows, packed: PackedInt8) -> tuple[Tensor | None, Tensor | None]:
+    """Return the zero points of rows and the sums of codes that correct for them; None each for symmetric
+    rows."""
+    assert (x.zero_T is None) == (packed.sum_O is None), (
+        "asymmetric rows need sums of codes, others have none"
     )
+    return None if x.zero_T is None else x.zero_T.contiguous(), packed.sum_O
 
 
 def linear(
@@ -87,6 +112,9 @@ def linear(
     """Return x W^T, [T, O]."""
     assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
     product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.n]
+    zero_T, sum_O = zero_operands(x, packed)
+    if zero_T is not None and sum_O is not None:
+        product_TO = product_TO - zero_T.unsqueeze(1) * sum_O
     y_TO = product_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
     return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
@@ -128,8 +156,8 @@ def refusal(problem: Problem) -> str | None:
 
 def refuse_long_sums(problem: Problem) -> str | None:
     """Refuse K whose sums int32 may not hold."""
-    if problem.k > MAX_K:
-        return f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow"
+    if problem.k > (most := MAX_K_OF.get(problem.scheme, MAX_K)):
+        return f"K = {problem.k} is above {most}, beyond which int32 sums could overflow"
     return None
 
 

@@ -29,7 +29,8 @@ TileMap = ctypes.c_ubyte * 128
 @dataclass(frozen=True)
 class KernelWeight:
     """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O`
-    where outputs are scaled at the end, `scale_KO` [k / 128, n] where chunks of columns are."""
+    where outputs are scaled at the end, `scale_KO` [k / 128, n] where chunks of columns are. `sum_O` int32
+    has the sums of the codes of int8 that asymmetric rows need."""
 
     format: Format
     data: Tensor
@@ -37,6 +38,7 @@ class KernelWeight:
     k: int
     scale_O: Tensor | None = None
     scale_KO: Tensor | None = None
+    sum_O: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,8 @@ class Variant:
     normed: bool
     rounding: Rounding
     macros: tuple[tuple[str, int], ...]
+    zero_points: bool = False
+    """Whether rows have them. The macro ZEROS, left out where they have not."""
 
     @property
     def source(self) -> Source:
@@ -82,6 +86,7 @@ class Variant:
             "NT": self.token_tiles,
             "NORM": int(self.normed),
             "QUANT": ROUNDINGS.index(self.rounding),
+            **({"ZEROS": 1} if self.zero_points else {}),
         }
         return Source(source_text(*self.program.files), self.program.entry, (*shared.items(), *self.macros))
 
@@ -166,6 +171,7 @@ def function_of(
     float32_output: bool,
     normed: bool,
     rounding: Rounding,
+    zero_points: bool = False,
 ) -> Function:
     """Compile and load a program for a plan, once. Positional arguments, and the identities of program and
     plan, make the lookup of every launch quick: 130 launches of a prompt wait for the host."""
@@ -178,6 +184,7 @@ def function_of(
         float32_output=float32_output,
         normed=normed,
         rounding=rounding,
+        zero_points=zero_points,
     )
     gpu = gpu_of(device)
     return Function(
@@ -195,6 +202,7 @@ def variant_of(
     float32_output: bool,
     normed: bool,
     rounding: Rounding,
+    zero_points: bool = False,
 ) -> Variant:
     """Return what a program is compiled for to serve a plan."""
     return Variant(
@@ -207,6 +215,7 @@ def variant_of(
         normed=normed,
         rounding=rounding,
         macros=chosen.macros,
+        zero_points=zero_points,
     )
 
 

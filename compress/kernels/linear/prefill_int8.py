@@ -2,6 +2,7 @@
 the residual before a result leaves the registers.
 
     y = (x_values W_codes^T) x_scale w_scale        scaled in float32, rounded once after the bias
+    y = (x_values W_codes^T - x_zero w_sum) x_scale w_scale         asymmetric rows (`int8.py`)
 
 A library's product (`torch._int_mm`) writes its sums as int32, which a second pass reads: four bytes written
 and four read, and two for each result (`prefill_int8_passes.py`). Sums are exact, so no tile changes a
@@ -30,7 +31,7 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.linear.int8 import SCHEMES, PackedInt8, refuse_long_sums, repack
+from compress.kernels.linear.int8 import SCHEMES, PackedInt8, refuse_long_sums, repack, zero_operands
 from compress.kernels.linear.launch import readable
 from compress.kernels.operands.gpu import Gpu, gpu_of
 from compress.kernels.operands.rows import INT8, QuantizedRows
@@ -103,6 +104,8 @@ def _linear(
     w_scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    x_zero_ptr: tl.tensor,
+    w_sum_ptr: tl.tensor,
     y_ptr: tl.tensor,
     num_rows: tl.tensor,
     OUT: tl.constexpr,
@@ -150,6 +153,10 @@ def _linear(
             sums = tl.dot(x, tl.trans(w), sums, out_dtype=tl.int32)
         x_scale = tl.load(x_scale_ptr + rows, mask=rows < num_rows, other=0.0)
         w_scale = tl.load(w_scale_ptr + outputs, mask=outputs < OUT, other=0.0)
+        if x_zero_ptr is not None:
+            x_zero = tl.load(x_zero_ptr + rows, mask=rows < num_rows, other=0)
+            w_sum = tl.load(w_sum_ptr + outputs, mask=outputs < OUT, other=0)
+            sums -= x_zero[:, None] * w_sum[None, :]
         y = sums.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
         if BIAS:
             y += tl.load(bias_ptr + outputs, mask=outputs < OUT, other=0.0).to(tl.float32)[None, :]
@@ -194,6 +201,7 @@ def linear(
         packed.scale_O,
         bias_O,
         None if residual_TO is None else residual_TO.contiguous(),
+        *zero_operands(x, packed),
         y_TO,
         num_rows,
         OUT=packed.n,

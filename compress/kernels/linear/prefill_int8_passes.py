@@ -1,7 +1,7 @@
 """W8A8 linear of many rows of int8 in two passes: cuBLAS writes sums as int32, and a second kernel scales
 them.
 
-    y = (x_values W_codes^T) x_scale w_scale        scaled in float32, rounded once after the bias
+    y = (x_values W_codes^T - x_zero w_sum) x_scale w_scale     scaled in float32, rounded once after the bias
 
 It serves what the linear of one pass (`prefill_int8.py`) refuses, and `scripts/bench_int8.py` compares the
 two.
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.linear.int8 import SCHEMES, PackedInt8, int_product, refuse_long_sums, repack
+from compress.kernels.linear.int8 import (
+    SCHEMES,
+    PackedInt8,
+    int_product,
+    refuse_long_sums,
+    repack,
+    zero_operands,
+)
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.operands.rows import INT8, QuantizedRows
 from compress.kernels.problem import Problem
@@ -28,6 +35,8 @@ def _scale(
     w_scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    x_zero_ptr: tl.tensor,
+    w_sum_ptr: tl.tensor,
     y_ptr: tl.tensor,
     stride: tl.tensor,
     OUT: tl.constexpr,
@@ -44,6 +53,8 @@ def _scale(
     there = outputs < OUT
     sums = tl.load(sums_ptr + row * stride + outputs, mask=there, other=0)
     w_scale = tl.load(w_scale_ptr + outputs, mask=there, other=0.0)
+    if x_zero_ptr is not None:
+        sums -= tl.load(x_zero_ptr + row) * tl.load(w_sum_ptr + outputs, mask=there, other=0)
     y = sums.to(tl.float32) * tl.load(x_scale_ptr + row) * w_scale
     if BIAS:
         y += tl.load(bias_ptr + outputs, mask=there, other=0.0).to(tl.float32)
@@ -75,6 +86,7 @@ def linear(
         packed.scale_O,
         bias_O,
         None if residual_TO is None else residual_TO.contiguous(),
+        *zero_operands(x, packed),
         y_TO,
         sums_TO.stride(0),
         OUT=packed.n,

@@ -67,6 +67,8 @@ def linear(
     device = matrices.data.device
     values, x_scale = (x.values_TK, x.scale_T.contiguous()) if isinstance(x, QuantizedRows) else (x, None)
     values = readable(values)
+    zero_T = x.zero_T if isinstance(x, QuantizedRows) else None
+    assert (zero_T is None) == (blocks.sum_O is None), "asymmetric rows need sums of codes, others have none"
     y_TO = torch.empty(num_rows, size, dtype=out_dtype or blocks.dtype, device=device)
     if num_rows == 0:
         return y_TO
@@ -82,6 +84,7 @@ def linear(
         scale_rows=blocks.scale_rows,
         bias=bias_O,
         residual=None if residual_TO is None else residual_TO.contiguous(),
+        zeros=None if zero_T is None or blocks.sum_O is None else (zero_T.contiguous(), blocks.sum_O),
     )
     return y_TO
 

@@ -92,12 +92,17 @@ def linear_in_tiles(
     """Return y [T, O], rounded to the model's dtype before the bias and the residual are added."""
     if isinstance(x, QuantizedRows):
         assert packed.scale_O is not None, "quantized rows need a weight whose scale is kept apart"
-        y_TO = row_product(x.values_TK, packed.blocks, rows=rows)
+        y_TO = row_product(_levels(x), packed.blocks, rows=rows)
         y_TO = y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
     else:
         y_TO = row_product(x, packed.blocks, rows=rows)
     y_TO = finished(y_TO, packed.dtype, bias_O, residual_TO)
     return y_TO if out_dtype is None else y_TO.to(out_dtype)
+
+
+def _levels(x: QuantizedRows) -> Tensor:
+    """Return the values of rows less their zero points: at most 255, exact in every dtype of factors."""
+    return x.values_TK if x.zero_T is None else x.values_TK.to(torch.float32) - x.zero_T.unsqueeze(1)
 
 
 def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str | None) -> str | None:

@@ -68,7 +68,8 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
         return "w4"
     if scheme.type == "float" and scheme.activation in ("token", "group"):
         return "fp8" if scheme.activation == "token" else "fp8_block"
-    return "int8" if scheme.type == "int" and scheme.num_bits == 8 and scheme.activation == "token" else None
+    rounds_to_int8 = scheme.type == "int" and scheme.num_bits == 8 and scheme.activation == "token"
+    return "int8" if rounds_to_int8 and scheme.input_symmetric else None
 
 
 Weight = Tensor | QuantizedWeight

@@ -6,7 +6,8 @@
 //                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales
 //     y                 slices ascend, in float32
 //
-// Sums of int8 are whole numbers of 32 bits, exact in any order, until both scales multiply them.
+// Sums of int8 are whole numbers of 32 bits, exact in any order, until both scales multiply them; before that, the product of a row's zero point and
+// the sum of the output's codes is subtracted where ZEROS is 1 (rows in order alone).
 //
 // So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
 // takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
@@ -24,6 +25,9 @@
 // rows of x are pairs; COMBINE = the choices of a token, a warp each, which the block adds; OUT32 = y is float32; SPLIT; STAGED;
 // TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
 
+#ifndef ZEROS
+#define ZEROS 0
+#endif
 #if FORMAT == 4
 typedef int Sum;
 #else
@@ -57,6 +61,8 @@ struct Args {
     const int* pairs;  // NULL: unit u is pair u
     const float* weights;
     u16* combined;
+    const int* x_zero;  // ZEROS
+    const int* w_sum;
     long long expert_bytes, expert_scales;
     int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
 };
@@ -409,6 +415,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             const int output = m * size + first_output + own;
             Sum whole = *sum;
             for (int s = 1; s < slices; ++s) whole += sum[s * OWN];
+#if ZEROS
+            whole -= load_index(args.x_zero + row_of(pair)) * args.w_sum[output];
+#endif
             float v = whole;
             if (FORMAT == 2 || FORMAT == 4) {
                 const float x_scale = load_float(args.x_scale + row_of(pair)) * (FP8 ? E4M3_FACTOR : 1.0f);

@@ -77,6 +77,7 @@ class Variant:
     choices: int
     float32_output: bool
     tile: Tile
+    zero_points: bool = False
 
     @property
     def source(self) -> Source:
@@ -97,6 +98,7 @@ class Variant:
             "DEPTH": self.tile.depth,
             "WARPS": self.warps,
             "BLOCKS": self.tile.blocks,
+            **({"ZEROS": 1} if self.zero_points else {}),
         }
         return Source(source_text(*SOURCES), "sliced_product", tuple(macros.items()))
 
@@ -125,6 +127,7 @@ def variant_of(
     out_dtype: torch.dtype,
     rows: Rows = "in order",
     choices: int = 0,
+    zero_points: bool = False,
 ) -> Variant:
     """Return what the kernel is compiled for to serve weights."""
     return Variant(
@@ -138,6 +141,7 @@ def variant_of(
         choices=choices,
         float32_output=out_dtype == torch.float32,
         tile=tile,
+        zero_points=zero_points,
     )
 
 
@@ -170,6 +174,8 @@ class _Arguments(ctypes.Structure):
                 "pairs",
                 "weights",
                 "combined",
+                "x_zero",
+                "w_sum",
             )
         ),
         *((name, ctypes.c_longlong) for name in ("expert_bytes", "expert_scales")),
@@ -206,12 +212,14 @@ def multiply(
     rows: Rows = "in order",
     chosen: Chosen | None = None,
     total: Sum | None = None,
+    zeros: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write y = x W^T of `num_rows` rows in order, or of the pairs of `chosen`: [.., O], or [.., O / 2] with
     an activation, in the model's `dtype` or in float32; or the `total` of each token's pairs, [T, O].
 
     x are numbers of that dtype, or e4m3 or int8 codes with their scales. `scale_rows` outputs share a scale
-    of fp8_block. The residual is of rows in order.
+    of fp8_block. The residual is of rows in order, and so are `zeros`: the zero points [T] of asymmetric int8
+    rows and the sums [O] of the codes of each output, int32.
     """
     device = matrices.data.device
     steps = steps_of(matrices)
@@ -227,6 +235,7 @@ def multiply(
         out_dtype=y.dtype,
         rows=rows,
         choices=0 if total is None or chosen is None else chosen.top_k,
+        zero_points=zeros is not None,
     )
     tensors = (
         x,
@@ -241,6 +250,7 @@ def multiply(
         None if chosen is None else chosen.pairs,
         None if total is None else total.weights_TK,
         None if total is None else y,
+        *(zeros or (None, None)),
     )
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),

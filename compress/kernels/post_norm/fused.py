@@ -32,6 +32,8 @@ def _post_norm(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    static_zero_ptr: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -58,7 +60,10 @@ def _post_norm(
     tl.store(sum_ptr + at, total, mask=mask)
     if following_ptr is not None:
         rows = normed_row(total, following, following_eps, SIZE, FOLLOWING_CENTERED)
-        store_row(rows, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+        store_row(
+            rows, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
+            SIZE, BLOCK, QUANT, GROUP, CONVERTS,
+        )  # fmt: skip
 
 
 def post_norm(
@@ -78,7 +83,9 @@ def post_norm(
         assert each is None or (each.weight.shape == (size,) and each.weight.dtype in (dtype, torch.float32))
     sum_TD = torch.empty(num_rows, size, dtype=dtype, device=x_TD.device)
     rows: Tensor | QuantizedRows | None = None
-    output: dict[str, Any] = dict.fromkeys(("out_ptr", "scale_ptr", "static_ptr"))
+    output: dict[str, Any] = dict.fromkeys(
+        ("out_ptr", "scale_ptr", "static_ptr", "zero_ptr", "static_zero_ptr")
+    )
     output |= {"QUANT": 0, "GROUP": 0, "CONVERTS": False}
     if following is not None:
         rows, output = row_output(num_rows, size, dtype, x_TD.device, quant)

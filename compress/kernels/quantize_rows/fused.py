@@ -3,6 +3,7 @@ group of its columns; and the end of every row kernel: its result is stored as i
 out.
 
     scale = max(absmax(x) / largest, tiny),  value = round(x / scale)    quotients rounded as in IEEE 754
+    asymmetric int8: scale = max((most - least) / 255, tiny),  value = round(x / scale) + zero point
 
 `operands/rows.py` has the definition. One program holds one whole row in registers, and its shape follows
 from the size of a row alone: a row's bits depend on nothing but the row. Rounding to e4m3 (half to even)
@@ -27,7 +28,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, group_scale, larger
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
+from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -53,11 +54,12 @@ def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
     """Return fresh rows [T, K], with one scale each or one for each group, and the keyword arguments by which
-    `store_row` fills them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8, 4 dynamic by `GROUP`."""
+    `store_row` fills them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8, 4 dynamic by `GROUP`, 5
+    static int8, 6 dynamic asymmetric int8, 7 static asymmetric int8."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
-        nothing = {"scale_ptr": out, "static_ptr": out, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
-        return out, {"out_ptr": out, **nothing}
+        nothing = {"scale_ptr": out, "static_ptr": out, "zero_ptr": None, "static_zero_ptr": None}
+        return out, {"out_ptr": out, **nothing, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
     group_size = quant.group_size or 0
     assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
     assert group_size == 0 or size % group_size == 0, f"{size} features are no whole groups of {group_size}"
@@ -65,14 +67,27 @@ def row_output(
     shape = (num_rows, size // group_size) if group_size else (num_rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=device)
     static = scale if quant.static_scale is None else quant.static_scale
-    how = 4 if group_size else 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
-    arguments = {"out_ptr": values, "scale_ptr": scale, "static_ptr": static, "QUANT": how}
-    converts = converts_e4m3(device)
-    return QuantizedRows(values.view(quant.dtype), scale), {
-        **arguments,
+    zero = None if quant.symmetric else torch.empty(num_rows, dtype=torch.int32, device=device)
+    return QuantizedRows(values.view(quant.dtype), scale, zero), {
+        "out_ptr": values,
+        "scale_ptr": scale,
+        "static_ptr": static,
+        "zero_ptr": zero,
+        "static_zero_ptr": quant.static_zero,
+        "QUANT": 4 if group_size else _how(quant),
         "GROUP": group_size,
-        "CONVERTS": converts,
+        "CONVERTS": converts_e4m3(device),
     }
+
+
+def _how(quant: ActivationQuant) -> int:
+    """Return `QUANT` of rows whose columns have one scale."""
+    is_static = quant.static_scale is not None
+    if quant.dtype == FP8:
+        return 2 if is_static else 1
+    if quant.symmetric:
+        return 5 if is_static else 3
+    return 7 if is_static else 6
 
 
 @jit()
@@ -82,6 +97,8 @@ def store_row(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    static_zero_ptr: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -101,6 +118,25 @@ def store_row(
         codes = e4m3(parts, scale[:, None], CONVERTS)
         tl.store(out_ptr, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
         tl.store(scale_ptr + row.to(tl.int64) * (SIZE // GROUP) + groups, scale, mask=groups < SIZE // GROUP)
+    elif QUANT >= 5:
+        y = y.to(tl.float32)
+        if QUANT == 6:
+            depth = tl.reduce(larger(-y, 0.0), 0, larger)  # less the least number
+            scale = larger(tl.div_rn(tl.reduce(larger(y, 0.0), 0, larger) + depth, 255.0), 1 / (1 << 40))
+            zero = nearest(tl.minimum(tl.maximum(tl.div_rn(depth, scale) - 128.0, -128.0), 127.0))
+            divisor = scale
+        else:
+            divisor = tl.load(static_ptr)
+            broken = float("nan")
+            scale = tl.where(tl.reduce(tl.abs(y), 0, larger) < float("inf"), divisor, broken)
+            zero = tl.load(static_zero_ptr) if QUANT == 7 else 0
+        # beyond 512 steps a code saturates, whatever the zero point
+        steps = nearest(tl.minimum(tl.maximum(tl.div_rn(y, divisor), -512.0), 512.0))
+        code = tl.minimum(tl.maximum(steps + zero, -128), 127)
+        tl.store(out_ptr, code.to(tl.uint8), mask=columns < SIZE)
+        tl.store(scale_ptr + row, scale)
+        if QUANT != 5:
+            tl.store(zero_ptr + row, zero)
     else:
         y = y.to(tl.float32)
         if QUANT == 2:
@@ -113,6 +149,12 @@ def store_row(
         else:
             tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
+
+
+@jit()
+def nearest(x: tl.tensor) -> tl.tensor:
+    """Return the integers nearest to x, ties to even, |x| below 2^22, as int32."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit()
@@ -129,6 +171,8 @@ def _quantize_rows(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    static_zero_ptr: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -141,7 +185,10 @@ def _quantize_rows(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+    store_row(
+        x, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
+        SIZE, BLOCK, QUANT, GROUP, CONVERTS,
+    )  # fmt: skip
 
 
 def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:

@@ -44,6 +44,8 @@ def _rms_norm(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    static_zero_ptr: tl.tensor,
     WEIGHT_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,7 +62,10 @@ def _rms_norm(
     wait(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
     y = normed_row(x, weight, eps, SIZE, CENTERED)
-    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+    store_row(
+        y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
+        SIZE, BLOCK, QUANT, GROUP, CONVERTS,
+    )  # fmt: skip
 
 
 def rms_norm(

@@ -2,8 +2,9 @@
 
 A smoother's scale is folded into the producer and the statistics are rescaled with it (H' = H / (s s^T)), so
 the rounder needs no second observation. The linears of a group are rounded as one matrix, stacked along O,
-and share the scale of a static input; no block of rows with one scale extends over two linears. Linears
-without a scheme are left out, and so is a smoother that has no effect on the linears' scheme.
+and share the scale and the zero point of a static input; no block of rows with one scale extends over two
+linears. Linears without a scheme are left out, and so is a smoother that has no effect on the linears'
+scheme.
 
 Shapes: O out, I in.
 """
@@ -15,10 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.calibrate.input_range import range_stats, static_input
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.side_by_side import num_at_once, side_by_side
-from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.models.decoder import SmoothingPair
@@ -26,7 +28,7 @@ from compress.models.layer_shape import LinearGroup
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
 from compress.quant.global_scale import with_one_global_scale
-from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
+from compress.quant.numerics import nearest_weight, output_error, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 CPU_PIECE = (1 << 15) - 1
@@ -113,11 +115,10 @@ class RoundPass:
         self._stored_dtype = stored_dtype
 
     def needs(self) -> tuple[type[Stat], ...]:
-        has_static_inputs = any(scheme.activation == "tensor" for scheme in self._schemes.all)
         methods = (self._rounder, self._refiner, self._target)
         return (
             SecondMoment,
-            *((AbsMax,) if has_static_inputs else ()),
+            *range_stats(self._schemes.all),
             *(kind for method in methods if method is not None for kind in method.needs()),
         )
 
@@ -190,7 +191,8 @@ class RoundPass:
                 _stacked_blocks(targets(), scheme), rounded.weight, stats, state.output_moment(linears)
             )
         (whole,) = with_one_global_scale([refined.weight])
-        weights = _split_rows(replace(whole, input_scale=self._input_scale(stats, scheme)), rows)
+        input_scale, input_zero = static_input(stats, scheme, self._stored_dtype)
+        weights = _split_rows(replace(whole, input_scale=input_scale, input_zero_point=input_zero), rows)
         unrefined = _split_rows(rounded.weight, rows)
         h_II = stats[SecondMoment].mean()
         for linear, w_OI, weight, before in zip(linears, targets(), weights, unrefined, strict=True):
@@ -201,22 +203,6 @@ class RoundPass:
                 row.update(codes_moved=_changed_frac(before.codes_OI, weight.codes_OI))
         for linear, weight in zip(linears, weights, strict=True):
             state.quantize(linear, weight)
-
-    def _input_scale(self, stats: InputStats, scheme: Scheme) -> Tensor | None:
-        """Return the scale of a static input, a float32 scalar; None for other schemes.
-
-        Raises:
-            UsageError: the inputs reached NaN or infinity.
-        """
-        if scheme.activation != "tensor":
-            return None
-        largest = stats[AbsMax].max()
-        if not bool(torch.isfinite(largest)):
-            raise UsageError(
-                "the calibration data drives the inputs to NaN or infinity, so they have no range. "
-                "Check the checkpoint."
-            )
-        return static_input_scale(largest, scheme, self._stored_dtype)
 
 
 class DataFreePass:
@@ -329,6 +315,6 @@ def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeigh
     scales = weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [
-        QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, weight.input_scale, weight.global_scale)
+        replace(weight, codes_OI=codes_OI, scale_OG=scale_OG, zero_point_OG=zero_OG)
         for codes_OI, scale_OG, zero_OG in zip(codes, scales, zeros, strict=True)
     ]

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.gradients import GradientVisitor
-from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
+from compress.calibrate.input_range import range_stats, static_input
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
 from compress.models.decoder import DecoderLayer
 from compress.models.layer_shape import LinearGroup
-from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
+from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import Scheme
 
 
@@ -57,16 +58,17 @@ class Sensitivities(GradientVisitor):
         }
 
     def needs(self) -> tuple[type[Stat], ...]:
-        return SecondMoment, AbsMax
+        return SecondMoment, *range_stats(self._schemes)
 
     @torch.no_grad()
     def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self._moved.clear()
         for group in layer.groups():
             h_II = stats[group.tap][SecondMoment].mean()
-            largest = stats[group.tap][AbsMax].max()
             for scheme in self._schemes:
-                self._input[group.tap, scheme.name] = _input_quant(scheme, largest, self._stored_dtype)
+                self._input[group.tap, scheme.name] = _input_quant(
+                    scheme, stats[group.tap], self._stored_dtype
+                )
                 for linear in group.linears:
                     w_OI = layer.linear(linear).weight.to(torch.float32)
                     padded_OI = whole_blocks(w_OI, scheme)
@@ -98,10 +100,7 @@ class Sensitivities(GradientVisitor):
             sums[scheme.name] = sums.get(scheme.name, 0.0) + float(moved_T.square().sum())
 
 
-def _input_quant(scheme: Scheme, largest: Tensor, stored_dtype: torch.dtype) -> ActivationQuant | None:
+def _input_quant(scheme: Scheme, stats: InputStats, stored_dtype: torch.dtype) -> ActivationQuant | None:
     if scheme.activation is None:
         return None
-    static_scale = (
-        static_input_scale(largest, scheme, stored_dtype) if scheme.activation == "tensor" else None
-    )
-    return activation_quant(scheme, static_scale)
+    return activation_quant(scheme, *static_input(stats, scheme, stored_dtype))

@@ -36,9 +36,10 @@ ROWS = (
     ),
     ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "none: dequantized to 16 bits"),
     (
-        "`INT8_DYNAMIC`",
+        "`INT8_DYNAMIC`, `INT8_STATIC`, each also `_ASYM`",
         "8-bit integers, a scale an output channel",
-        "8-bit integers, a scale a token",
+        "8-bit integers; a scale a token, found while serving, or one scale an input, calibrated; `_ASYM` "
+        "with a zero point beside it",
         "from sm_80, decoding by warpgroup instructions on sm_90",
     ),
     (

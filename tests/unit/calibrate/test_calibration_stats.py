@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.calibrate.layer_run import PIECE_TOKENS, LayerRun, piece_tokens_of, shards_of_rank
-from compress.calibrate.stats import AbsMax, AbsMean, MergeTree, SecondMoment
+from compress.calibrate.stats import AbsMax, AbsMean, MergeTree, Range, SecondMoment
 from compress.context import NUM_SHARDS
 from tests.support.tiny_decoder import tiny_arch
 from tests.unit.calibrate.test_experts import MOE
@@ -179,6 +179,29 @@ def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(nu
     assert float(total.max()) == max(float(x_TD.abs().max()) for x_TD in xs)
     total.rescale_(scale_D)
     assert float(total.max()) == max(float((x_TD / scale_D).abs().max()) for x_TD in xs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_both_ends_of_inputs_cover_all_tokens_and_zero_and_follow_a_folded_scale(num_ranks: int) -> None:
+    xs = [x_TD + 0.5 for x_TD in samples()]
+    scale_D = torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.1
+    tree: MergeTree[Range] = MergeTree()
+    for rank in range(num_ranks):
+        stat = Range()
+        for x_TD in xs[rank::num_ranks]:
+            stat.update(x_TD)
+        tree.push(rank, stat)
+    total = tree.root()
+    all_TD = torch.cat(xs)
+    assert [float(each) for each in total.whole()] == [float(all_TD.min()), float(all_TD.max())]
+    total.rescale_(scale_D)
+    assert [float(each) for each in total.whole()] == [
+        float((all_TD / scale_D).min()),
+        float((all_TD / scale_D).max()),
+    ]
+    positive = Range()
+    positive.update(torch.rand(3, 4) + 1)
+    assert positive.whole()[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+from compressed_tensors.quantization.lifecycle.forward import quantize as library_quantize
 from torch import nn
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
 from compress.export.config_groups import group_of
+from compress.kernels.operands.rows import activation_quant, quantize
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
@@ -67,10 +69,28 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
         assert (inputs.num_bits, inputs.type, inputs.symmetric) == (
             8,
             scheme.activation_type or scheme.type,
-            True,
+            scheme.input_symmetric,
         )
         assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation != "tensor")
         assert inputs.group_size == (128 if scheme.activation == "group" else None)
+
+
+@pytest.mark.parametrize("name", ["INT8_STATIC", "INT8_STATIC_ASYM"])
+def test_the_library_rounds_static_inputs_to_the_same_codes(name: str) -> None:
+    """But for halves: the library rounds after it added the zero point, which may be odd."""
+    scheme = SCHEMES[name]
+    scale = torch.tensor(0.013)
+    zero = None if scheme.input_symmetric else torch.tensor(-77, dtype=torch.int8)
+    (group,) = QuantizationConfig.model_validate(config(name)).config_groups.values()
+    x_TI = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    theirs = library_quantize(
+        x_TI, scale.reshape(1), None if zero is None else zero.reshape(1), group.input_activations
+    )
+    ours = quantize(x_TI, activation_quant(scheme, scale, zero)).values_TK
+    assert {-128, 127} <= set(ours.flatten().tolist())
+    moved = (ours.to(torch.int32) - theirs.to(torch.int32)).abs()
+    assert moved.max() <= 1
+    assert torch.count_nonzero(moved) <= (0 if zero is None else 3)
 
 
 @pytest.mark.parametrize("head", ["FP8_DYNAMIC", "W8A16", "INT8_DYNAMIC"])
@@ -289,7 +309,8 @@ def test_vllm_does_not_fuse_linears_that_end_within_a_block() -> None:
     ("part", "change"),
     [
         ("input_activations", {"dynamic": False}),
-        ("input_activations", {"symmetric": False}),
+        ("input_activations", {"symmetric": None}),
+        ("input_activations", {"dynamic": "local"}),
         ("input_activations", {"type": "float"}),
         ("input_activations", {"strategy": "tensor"}),
         ("weights", {"symmetric": False}),
@@ -302,6 +323,31 @@ def test_other_int8_linears_than_those_computed_here_are_refused(part: str, chan
     said["config_groups"]["group_0"][part].update(change)
     with pytest.raises(UnsupportedFormat, match="int-quantized of 8 bits"):
         FORM.codec.schemes(said, LINEARS)
+
+
+@pytest.mark.parametrize("name", ["INT8_DYNAMIC", "INT8_DYNAMIC_ASYM", "INT8_STATIC", "INT8_STATIC_ASYM"])
+def test_a_config_says_how_integer_inputs_are_rounded(name: str) -> None:
+    said = config(name)
+    inputs = said["config_groups"]["group_0"]["input_activations"]
+    assert inputs["symmetric"] is not name.endswith("_ASYM")
+    assert (inputs["strategy"], inputs["dynamic"]) == (
+        ("tensor", False) if "STATIC" in name else ("token", True)
+    )
+    assert FORM.codec.schemes(said, LINEARS) == {LINEARS[0]: SCHEMES[name]}
+
+
+@pytest.mark.parametrize(
+    "zero_point", [torch.tensor([1, 2]), torch.tensor(0.5), torch.tensor([200]), torch.tensor([-129])]
+)
+def test_an_input_zero_point_that_is_no_code_is_refused(zero_point: torch.Tensor) -> None:
+    codes_OI = torch.zeros(6, 4, dtype=torch.int8)
+    leaves = {"weight": codes_OI, "weight_scale": torch.ones(6, 1), "input_scale": torch.ones(1)}
+    scheme = SCHEMES["INT8_STATIC_ASYM"]
+    with pytest.raises(UnsupportedFormat, match="one integer of 8 bits belongs"):
+        FORM.codec.decode({**leaves, "input_zero_point": zero_point}, scheme)
+    read = FORM.codec.decode({**leaves, "input_zero_point": torch.tensor([-5])}, scheme)
+    assert read.input_zero_point is not None
+    assert (read.input_zero_point.dtype, read.input_zero_point.item()) == (torch.int8, -5)
 
 
 def test_the_naive_name_of_a_form_is_read_by_the_type_of_its_numbers() -> None:

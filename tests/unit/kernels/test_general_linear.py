@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import int8, prefill_int8
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates, refusals, select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -41,19 +41,17 @@ def kernel_of(
 
 def rows_of(x_TI: Tensor, name: str | None) -> tuple[Tensor | QuantizedRows, Tensor]:
     """Return rows as a scheme rounds them, and the numbers that they are."""
-    kind = SCHEMES[name].activation if name is not None else None
-    if kind is None:
+    scheme = SCHEMES[name] if name is not None else None
+    if scheme is None or scheme.activation is None:
         return x_TI, x_TI.double()
-    static = torch.tensor(0.02) if kind == "tensor" else None
-    dtype = SCHEMES[name].code_dtype
-    rows = quantize(x_TI, ActivationQuant(static, dtype, 128 if kind == "group" else None))
+    static = torch.tensor(0.02) if scheme.activation == "tensor" else None
+    zero = None if scheme.input_symmetric or static is None else torch.tensor(-30)
+    rows = quantize(x_TI, activation_quant(scheme, static, zero))
     return rows, rows.dequantize(torch.float64)
 
 
 def some(rows: Tensor | QuantizedRows, start: int, stop: int) -> Tensor | QuantizedRows:
-    if isinstance(rows, Tensor):
-        return rows[start:stop]
-    return QuantizedRows(rows.values_TK[start:stop], rows.scale_T[start:stop])
+    return rows[start:stop]
 
 
 def in_float64(
@@ -117,10 +115,14 @@ def test_products_of_odd_sizes(
 @inside
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("rows", "n", "k"), [(70, 37, 144), (33, 72, 32), (300, 24, 128)])
-def test_int8_in_one_pass_has_the_bits_of_the_reference(rows: int, n: int, k: int, persistent: bool) -> None:
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8_in_one_pass_has_the_bits_of_the_reference(
+    rows: int, n: int, k: int, persistent: bool, symmetric: bool
+) -> None:
     dtype = torch.float16  # the interpreter cuts off what bfloat16 has no room for
-    packed = int8.repack([weight((n, k), "INT8_DYNAMIC", dtype, 3)], dtype=dtype, device=CPU, gated=False)
-    x = quantize(randn(rows, k, seed=1).to(dtype), ActivationQuant(dtype=int8.INT8))
+    name = "INT8_DYNAMIC" if symmetric else "INT8_DYNAMIC_ASYM"
+    packed = int8.repack([weight((n, k), name, dtype, 3)], dtype=dtype, device=CPU, gated=False)
+    x = quantize(randn(rows, k, seed=1).to(dtype) + 1, ActivationQuant(dtype=int8.INT8, symmetric=symmetric))
     residual = randn(rows, n, seed=2).to(dtype)
     tile = prefill_int8.PromptTile(16, 32, 64, 4, 2, persistent)
     for given in ({"residual_TO": residual}, {"out_dtype": torch.float32}, {}):

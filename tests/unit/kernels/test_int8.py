@@ -1,16 +1,26 @@
 """INT8 rows and their linear: the definition, sums that lose nothing, bits that every kernel shares, and what
 is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear.int8 import MAX_K, PackedInt8, int_product, linear, refusal, repack
+from compress.kernels.linear.int8 import MAX_K, MAX_K_OF, PackedInt8, int_product, linear, refusal, repack
 from compress.kernels.linear.launch import prepare_rows
 from compress.kernels.linear.prefill_int8 import tile_of
 from compress.kernels.linear.slices import linear as in_slices
 from compress.kernels.operands.gpu import Gpu
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, RawRows, quantize
+from compress.kernels.operands.rows import (
+    FP8,
+    INT8,
+    ActivationQuant,
+    QuantizedRows,
+    RawRows,
+    input_quant,
+    quantize,
+)
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.select import select
 from compress.models.weights import MemorySource, build_decoder, dense
@@ -23,6 +33,13 @@ from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_token
 
 CPU = torch.device("cpu")
 SCHEME = SCHEMES["INT8_DYNAMIC"]
+STATIC = ActivationQuant(torch.tensor(0.021), INT8)
+ASYMMETRIC = ActivationQuant(dtype=INT8, symmetric=False)
+STATIC_ASYMMETRIC = ActivationQuant(
+    torch.tensor(0.013), INT8, symmetric=False, static_zero=torch.tensor(-91, dtype=torch.int32)
+)
+QUANTS = {"INT8_STATIC": STATIC, "INT8_DYNAMIC_ASYM": ASYMMETRIC, "INT8_STATIC_ASYM": STATIC_ASYMMETRIC}
+each_quant = pytest.mark.parametrize(("name", "quant"), QUANTS.items(), ids=QUANTS)
 ARCH = tiny_arch(
     LLAMA,
     hidden_size=128,
@@ -51,8 +68,18 @@ def weights(*rows: int, in_features: int) -> list[QuantizedWeight]:
     ]
 
 
-def packed(*rows: int, in_features: int, dtype: torch.dtype = torch.float32) -> PackedInt8:
-    return repack(weights(*rows, in_features=in_features), dtype=dtype, device=CPU, gated=False)
+def packed(
+    *rows: int, in_features: int, dtype: torch.dtype = torch.float32, name: str = "INT8_DYNAMIC"
+) -> PackedInt8:
+    parts = [replace(each, scheme=SCHEMES[name]) for each in weights(*rows, in_features=in_features)]
+    return repack(parts, dtype=dtype, device=CPU, gated=False)
+
+
+def skewed(rows: int, k: int, *, seed: int) -> Tensor:
+    """Rows most of whose numbers are positive, and one of whose are all negative."""
+    x_TK = randn(rows, k, seed=seed).exp() - 0.7
+    x_TK[1::5] *= -1
+    return x_TK
 
 
 @pytest.mark.parametrize(
@@ -137,8 +164,84 @@ def test_a_broken_row_stays_broken_and_alone(broken: float) -> None:
 def test_rows_of_another_type_are_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="another type"):
         linear(quantize(torch.ones(2, 64), ActivationQuant(dtype=FP8)), packed(8, in_features=64), None)
-    with pytest.raises(AssertionError, match="own scales"):
-        ActivationQuant(torch.tensor(0.1), INT8)
+    with pytest.raises(AssertionError, match="goes with an asymmetric static scale"):
+        ActivationQuant(torch.tensor(0.1), INT8, symmetric=False)
+    with pytest.raises(AssertionError, match="those of int8"):
+        ActivationQuant(symmetric=False)
+    with pytest.raises(AssertionError, match="need sums of codes"):
+        linear(quantize(torch.ones(2, 64), ASYMMETRIC), packed(8, in_features=64), None)
+
+
+@each_quant
+def test_asymmetric_and_static_rows_are_corrected_exactly(name: str, quant: ActivationQuant) -> None:
+    """Against float64 and against the sums of codes less zero points, whose products are whole numbers."""
+    layout = packed(37, 20, in_features=1300, name=name)
+    rows = quantize(skewed(11, 1300, seed=2), quant)
+    levels_TK = rows.values_TK.double() - (0 if rows.zero_T is None else rows.zero_T.double().unsqueeze(1))
+    sums_TO = levels_TK @ layout.codes_OI[:57, :1300].double().t()
+    exact_TO = sums_TO.float() * rows.scale_T.unsqueeze(1) * layout.scale_O
+    assert torch.equal(linear(rows, layout, None), exact_TO)
+    assert (layout.sum_O is not None) == (rows.zero_T is not None)
+    alone = quantize(skewed(11, 1300, seed=2)[3:4], quant)
+    assert torch.equal(linear(alone, layout, None), exact_TO[3:4])
+
+
+def test_asymmetric_rows_spend_their_range_on_the_numbers_there_are() -> None:
+    x_TK = skewed(40, 512, seed=5)
+    symmetric = quantize(x_TK, ActivationQuant(dtype=INT8)).dequantize(torch.float32) - x_TK
+    rows = quantize(x_TK, ASYMMETRIC)
+    error = rows.dequantize(torch.float32) - x_TK
+    assert rows.zero_T is not None
+    assert error.square().mean() < 0.5 * symmetric.square().mean()
+    inside = (rows.values_TK > -128) & (rows.values_TK < 127)  # an end may lie half a step beyond
+    assert bool((error.abs() <= rows.scale_T.unsqueeze(1) * torch.where(inside, 0.501, 1.001)).all())
+    assert torch.count_nonzero(quantize(torch.zeros(2, 5), ASYMMETRIC).dequantize(torch.float32)) == 0
+
+
+def test_static_codes_saturate_at_the_ends() -> None:
+    x_TK = torch.tensor([[1e9, -1e9, 2.6, -0.013]])
+    assert quantize(x_TK, STATIC).values_TK.tolist() == [[127, -128, 124, -1]]
+    assert quantize(x_TK, STATIC_ASYMMETRIC).values_TK.tolist() == [[127, -128, 109, -92]]
+
+
+def test_the_longest_sums_less_zero_points_do_not_overflow() -> None:
+    """The sum before its correction is beyond int32, and so is the correction."""
+    k = MAX_K_OF["INT8_STATIC_ASYM"]
+    w_OI = torch.full((8, k), -128, dtype=INT8)
+    sum_O = w_OI.sum(dim=1, dtype=torch.int32)
+    layout = PackedInt8(torch.nn.functional.pad(w_OI, (0, -k % 8)), torch.ones(8), torch.float32, sum_O)
+    rows = QuantizedRows(
+        torch.full((1, k), 127, dtype=INT8), torch.ones(1), torch.full((1,), -128, dtype=torch.int32)
+    )
+    assert linear(rows, layout, None).unique().tolist() == [float(-255 * 128 * k)]
+    for name, most in MAX_K_OF.items():
+        problem = Problem("linear", 8, most + 1, 1, 8, True, name, torch.bfloat16, "cpu", 0)
+        assert "overflow" in str(refusal(problem))
+        assert refusal(replace(problem, k=most)) is None
+
+
+def test_linears_that_share_an_input_share_a_range_that_covers_all_of_theirs() -> None:
+    """Checkpoints of other tools may have several; equal ones keep their numbers."""
+
+    def with_input(scale: float, zero: int) -> QuantizedWeight:
+        (weight,) = weights(8, in_features=64)
+        zero_point = torch.tensor(zero, dtype=torch.int8)
+        return replace(
+            weight,
+            scheme=SCHEMES["INT8_STATIC_ASYM"],
+            input_scale=torch.tensor(scale),
+            input_zero_point=zero_point,
+        )
+
+    same = input_quant([with_input(0.1, 7), with_input(0.1, 7)], CPU)
+    assert same is not None
+    assert same.static_scale is not None
+    assert same.static_zero is not None
+    assert (same.static_scale.item(), same.static_zero.item()) == (torch.tensor(0.1).item(), 7)
+    both = input_quant([with_input(0.1, -128), with_input(0.1, 127)], CPU)  # 0 .. 25.5 and -25.5 .. 0
+    assert both is not None
+    x_TK = torch.tensor([[25.5, -25.5, 0.0]])
+    assert (quantize(x_TK, both).dequantize(torch.float32) - x_TK).abs().max() <= 0.11
 
 
 @needs_compiler
@@ -170,8 +273,10 @@ def test_rows_prepared_for_a_linear_are_those_of_the_definition(
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("INT8_")])
 @pytest.mark.parametrize(("n", "k", "activation"), [(21, 1296, None), (48, 144, "silu")])
 def test_products_in_slices_have_the_bits_of_the_reference(
+    name: str,
     n: int,
     k: int,
     activation: str | None,
@@ -179,8 +284,9 @@ def test_products_in_slices_have_the_bits_of_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_emulated(monkeypatch, tmp_path_factory.getbasetemp())
-    layout = packed(n, in_features=k, dtype=torch.bfloat16)
-    rows = quantize(randn(19, k, seed=3).to(torch.bfloat16), ActivationQuant(dtype=INT8))
+    layout = packed(n, in_features=k, dtype=torch.bfloat16, name=name)
+    quant = QUANTS.get(name, ActivationQuant(dtype=INT8))
+    rows = quantize(skewed(19, k, seed=3).to(torch.bfloat16), quant)
     whole = linear(rows, layout, None, out_dtype=torch.float32)
     if activation is None:
         residual_TO = randn(19, n, seed=4).to(torch.bfloat16)
@@ -200,6 +306,7 @@ def test_the_reference_serves_a_cpu(m_max: int) -> None:
     assert select(problem).name == "reference.int8"
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("INT8_")])
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(
     ("k", "kernels"),
@@ -209,15 +316,17 @@ def test_the_reference_serves_a_cpu(m_max: int) -> None:
         (136, ("reference.int8", "int8.cublas")),
     ],
 )
-def test_a_gpu_has_kernels_of_its_own(k: int, kernels: tuple[str, str], sm: int) -> None:
+def test_a_gpu_has_kernels_of_its_own(k: int, kernels: tuple[str, str], sm: int, name: str) -> None:
     pytest.importorskip("triton")
     decode, prefill = kernels
     decode = "cuda.slices.int8" if sm == 80 and decode == "hopper.int8" else decode
     for phase, expected in (("decode", decode), ("prefill", prefill)):
         asked = KernelDevice("cuda", sm, torch.bfloat16).problem(
-            "linear", n=192, k=k, phase=phase, scheme="INT8_DYNAMIC"
+            "linear", n=192, k=k, phase=phase, scheme=name
         )
-        assert select(asked).name == expected
+        given = ".given" if name != "INT8_DYNAMIC" and expected == "hopper.int8" else ""
+        assert select(asked).name == expected + given
+        assert select(asked).prepares == (name == "INT8_DYNAMIC" and expected == "hopper.int8")
 
 
 @pytest.mark.parametrize("gpu", [Gpu(90, 132, 232448), Gpu(80, 108, 166912)], ids=lambda gpu: f"sm_{gpu.sm}")

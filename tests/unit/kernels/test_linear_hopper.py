@@ -161,7 +161,9 @@ def test_the_kernel_compiles(
     raw = RawRows(torch.empty(rows, 8), torch.empty(8), 1e-5, quant)
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None
-    for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
+    plans_of = [(plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)]
+    plans_of += [(plan(shape, rows, H200), None)] if weight_format == "int8" else []
+    for idx, (chosen, given) in enumerate(plans_of):
         given = given if chosen.keep else None
         variant = variant_of(
             PROGRAM,
@@ -172,7 +174,9 @@ def test_the_kernel_compiles(
             float32_output=False,
             normed=given is not None,
             rounding=rounding_of(given),
+            zero_points=idx == 2,
         )
+        assert (("ZEROS", 1) in variant.source.macros) == (idx == 2)
         assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 

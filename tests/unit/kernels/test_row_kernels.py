@@ -27,13 +27,22 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     pdl = sm >= 90
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
+    whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
     cases = [
-        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 1}, 32),
-        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 3}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 1}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 3}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 5}, 32),
+        (
+            fused._quantize_rows,
+            ["*bf16", "*u8", "*fp32", "*fp32", "*i32"],
+            {**row, "QUANT": 6, "static_zero_ptr": None},
+            32,
+        ),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32", "*i32", "*i32"], {**row, "QUANT": 7}, 32),
         (
             fused._quantize_rows,
             ["*bf16", "*u8", "*fp32", "*fp32"],
-            {**row, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
+            {**whole, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
             4,
         ),
         (
@@ -91,7 +100,16 @@ if INTERPRETED:
 
     DYNAMIC = ActivationQuant()
     GROUPS = ActivationQuant(group_size=128)
-    QUANTS = [DYNAMIC, ActivationQuant(torch.tensor(0.013)), ActivationQuant(dtype=torch.int8)]
+    QUANTS = [
+        DYNAMIC,
+        ActivationQuant(torch.tensor(0.013)),
+        ActivationQuant(dtype=torch.int8),
+        ActivationQuant(torch.tensor(0.013), torch.int8),
+        ActivationQuant(dtype=torch.int8, symmetric=False),
+        ActivationQuant(
+            torch.tensor(0.013), torch.int8, symmetric=False, static_zero=torch.tensor(-37, dtype=torch.int32)
+        ),
+    ]
     ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh"]
     SIZES = [1, 65, 384, 1000]
 
@@ -106,6 +124,18 @@ if INTERPRETED:
         assert isinstance(actual, QuantizedRows)
         assert torch.equal(actual.scale_T, expected.scale_T)
         assert torch.equal(actual.values_TK.view(torch.uint8), expected.values_TK.view(torch.uint8))
+        assert (actual.zero_T is None) == (expected.zero_T is None)
+        if actual.zero_T is not None and expected.zero_T is not None:
+            assert torch.equal(actual.zero_T, expected.zero_T)
+
+    @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("quant", [each for each in QUANTS if each.dtype == torch.int8])
+    def test_a_broken_row_of_integers_shows_in_its_scale(quant: ActivationQuant, broken: float) -> None:
+        x = randn(3, 65)
+        x[1, 7] = broken
+        for rows in (quantize_rows(x, quant), quantize(x, quant)):
+            assert isinstance(rows, QuantizedRows)
+            assert rows.scale_T.isfinite().tolist() == [True, False, True]
 
     @pytest.mark.parametrize("quant", QUANTS)
     @pytest.mark.parametrize("size", SIZES)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.kernels.linear import row_product
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
+from compress.kernels.operands.rows import INT8, ActivationQuant, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
 from compress.kernels.select import Kernel, candidates, select
 from compress.quant.numerics import nearest_weight
@@ -171,7 +171,10 @@ QUANTS = {
 def test_quantized_linears(scheme: Scheme, phase: str) -> None:
     quant = QUANTS[scheme.activation]
     if quant is not None and scheme.code_dtype == INT8:
-        quant = ActivationQuant(dtype=INT8)
+        static_zero = None if scheme.input_symmetric else torch.tensor(-9, dtype=torch.int32)
+        quant = activation_quant(
+            scheme, *((quant.static_scale, static_zero) if quant.static_scale is not None else ())
+        )
     w = nearest_weight(randn(136, 256), scheme, torch.float32)
     multiply = linear_of(w, scheme.name, phase, torch.float32)
 

@@ -31,6 +31,7 @@ CASES = [
     ("FP8_DYNAMIC", torch.bfloat16, (20,), 336, None),
     ("INT8_DYNAMIC", torch.bfloat16, (13, 8), 336, None),
     ("INT8_DYNAMIC", torch.float16, (24, 24), 1296, "silu"),
+    ("INT8_STATIC_ASYM", torch.bfloat16, (13, 8), 336, None),
     ("FP8_BLOCK", torch.bfloat16, (128, 128), 1280, "silu"),
     ("FP8_BLOCK", torch.float16, (40,), 4096, None),
     ("W3A16_G64_ASYM", torch.bfloat16, (16,), 192, None),
@@ -57,7 +58,14 @@ def variant(
     packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=activation is not None)
     blocks = as_blocks(packed)
     tile = tile_of(blocks.matrices, num_rows, gated=activation is not None)
-    made = variant_of(blocks.matrices, tile, dtype=dtype, activation=activation, out_dtype=torch.float32)
+    made = variant_of(
+        blocks.matrices,
+        tile,
+        dtype=dtype,
+        activation=activation,
+        out_dtype=torch.float32,
+        zero_points=blocks.sum_O is not None,
+    )
     return made, steps_of(blocks.matrices)
 
 

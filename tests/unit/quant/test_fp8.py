@@ -39,6 +39,8 @@ TOKENS = tiny_tokens(ARCH, 6, 24)
 class Upto:
     """The stored layers before `end`, the source's from there on."""
 
+    kv_format: str | None = None
+
     def __init__(self, source: WeightSource, directory: Path, scheme: Scheme, end: int) -> None:
         self._source = source
         self._directory = directory

@@ -126,6 +126,8 @@ def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, 
         weight.input_scale,
         scheme.activation != "tensor",
     )
+    assert (again.input_zero_point is None) == (scheme.input_symmetric or scheme.activation != "tensor")
+    assert again.input_zero_point == weight.input_zero_point
     assert torch.equal(again.scale_OG.to(weight.scale_OG.dtype), weight.scale_OG)
     assert (again.zero_point_OG is None) == scheme.symmetric
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
@@ -147,4 +149,7 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int, dtype: to
         else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
     )
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
-    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)
+    input_zero = None
+    if input_scale is not None and not scheme.input_symmetric:
+        input_zero = torch.tensor(-60, dtype=torch.int8)
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale, input_zero_point=input_zero)

@@ -62,7 +62,14 @@ def test_statistics_arrive_as_they_were(halved: bool) -> None:
 def test_results_of_a_layer_arrive_as_they_were() -> None:
     scheme = SCHEMES["FP8_STATIC"]
     codes_OI = torch.randn(6, 4).to(torch.float8_e4m3fn)
-    weight = QuantizedWeight(scheme, codes_OI, torch.rand(6, 1).to(torch.bfloat16), None, torch.tensor(0.5))
+    weight = QuantizedWeight(
+        scheme,
+        codes_OI,
+        torch.rand(6, 1).to(torch.bfloat16),
+        None,
+        torch.tensor(0.5),
+        input_zero_point=torch.tensor(-3, dtype=torch.int8),
+    )
     run = LayerRun.on_one_rank(torch.zeros(1, 1, 1))
     of_sender, of_receiver = (
         LayerState(0, [], [], {"attn.q.weight": torch.zeros(6, 4)}, {}, run) for _ in "sr"
@@ -75,6 +82,8 @@ def test_results_of_a_layer_arrive_as_they_were() -> None:
     assert torch.equal(found.dequantize(), weight.dequantize())
     assert found.input_scale is not None
     assert torch.equal(found.input_scale, torch.tensor(0.5))
+    assert found.input_zero_point is not None
+    assert found.input_zero_point.item() == -3
     assert of_receiver.rows == {"attn.q": {"layer": 0, "linear": "attn.q", "error": 0.25}}
     assert of_receiver.weights == {}
 

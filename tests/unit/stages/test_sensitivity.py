@@ -28,7 +28,8 @@ from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tin
 NUM_SAMPLES = 6
 SEQ_LEN = 24
 SCHEMES_TRIED = [
-    SCHEMES[name] for name in ("W8A16", "FP8_DYNAMIC", "FP8_STATIC", "INT8_DYNAMIC", "W4A16_CHANNEL")
+    SCHEMES[name]
+    for name in ("W8A16", "FP8_DYNAMIC", "FP8_STATIC", "INT8_DYNAMIC", "INT8_STATIC_ASYM", "W4A16_CHANNEL")
 ]
 
 
