@@ -34,7 +34,7 @@ from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Tim
 from compress.models.arch import Arch
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
 from compress.pipeline.model_dir import find_model_dir
-from compress.quant.kv import FP8_STATIC, KV_DENSE
+from compress.quant.kv import FP8_STATIC, INT4_HADAMARD, KV_DENSE
 from compress.recipe import dump_yaml
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -59,7 +59,7 @@ __all__ = [
 T = TypeVar("T")
 DEFAULT_WORKSPACE = Path(".compress")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_FORMATS = (KV_DENSE, FP8_STATIC, *TOKEN_HEAD_FORMATS)
+_KV_FORMATS = (KV_DENSE, FP8_STATIC, *TOKEN_HEAD_FORMATS, INT4_HADAMARD)
 _LOG = logging.getLogger("compress")
 
 
@@ -88,8 +88,8 @@ def load(
         device: "cuda", "cuda:1" or "cpu"; by default the first GPU where there is one.
         dtype: of the activations: "bfloat16", "float16" or "float32"; by default the checkpoint's on a GPU,
             float32 on a CPU.
-        kv_format: of the KV cache: "DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD" or
-            "INT4_TOKEN_HEAD"; by default what the artifact states.
+        kv_format: of the KV cache: "DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD",
+            "INT4_TOKEN_HEAD" or "INT4_TOKEN_HEAD_HADAMARD"; by default what the artifact states.
         speculative: who proposes tokens: "ngram" (prompt lookup), "draft" (the draft that the artifact
             carries) or the directory of a draft; the text stays the same. By default nobody.
         num_draft_tokens: tokens proposed in a step, 1 to 7.

@@ -37,7 +37,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
 from compress.pipeline import pick_device, resolve_source
-from compress.quant.kv import FP8_STATIC, KV_DENSE
+from compress.quant.kv import FP8_STATIC, INT4_HADAMARD, KV_DENSE
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -45,7 +45,7 @@ from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 from scripts.bench_setup import markdown, write_results
 from scripts.kv_outliers import Outliers
 
-FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)
+FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS, INT4_HADAMARD)
 OUTLIER_LAYER = 3
 OUTLIER_HEAD = 1
 

@@ -26,7 +26,13 @@ from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
-from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
+from compress.quant.kv import (
+    FP8_STATIC,
+    FP8_TOKEN_HEAD,
+    INT4_TOKEN_HEAD,
+    INT8_TOKEN_HEAD,
+    transforms_heads,
+)
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import DENSE, QuantizedWeight, Scheme
 
@@ -358,6 +364,11 @@ def kv_note(kv_format: str) -> str:
         return (
             f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers "
             "rounds keys and values alike"
+        )
+    if transforms_heads(kv_format):
+        return (
+            f"KV cache {kv_format}: only compress.json states it, and only compress serves it; vLLM and "
+            "transformers transform no heads, and keep keys and values in 16 bits unless told otherwise"
         )
     return (
         f"KV cache {kv_format}: only compress.json states it, no checkpoint format can; vLLM serves it with "

@@ -129,6 +129,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         *(("act_mul", shape[1]) for name, shape in shapes.items() if name in ("down", "shared.down")),
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),
+        ("hadamard", layer.head_dim),
     ]
     return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
 

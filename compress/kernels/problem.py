@@ -14,6 +14,7 @@ Op = Literal[
     "act_mul",
     "quantize_rows",
     "rope_store",
+    "hadamard",
     "attention_decode",
     "attention_prefill",
     "soft_cap",
@@ -31,8 +32,8 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 
 @dataclass(frozen=True)
 class Problem:
-    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and
-    rope_store the head dimension and the query heads of a KV head; for experts the hidden size D and the
+    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention,
+    rope_store and hadamard the head dimension and the query heads of a KV head; for experts the hidden size D and the
     size F of one expert; for other ops the row size, and 0.
 
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,

@@ -4,6 +4,8 @@
     FP8_STATIC                       e4m3 with one float32 scale for all keys of a layer and one for all its
                                      values, found by calibration and stored with the layer's weights
     FP8_, INT8_, INT4_TOKEN_HEAD     one float32 scale for each position and head, computed when it is written
+    INT4_TOKEN_HEAD_HADAMARD         the same pages; keys, after rope, and values are written, and queries read,
+                                     in the Hadamard transform of their head (`kernels/hadamard/`)
 
 A calibrated scale is a scalar of the layer under the names of `KV_SCALES`: value ~ e4m3(value / scale) *
 scale. `kernels/operands/paged.py` has the memory layout of the pages.
@@ -21,11 +23,16 @@ FP8_STATIC = "FP8_STATIC"
 FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
 INT8_TOKEN_HEAD = "INT8_TOKEN_HEAD"
 INT4_TOKEN_HEAD = "INT4_TOKEN_HEAD"
+HADAMARD = "_HADAMARD"
+INT4_HADAMARD = INT4_TOKEN_HEAD + HADAMARD
+HADAMARD_HEAD_DIMS = (64, 128, 256)
+"""Head dimensions that are transformed."""
 KV_CACHES = {
     "fp8": FP8_STATIC,
     "fp8_token_head": FP8_TOKEN_HEAD,
     "int8": INT8_TOKEN_HEAD,
     "int4": INT4_TOKEN_HEAD,
+    "int4_hadamard": INT4_HADAMARD,
 }
 """Recipe names of the formats."""
 KV_SCALES = {"k": "attn.k_scale", "v": "attn.v_scale"}
@@ -41,6 +48,16 @@ def kv_cache_named(name: str) -> str:
     if name not in KV_CACHES:
         raise UsageError(f"unknown KV cache '{name}'.{did_you_mean(name, KV_CACHES)}")
     return KV_CACHES[name]
+
+
+def page_format(kv_format: str) -> str:
+    """Return the format of the pages, which does not tell whether heads are transformed."""
+    return kv_format.removesuffix(HADAMARD)
+
+
+def transforms_heads(kv_format: str) -> bool:
+    """Return whether heads are in their Hadamard transform."""
+    return kv_format.endswith(HADAMARD)
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:

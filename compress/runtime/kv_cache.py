@@ -26,9 +26,10 @@ from compress.kernels.operands.paged import (
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
+from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
 
 BLOCK_SIZES = (16, 32, 64, 128)
-KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC)
+KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC, INT4_HADAMARD)
 _SCALE_BYTES = 4
 
 
@@ -39,7 +40,7 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
         UsageError: the format is unknown, or does not fit the heads.
     """
     dtype = _storage_dtype(kv_format)
-    scale_bytes = _SCALE_BYTES if kv_format in TOKEN_HEAD_FORMATS else 0
+    scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     return sum(
         2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes)
         for layer in arch.layers
@@ -49,16 +50,22 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
 def _storage_dtype(kv_format: str) -> torch.dtype:
     if kv_format not in KV_FORMATS:
         raise UsageError(f"KV cache format '{kv_format}' is not known; formats are {', '.join(KV_FORMATS)}.")
-    return PAGE_DTYPES[kv_format]
+    return PAGE_DTYPES[page_format(kv_format)]
 
 
 def _stored_dim(layer: LayerShape, kv_format: str) -> int:
     """Return the number of stored elements of one position and head.
 
     Raises:
-        UsageError: the format packs pairs of dimensions, and the head dimension is odd.
+        UsageError: the format packs pairs of dimensions, and the head dimension is odd; or it transforms
+            heads, and there is no transform of their dimension.
     """
-    if kv_format != INT4_TOKEN_HEAD:
+    if transforms_heads(kv_format) and layer.head_dim not in HADAMARD_HEAD_DIMS:
+        raise UsageError(
+            f"KV cache format {kv_format} transforms heads of {', '.join(map(str, HADAMARD_HEAD_DIMS))} "
+            f"dimensions, and this model has heads of {layer.head_dim}; choose {page_format(kv_format)}."
+        )
+    if page_format(kv_format) != INT4_TOKEN_HEAD:
         return layer.head_dim
     if layer.head_dim % 2:
         raise UsageError(
@@ -105,7 +112,7 @@ class KVCache:
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._layers = [
             empty_pages(
-                kv_format,
+                page_format(kv_format),
                 (layer.num_kv_heads, num_blocks, block_size, layer.head_dim),
                 device,
                 static_scales=pair,

@@ -33,6 +33,7 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.decoder import query_growth
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
+from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
@@ -119,11 +120,15 @@ class LayerRunner:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
+        keys = sorted({_head_key(layer) for layer in arch.layers})
         self._head_ops = {
-            (op, key): bound(op, key[0], key[1], scheme=kv_format)
-            for key in sorted({_head_key(layer) for layer in arch.layers})
+            (op, key): bound(op, key[0], key[1], scheme=page_format(kv_format))
+            for key in keys
             for op in _PER_HEAD_OPS
         }
+        self._transforms_heads = transforms_heads(kv_format)
+        if self._transforms_heads:
+            self._head_ops |= {("hadamard", key): bound("hadamard", *key) for key in keys}
         # One position more than a sequence has: a step launched ahead, before the host sees that a request
         # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
@@ -179,7 +184,10 @@ class LayerRunner:
         before it. `ffn_rows` are given where the FFN reads the same input as attention.
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
+        attended_THC = attend(layer, q_THC, kv)
+        if self._transforms_heads:  # of the values; the transform is its own inverse
+            attended_THC = self._head_ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
+        attended_TF = attended_THC.reshape(qkv_TF.shape[0], -1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -245,7 +253,8 @@ class LayerRunner:
     def queries(
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
-        """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache."""
+        """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache, all of
+        them in the Hadamard transform of their head where the format of the cache says so."""
         shape = layer.shape
         norm = layer.qk_norm
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
@@ -263,6 +272,7 @@ class LayerRunner:
             centered=norm is not None and norm.centered,
             growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,
+            hadamard=self._transforms_heads,
         )
         return q_THC
 

@@ -2,6 +2,8 @@
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
+Before the last step, q, k and v may be replaced by the Hadamard transform of their head.
+
 The values are the last K heads of the projection, which may be its keys as well, and may be normed without a
 weight.
 
@@ -28,11 +30,14 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
+from compress.kernels.hadamard.fused import steps_of
+from compress.kernels.operands.hadamard import transformed_halves
 from compress.kernels.operands.page_store import store_heads
 from compress.kernels.operands.paged import CODED_FORMATS, INT4_TOKEN_HEAD, LARGEST_CODE, PagedKV
 from compress.kernels.operands.rows import TINY_SCALE
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.quant.kv import HADAMARD_HEAD_DIMS
 
 TILE_SIZE = 1024
 """Elements of a program: two warps, 16 bytes of each half in a thread. It is the same for every T, and so
@@ -115,6 +120,8 @@ def _rope_store(
     V_NORM: tl.constexpr,
     FIRST_V: tl.constexpr,
     SPAN: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two. The values of
@@ -202,6 +209,10 @@ def _rope_store(
         growth = tl.load(growth_ptr + position).to(tl.float32)
         first = tl.where(is_q, (first.to(tl.float32) * growth).to(dtype), first)
         second = tl.where(is_q, (second.to(tl.float32) * growth).to(dtype), second)
+    if HADAMARD:
+        first, second = transformed_halves(first, second, C, STEPS)
+        first = first.to(dtype)
+        second = second.to(dtype)
     q_at = q_ptr + (row * H + heads) * C + columns
     tl.store(q_at, first, mask=is_q)
     tl.store(q_at + C // 2, second, mask=is_q)
@@ -261,6 +272,7 @@ def rope_store(
     centered: bool = False,
     growth_P: Tensor | None = None,
     v_norm: bool = False,
+    hadamard: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
@@ -273,6 +285,7 @@ def rope_store(
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
+    assert not hadamard or head_dim in HADAMARD_HEAD_DIMS
     assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
     q_THC = torch.empty(num_rows, num_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
@@ -309,6 +322,8 @@ def rope_store(
         V_NORM=v_norm,
         FIRST_V=num_stored - num_kv_heads,
         SPAN=TILE_SIZE,
+        HADAMARD=hadamard,
+        STEPS=steps_of(head_dim) if hadamard else 0,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away
         **pdl_options(qkv_TF.device),

@@ -5,12 +5,14 @@ Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.p
 norms of q and of k span one head, or all heads at once; the heads of v may be normed, too, without a weight.
 The values are the last K heads of the projection, which may be the keys as well. A query may be multiplied by
 a factor of its position, after it is turned.
-Each step rounds to the model's dtype, as the canonical decoder does.
+Each step rounds to the model's dtype, as the canonical decoder does. Last, queries, keys and values may be
+replaced by the Hadamard transform of their head (`hadamard/reference.py`).
 """
 
 import torch
 from torch import Tensor
 
+from compress.kernels.hadamard.reference import hadamard as transform
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
@@ -32,6 +34,7 @@ def rope_store(
     centered: bool = False,
     growth_P: Tensor | None = None,
     v_norm: bool = False,
+    hadamard: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
     each query and key head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or H + K
@@ -62,6 +65,8 @@ def rope_store(
     )
     if growth_P is not None:
         q_THC = q_THC * growth_P[positions_T].view(-1, 1, 1)
+    if hadamard:
+        q_THC, k_TKC, v_TKC = (transform(each) for each in (q_THC, k_TKC, v_TKC))
     kv.write_(slots_T, k_TKC, v_TKC)
     return q_THC
 

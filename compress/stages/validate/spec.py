@@ -19,7 +19,14 @@ from compress.validate.load.lengths import LengthLaw
 from compress.validate.load.objectives import objectives_of
 from compress.validate.tasks.task import AnyTask, check_names
 
-KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
+KVFormat = Literal[
+    "DENSE",
+    "FP8_STATIC",
+    "FP8_TOKEN_HEAD",
+    "INT8_TOKEN_HEAD",
+    "INT4_TOKEN_HEAD",
+    "INT4_TOKEN_HEAD_HADAMARD",
+]
 
 
 QUANTIZE = "quantize"

@@ -6,7 +6,10 @@ OpKind = Literal["products", "attention", "rows", "routing", "sampling", "copies
 
 _NAMES: tuple[tuple[OpKind, tuple[str, ...]], ...] = (
     ("attention", ("attend", "attention", "merge_chunks", "widen_pages", "flash")),
-    ("rows", ("norm", "rope", "act_mul", "quantize_rows", "prepare_rows", "soft_cap", "silu", "gelu")),
+    (
+        "rows",
+        ("norm", "rope", "hadamard", "act_mul", "quantize_rows", "prepare_rows", "soft_cap", "silu", "gelu"),
+    ),
     ("routing", ("route_rows", "sort_pairs", "choose_rows", "combine")),
     (
         "products",
