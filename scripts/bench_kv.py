@@ -11,12 +11,17 @@ of their own.
 
 Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to
 the last bit, and one scale for a layer must choose whom to keep. `error` is what calibration says of the head
-that lost most (`calibrate/kv.py`).
+that lost most (`calibrate/kv.py`). `--channel-outliers` instead scales one channel of every head, which a
+scale a head serves badly; a Hadamard transform spreads it:
+
+    python -m scripts.bench_kv --device cpu --formats INT4_TOKEN_HEAD INT4_TOKEN_HEAD_HADAMARD --outliers \
+        --channel-outliers 2 4 --out benchmarks/kv_hadamard.json
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +48,12 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 from scripts.bench_setup import markdown, write_results
-from scripts.kv_outliers import Outliers
+from scripts.kv_outliers import ChannelOutliers, Outliers
 
 FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS, INT4_HADAMARD)
 OUTLIER_LAYER = 3
 OUTLIER_HEAD = 1
+OUTLIER_CHANNEL = 5
 
 
 @dataclass(frozen=True)
@@ -135,19 +141,10 @@ def measure(
 
     dense = engine(weights, KV_DENSE)
     rows = []
-    for power in (0, *args.outliers):
-        model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
-        of = Outliers(weights, OUTLIER_LAYER, OUTLIER_HEAD, power) if power else weights
-        calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(power))
+    for idx, (model, of, formats) in enumerate(models(args, weights)):
+        calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(idx))
         if warning := cache_warning(calibrated.rows):
             print(f"{model}: {warning}", file=sys.stderr)
-        formats = (
-            args.formats
-            if power == 0
-            else [KV_DENSE, *args.formats]
-            if power == max(args.outliers)
-            else [FP8_STATIC]
-        )
         for kv_format in formats:
             error = {"error": calibrated.worst_error} if kv_format == FP8_STATIC else {}
             rows.append(
@@ -165,6 +162,18 @@ def measure(
         "seq_len": length,
     }
     return rows, facts | {"calibration": args.calibration, "calibration_samples": args.calibration_samples}
+
+
+def models(args: argparse.Namespace, weights: WeightSource) -> Iterator[tuple[str, WeightSource, list[str]]]:
+    """Yield a name, the weights and the formats of the model as it is, and with keys that have outliers."""
+    yield "as it is", weights, args.formats
+    for power in args.outliers:
+        formats = [KV_DENSE, *args.formats] if power == max(args.outliers) else [FP8_STATIC]
+        name = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}"
+        yield name, Outliers(weights, OUTLIER_LAYER, OUTLIER_HEAD, power), formats
+    for power in args.channel_outliers:
+        name = f"channel {OUTLIER_CHANNEL} of all keys x 2^{power}"
+        yield name, ChannelOutliers(weights, OUTLIER_CHANNEL, power), args.formats
 
 
 def calibrate(source: WeightSource, tokens_NS: Tensor, device: torch.device, out: Path) -> Calibrated:
@@ -235,6 +244,9 @@ def main() -> None:
         type=int,
         default=[12, 14, 16, 20],
         help="powers of two; all formats for the largest",
+    )
+    parser.add_argument(
+        "--channel-outliers", nargs="*", type=int, default=[], help="powers of two; the same, of one channel"
     )
     parser.add_argument("--num-samples", type=int, default=24)
     parser.add_argument("--calibration-samples", type=int, default=32)

@@ -4,8 +4,8 @@
     FP8_STATIC                       e4m3 with one float32 scale for all keys of a layer and one for all its
                                      values, found by calibration and stored with the layer's weights
     FP8_, INT8_, INT4_TOKEN_HEAD     one float32 scale for each position and head, computed when it is written
-    INT4_TOKEN_HEAD_HADAMARD         the same pages; keys, after rope, and values are written, and queries read,
-                                     in the Hadamard transform of their head (`kernels/hadamard/`)
+    INT4_TOKEN_HEAD_HADAMARD         the same pages; queries, keys (after rope) and values are replaced by the
+                                     Hadamard transform of their head (`kernels/hadamard/`)
 
 A calibrated scale is a scalar of the layer under the names of `KV_SCALES`: value ~ e4m3(value / scale) *
 scale. `kernels/operands/paged.py` has the memory layout of the pages.

@@ -60,6 +60,9 @@ def make_requests() -> list[Request]:
     ]
 
 
+KV_FORMATS = (None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD", "INT4_TOKEN_HEAD_HADAMARD")
+
+
 def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor]:
     """Logits by (request seed, position of the token they chose)."""
     rows: dict[tuple[int, int], Tensor] = {}
@@ -73,7 +76,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor
     return rows
 
 
-@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_prompts_have_the_same_bits_launch_by_launch_captured_and_replayed(kv_format: str | None) -> None:
     config = EngineConfig(kv_cache_bytes=1 << 28, kv_format=kv_format, max_step_tokens=400)
     engine = Engine(make_source(), device=CUDA, config=config)
@@ -164,7 +167,7 @@ def strangers(count: int, *, first_seed: int) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("scheme", SERVED)
 def test_a_request_has_the_same_tokens_alone_and_among_64_strangers(
     scheme: str, kv_format: str | None

@@ -54,7 +54,9 @@ def prompts_alike() -> list[Request]:
     return [Request(str(idx), prompt, params) for idx, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
+@pytest.mark.parametrize(
+    "kv_format", [None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD", "INT4_TOKEN_HEAD_HADAMARD"]
+)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_shared_blocks_give_the_tokens_of_blocks_of_ones_own(kv_format: str | None, at_once: bool) -> None:
     source = make_source("BF16")

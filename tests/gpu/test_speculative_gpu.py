@@ -75,7 +75,13 @@ def make_requests(num_requests: int) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("batch_size", "kv_format"),
-    [(1, None), (4, "FP8_TOKEN_HEAD"), (16, "INT8_TOKEN_HEAD"), (48, "INT4_TOKEN_HEAD")],
+    [
+        (1, None),
+        (4, "FP8_TOKEN_HEAD"),
+        (16, "INT8_TOKEN_HEAD"),
+        (48, "INT4_TOKEN_HEAD"),
+        (4, "INT4_TOKEN_HEAD_HADAMARD"),
+    ],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_speculation_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:

@@ -15,6 +15,7 @@ from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
+from compress.kernels.hadamard import fused as heads
 from compress.kernels.linear import general, prefill_int8, prefill_int8_passes
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
@@ -26,6 +27,7 @@ from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
 from compress.models.experts import Experts
+from compress.quant.kv import HADAMARD_HEAD_DIMS
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
 
@@ -62,7 +64,7 @@ def compile_all(sm: int) -> list[Any]:
     prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
     prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
     linears = (general, prefill_int8, prefill_int8_passes)
-    for module in (decode, prefill, widen, fused, *linears, router, launch, quantize_rows):
+    for module in (decode, prefill, widen, fused, heads, *linears, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -99,6 +101,8 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
     rope = torch.zeros(8, head_dim, dtype=q.dtype)
     rows = torch.zeros(16).long()
+    if head_dim in HADAMARD_HEAD_DIMS:
+        heads.hadamard(q)
     for whole in (False, True) if head_dim == 128 else (False,):
         fused.rope_store(
             qkv,
@@ -113,6 +117,7 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
             whole=whole,
             centered=whole,
             growth_P=rope[:, 0].contiguous() if whole else None,
+            hadamard=whole,
         )
 
 

@@ -15,6 +15,8 @@ if INTERPRETED:
     from torch import Tensor
 
     from compress.kernels.compilers.triton import jit, tl
+    from compress.kernels.hadamard.fused import hadamard
+    from compress.kernels.hadamard.reference import hadamard as reference_hadamard
     from compress.kernels.operands.e4m3 import decode_even, decode_odd, encode_e4m3
     from compress.kernels.operands.paged import (
         CODED_FORMATS,
@@ -162,6 +164,35 @@ if INTERPRETED:
         q = reference.rope_store(*args, expected, num_heads=4, qk_norm=None, eps=1e-5)
         assert torch.equal(rope_store(*args, actual, num_heads=4, qk_norm=None, eps=1e-5), q)
         assert torch.equal(bits(actual.k), bits(expected.k))
+
+    @pytest.mark.parametrize("kv_format", FORMATS)
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 128), (3, 3, 256)]
+    )
+    def test_transformed_heads_have_the_bits_of_the_reference(
+        kv_format: str, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        facts = {"num_heads": num_heads, "qk_norm": None, "eps": 1e-5, "hadamard": True}
+        expected, actual = (filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2))
+        q = reference.rope_store(*args, expected, **facts)
+        assert torch.equal(rope_store(*args, actual, **facts), q)
+        for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
+            assert torch.equal(bits(ours), bits(theirs))
+        assert torch.equal(hadamard(q), reference_hadamard(q))
+        assert torch.equal(hadamard(q[2:3, 1:2]), reference_hadamard(q[2:3, 1:2]))
+        assert hadamard(q[:0]).shape == q[:0].shape
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_the_transform_of_heads_has_the_bits_of_the_reference(head_dim: int, dtype: torch.dtype) -> None:
+        x_THC = randn(11, 3, head_dim, dtype=dtype)
+        x_THC[4] = 0
+        x_THC[5, 1, 7] = float("nan")
+        y_THC = hadamard(x_THC)
+        assert y_THC[5, 1].isnan().all()
+        y_THC[5, 1], expected = 0, reference_hadamard(x_THC).nan_to_num(0)
+        assert torch.equal(y_THC, expected)
 
     def test_a_row_is_the_same_alone_and_among_others() -> None:
         qkv_TF, cos_PC, sin_PC, positions_T, slots_T = arguments(8, 2, 64, torch.float32)

@@ -365,7 +365,12 @@ def test_calibrated_cache_scales_go_through_to_the_checkpoint_and_back(bench: Be
 
 @pytest.mark.parametrize(
     ("name", "kv_format"),
-    [("fp8_token_head", "FP8_TOKEN_HEAD"), ("int8", "INT8_TOKEN_HEAD"), ("int4", "INT4_TOKEN_HEAD")],
+    [
+        ("fp8_token_head", "FP8_TOKEN_HEAD"),
+        ("int8", "INT8_TOKEN_HEAD"),
+        ("int4", "INT4_TOKEN_HEAD"),
+        ("int4_hadamard", "INT4_TOKEN_HEAD_HADAMARD"),
+    ],
 )
 def test_a_cache_that_needs_no_scales_is_stated_by_the_manifest_alone(
     bench: Bench, tmp_path: Path, name: str, kv_format: str
