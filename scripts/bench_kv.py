@@ -50,7 +50,7 @@ from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 from scripts.bench_setup import markdown, write_results
 from scripts.kv_outliers import ChannelOutliers, Outliers
 
-FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS, INT4_HADAMARD)
+FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)
 OUTLIER_LAYER = 3
 OUTLIER_HEAD = 1
 OUTLIER_CHANNEL = 5
@@ -142,15 +142,19 @@ def measure(
     dense = engine(weights, KV_DENSE)
     rows = []
     for idx, (model, of, formats) in enumerate(models(args, weights)):
-        calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(idx))
-        if warning := cache_warning(calibrated.rows):
-            print(f"{model}: {warning}", file=sys.stderr)
+        measured: WeightSource = of
+        worst = dict[str, float]()
+        if FP8_STATIC in formats:
+            calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(idx))
+            measured, worst = calibrated, {"error": calibrated.worst_error}
+            if warning := cache_warning(calibrated.rows):
+                print(f"{model}: {warning}", file=sys.stderr)
         for kv_format in formats:
-            error = {"error": calibrated.worst_error} if kv_format == FP8_STATIC else {}
+            error = worst if kv_format == FP8_STATIC else {}
             rows.append(
                 {
                     "model": model,
-                    **compared(kv_format, dense, engine(calibrated, kv_format), tokens, device),
+                    **compared(kv_format, dense, engine(measured, kv_format), tokens, device),
                     **error,
                 }
             )
@@ -237,7 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--calibration", default="builtin://python", help="calibration text of the static scales: a data card"
     )
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=(*FORMATS, INT4_HADAMARD))
     parser.add_argument(
         "--outliers",
         nargs="*",
