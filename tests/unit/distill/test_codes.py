@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from compress.context import Context
 from compress.data.tokens import TokenSet
-from compress.distill.codes import CodesLinear, Levels, LevelsLora, levels_of, trained_layer
+from compress.distill.codes import CodesLinear, Levels, LevelsLora, levels_of
 from compress.models.weights import MemorySource, Weights, WeightSource, build_decoder, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.numerics import nearest_weight
