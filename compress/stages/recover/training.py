@@ -93,7 +93,7 @@ def train_codes(
     *,
     digest: str,
 ) -> Recovered:
-    """Train codes and scales of a quantized model against the source of that digest, on all ranks. Rank 0
+    """Train codes, scales and norms of a quantized model against the source of that digest, on all ranks. Rank 0
     writes the training state.
 
     Raises:
