@@ -1,5 +1,6 @@
-"""`recover`: train codes and scales of the quantized model to predict what its source predicts, with the
-rounding in the forward pass (`compress/distill/codes.py`). The result is a model in the same scheme.
+"""`recover`: train codes, scales and norms of the quantized model to predict what its source predicts, with
+the rounding in the forward pass (`compress/distill/codes.py`, `norm_weights.py`). The result is a model in
+the same scheme.
 
 Training can be stopped at any time, resumes where it was, and may be shared by several ranks.
 
@@ -36,7 +37,7 @@ def _depends(spec: Recover, device: str) -> Mapping[str, str]:
 
 
 def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovered, TrainingText]:
-    """Train codes and scales on all ranks. Rank 0 reads the text and writes the training state.
+    """Train codes, scales and norms on all ranks. Rank 0 reads the text and writes the training state.
 
     Raises:
         UsageError: no weight has codes, too little text, or a loss that is not finite.
@@ -55,7 +56,7 @@ def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovere
 
 @STAGES.stage(
     "recover",
-    version=1,
+    version=2,
     takes=(Port.SOURCE, Port.QUANTIZED),
     gives=Port.QUANTIZED,
     spec=Recover,
