@@ -1,4 +1,4 @@
-"""Norms of a quantized model are trained together with its codes: a gain, the factor that a norm multiplies
+"""Norms of a quantized model are trained while its codes are: a gain, the factor that a norm multiplies
 with, becomes itself times (1 + p r), and r is trained from zero.
 
 It scales the inputs of the linears behind the norm, column by column, which scales of rows cannot do; it
