@@ -19,6 +19,7 @@ from compress.export.conversion import stated_scheme
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
+from compress.kernels.operands.rows import input_quant, quantize
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint
@@ -73,6 +74,9 @@ EXPORTED = [
     ("llama-gqa", "NVFP4"),
     ("phi3-window-gqa", "NVFP4"),
     ("qwen2", "MXFP4"),
+    ("llama-gqa", "NVFP4_W4A4"),
+    ("qwen2", "MXFP4_W4A4"),
+    ("qwen3", "MXFP8"),
     ("llama-tied", "W4A16_CHANNEL_ASYM"),
     ("qwen3-biases", "INT8_DYNAMIC"),
     ("llama-all-biases", "FP8_BLOCK"),
@@ -234,6 +238,12 @@ def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
     scheme = weight.scheme
     assert scheme.input_dtype is not None
     group_size = scheme.group_size if scheme.activation == "group" else None
+    if scheme.scale_type is not None:
+        quant = input_quant([weight], torch.device("cpu"))
+        assert quant is not None
+        return lambda _, inputs: (
+            quantize(inputs[0].flatten(0, -2), quant).dequantize(inputs[0].dtype).view_as(inputs[0]),
+        )
     return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, scheme.input_dtype, group_size),)
 
 
@@ -434,6 +444,8 @@ def test_the_export_opens_with_the_same_codes_and_scales(
                 assert (again.zero_point_OG is None) == value.scheme.symmetric
                 assert (again.input_scale is None) == (value.scheme.activation != "tensor")
                 assert again.input_scale == value.input_scale
+                assert (again.input_global_scale is None) != value.scheme.has_input_global_scale
+                assert again.input_global_scale == value.input_global_scale
                 if value.zero_point_OG is not None and again.zero_point_OG is not None:
                     assert torch.equal(again.zero_point_OG, value.zero_point_OG)
             else:
