@@ -16,10 +16,10 @@ from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.export import open_checkpoint, write_format
 from compress.export.conversion import stated_scheme
+from compress.kernels.operands.rows import input_quant, quantize
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
-from compress.kernels.operands.rows import input_quant, quantize
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint
@@ -458,6 +458,7 @@ def test_the_export_opens_with_the_same_codes_and_scales(
         ("llama-gqa", "W4A16_G128_ASYM", None),
         ("qwen3-biases", "W4A16_G128_ASYM", None),
         ("qwen3", "FP8_STATIC", "FP8_DYNAMIC"),
+        ("llama-gqa", "NVFP4_W4A4", None),
         WITH_HEAD[0],
     ],
 )
@@ -481,6 +482,9 @@ def test_the_library_decompresses_each_weight_to_our_bits(
                 assert (
                     weights[disk.replace(".weight", ".input_scale")].to(torch.float32) == value.input_scale
                 )  # kept in bf16 there
+            if isinstance(value, QuantizedWeight) and value.input_global_scale is not None:
+                loaded = weights[disk.replace(".weight", ".input_global_scale")]
+                assert loaded.to(torch.float32) == value.input_global_scale
     if head is not None:
         assert torch.equal(weights["lm_head.weight"].to(torch.bfloat16), dense(stored.outer()["head.weight"]))
     assert SMALL["vocab_size"] == weights["model.embed_tokens.weight"].shape[0]
