@@ -11,7 +11,7 @@ from compress.stages.distill.spec import Lora
 
 
 class Recover(Learning):
-    """How codes and scales of a quantized model are trained to predict what its source predicts."""
+    """How codes, scales and norms of a quantized model are trained to predict what its source predicts."""
 
     lr: float = Field(
         1e-2,
@@ -25,7 +25,7 @@ class Recover(Learning):
         ge=0,
         le=1,
         description="learning rate of the scales and of the norms at its peak, relative to what they were; "
-        "0: they stay. Scales of one byte (NVFP4, MXFP4) stay in any case",
+        "0: they stay. Scales of one byte (NVFP4, MXFP4, MXFP8) stay in any case",
     )
     weight_decay: float = Field(
         0.0, ge=0, le=1_000, description="decay of weights a step, times the learning rate"
