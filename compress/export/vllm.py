@@ -28,6 +28,10 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
         return Consumer(
             name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
         )
+    if any(each.activation == "tensor" or not each.input_symmetric for each in scheme.all):
+        return Consumer(
+            name, loads=True, note="its INT8 kernel takes static and asymmetric inputs; not tried here"
+        )
     if any(each.type == "int" and each.activation is not None for each in scheme.all):
         return Consumer(
             name,

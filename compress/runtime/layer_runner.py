@@ -254,7 +254,7 @@ class LayerRunner:
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
         """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache, all of
-        them in the Hadamard transform of their head where the format of the cache says so."""
+        them in the Hadamard transform of their head in a format with that transform."""
         shape = layer.shape
         norm = layer.qk_norm
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn

@@ -16,11 +16,11 @@ from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
-from compress.kernels.linear import general, prefill_int8, prefill_int8_passes
+from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
@@ -128,6 +128,7 @@ LINEARS = (
     ("FP8_DYNAMIC", 80),
     ("FP8_BLOCK", 256),
     ("INT8_DYNAMIC", 144),
+    ("INT8_STATIC_ASYM", 144),
 )
 """Schemes and inputs of linears."""
 
@@ -145,10 +146,10 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
     ready = kernel.repack([quantized], dtype=torch.bfloat16, device=torch.device("cpu"), gated=False)
     x_TI: Any = torch.ones(512, k, dtype=torch.bfloat16)
     if scheme is not None and scheme.activation is not None:
-        groups = 128 if scheme.activation == "group" else None
-        x_TI = quantize(x_TI, ActivationQuant(dtype=scheme.code_dtype, group_size=groups))
+        static = (torch.tensor(0.5), torch.tensor(-3)) if scheme.activation == "tensor" else ()
+        x_TI = quantize(x_TI, activation_quant(scheme, *static))
     kernel.fn(x_TI, ready, None)
-    if name == "INT8_DYNAMIC":
+    if name in int8.SCHEMES:
         compile_int8(sm, x_TI, ready)
 
 

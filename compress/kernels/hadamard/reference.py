@@ -25,7 +25,8 @@ def hadamard(x: Tensor) -> Tensor:
     first, second = x.to(torch.float32).chunk(2, dim=-1)
     halves = torch.stack((first + second, first - second), dim=-2)
     for _ in range(size.bit_length() - 2):
-        even, odd = halves[..., 0::2], halves[..., 1::2]
+        even = halves[..., 0::2]
+        odd = halves[..., 1::2]
         halves = torch.cat((even + odd, even - odd), dim=-1)
     return (halves.flatten(-2) * size**-0.5).to(x.dtype)
 

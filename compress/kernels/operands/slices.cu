@@ -61,10 +61,10 @@ struct Args {
     const int* pairs;  // NULL: unit u is pair u
     const float* weights;
     u16* combined;
-    const int* x_zero;  // ZEROS
-    const int* w_sum;
     long long expert_bytes, expert_scales;
     int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
+    const int* x_zero;  // ZEROS
+    const int* w_sum;
 };
 
 // 16 bytes of a weight, or zeros past the end of its row: without a branch, so that loads stay one after another.

@@ -174,8 +174,6 @@ class _Arguments(ctypes.Structure):
                 "pairs",
                 "weights",
                 "combined",
-                "x_zero",
-                "w_sum",
             )
         ),
         *((name, ctypes.c_longlong) for name in ("expert_bytes", "expert_scales")),
@@ -193,6 +191,7 @@ class _Arguments(ctypes.Structure):
                 "choices",
             )
         ),
+        *((name, ctypes.c_void_p) for name in ("x_zero", "w_sum")),
     ]
 
 
@@ -250,7 +249,6 @@ def multiply(
         None if chosen is None else chosen.pairs,
         None if total is None else total.weights_TK,
         None if total is None else y,
-        *(zeros or (None, None)),
     )
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
@@ -265,6 +263,7 @@ def multiply(
         whole_blocks(matrices.in_features) // group if is_w4 else 0,
         num_rows,
         1 if chosen is None else chosen.top_k,
+        *((None, None) if zeros is None else (each.data_ptr() for each in zeros)),
     )
     size = matrices.out_features if activation is None else matrices.out_features // 2
     tiles = -(-size // (16 * tile.output_tiles))

@@ -191,8 +191,9 @@ class Quantize(Spec):
     kv_cache: Annotated[str | None, checked_by(_check_kv_cache)] = Field(
         None,
         description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of "
-        "each layer; the others find a scale for each position and head while serving; left out, keys and "
-        "values stay in 16 bits",
+        "each layer; the others find a scale for each position and head while serving, `int4_hadamard` of "
+        "heads in their Hadamard transform (64, 128 or 256 dimensions); left out, keys and values stay in 16 "
+        "bits",
         json_schema_extra={"enum": [*KV_CACHES, None]},
         exclude_if=_is_unset,
     )

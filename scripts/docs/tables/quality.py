@@ -226,6 +226,31 @@ def kv_formats() -> str:
     return table(header, rows, align="llrrrrrr")
 
 
+def kv_hadamard() -> str:
+    """Return the table of four-bit caches with and without the Hadamard transform of heads."""
+    names = {"INT4_TOKEN_HEAD": "`int4`", "INT4_TOKEN_HEAD_HADAMARD": "`int4_hadamard`"}
+    rows = [
+        [
+            row["model"],
+            names[row["kv_format"]],
+            significant(row["kl_mean"], 2),
+            "{} .. {}".format(*(significant(each, 2) for each in row["kl_mean_interval"])),
+            significant(row["kl_p99"], 2),
+            fixed(row["top1"], 3),
+            f"x {row['ppl_ratio']:.3f}",
+        ]
+        for row in result_file("kv_hadamard").run.rows
+    ]
+    header = ["model", "`kv_cache`", "mean KL", "interval", "p99 KL", "top-1", "perplexity"]
+    return table(header, rows, align="llrrrrr")
+
+
+def hadamard_kl(kv_format: str, *, outliers: bool) -> float:
+    """Return the mean KL of a four-bit cache, of the model as it is or of the one with an outlier channel."""
+    rows = result_file("kv_hadamard").run.where(kv_format=kv_format)
+    return float(next(row["kl_mean"] for row in rows if (row["model"] != "as it is") == outliers))
+
+
 def kv(kv_format: str) -> Row:
     """Return the row of a KV cache format on the model as it is."""
     return result_file("kv").run.one(model="as it is", kv_format=kv_format)
