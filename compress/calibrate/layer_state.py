@@ -188,6 +188,7 @@ def _to_parts(weight: QuantizedWeight) -> tuple[Any, ...]:
         weight.input_scale,
         weight.global_scale,
         weight.input_zero_point,
+        weight.input_global_scale,
     )
 
 

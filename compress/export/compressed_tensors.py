@@ -1,25 +1,26 @@
-"""compressed-tensors `pack-quantized`, `float-quantized` and `int-quantized`: the default format;
-`transformers` and vLLM load it as it is.
+"""compressed-tensors: the default format; `transformers` and vLLM load it as it is.
 
-Integer codes
+Integer codes (`pack-quantized`, `int-quantized`)
 
     <module>.weight_packed      int32 [O, ceil(I*b/32)]
     <module>.weight_scale       [O, G], the model's dtype
     <module>.weight_shape       int64 [2] = [O, I]
     <module>.weight_zero_point  int32 [ceil(O*b/32), G]
 
-Float codes (FP8 e4m3)
+Float codes (FP8 e4m3; `float-quantized`)
 
     <module>.weight             float8_e4m3fn [O, I]
     <module>.weight_scale       [O, 1], the model's dtype; of blocks of 128 x 128: [ceil(O/128), I/128]
     <module>.input_scale        float32 [1], static activations only
     <module>.input_zero_point   int8 [1], static asymmetric activations (integers) only
 
-Floats of four bits (e2m1; `nvfp4-pack-quantized` and `mxfp4-pack-quantized`)
+Floats with scales of one byte (`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`)
 
-    <module>.weight_packed        uint8 [O, I/2], the lower column in the low half of a byte
+    <module>.weight_packed        uint8 [O, I/2], e2m1, the lower column in the low half of a byte
+    <module>.weight               float8_e4m3fn [O, I], MXFP8
     <module>.weight_scale         float8_e4m3fn [O, I/16], or uint8 [O, I/32]: value 2^(s - 127)
-    <module>.weight_global_scale  float32 [1], e4m3 only: value = code * scale / global scale
+    <module>.weight_global_scale  float32 [1], e4m3 scales only: value = code * scale / global scale
+    <module>.input_global_scale   float32 [1], e2m1 inputs with e4m3 scales only
 
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code
 - zero_point) * scale. Codes of three bits lie without gaps, as compressed-tensors packs them since 0.20;
@@ -45,6 +46,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
+from compress.export.byte_scales import decode_byte_scales, encode_byte_scales
 from compress.export.config_groups import (
     ALL_LINEARS,
     MIXED_FORMAT,
@@ -58,20 +60,16 @@ from compress.export.rules import layout_rules, quantized_linears, shapes, start
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
-from compress.quant import e2m1
 from compress.quant.codec import (
     ForeignCodec,
     byte_scale_leaves,
     check_leaf,
     check_matrix,
-    decoded_scales,
-    encoded_scales,
     input_leaves,
 )
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import num_words, pack, unpack
-from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 
@@ -93,7 +91,9 @@ class CompressedTensorsCodec:
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         if scheme.scale_type is not None:
-            return frozenset({"weight_packed", *(f"weight_{leaf}" for leaf in byte_scale_leaves(scheme))})
+            codes = "weight_packed" if scheme.num_bits == 4 else "weight"
+            scales = (f"weight_{leaf}" for leaf in byte_scale_leaves(scheme))
+            return frozenset({codes, *scales, *input_leaves(scheme)})
         if format_of(scheme) != PACK_FORMAT:
             return frozenset({"weight", "weight_scale", *input_leaves(scheme)})
         return frozenset(
@@ -103,10 +103,7 @@ class CompressedTensorsCodec:
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         if weight.scheme.scale_type is not None:
-            scales = {f"weight_{leaf}": each for leaf, each in encoded_scales(weight).items()}
-            if "weight_global_scale" in scales:
-                scales["weight_global_scale"] = scales["weight_global_scale"].reshape(1)
-            return {"weight_packed": e2m1.pack(weight.codes_OI), **scales}
+            return encode_byte_scales(weight)
         bits = weight.scheme.num_bits
         leaves = {"weight_scale": weight.scale_OG}
         if format_of(weight.scheme) != PACK_FORMAT:
@@ -124,7 +121,7 @@ class CompressedTensorsCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if scheme.scale_type is not None:
-            return decode_fp4(leaves, scheme)
+            return decode_byte_scales(leaves, scheme)
         if format_of(scheme) != PACK_FORMAT:
             decoded = decode_unpacked(
                 leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
@@ -176,34 +173,6 @@ class CompressedTensorsCodec:
                 "dynamic are read."
             )
         return FP8_STATIC
-
-
-def decode_fp4(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-    """Decode four-bit floats.
-
-    Raises:
-        UnsupportedFormat: tensors of other dtypes or shapes, or scales that are no positive numbers.
-    """
-    out_features, half = check_matrix(leaves, "weight_packed")
-    check_leaf(leaves, "weight_packed", torch.uint8, (out_features, half))
-    if not half or 2 * half % (scheme.group_size or 1):
-        raise UnsupportedFormat(f"its K is {2 * half}, no multiple of {scheme.group_size}.")
-    dtype = torch.float8_e4m3fn if scheme.scale_type == "e4m3" else torch.uint8
-    shape = (out_features, scheme.num_groups(2 * half))
-    scale_OG = check_leaf(leaves, "weight_scale", dtype, shape)
-    found = {"scale": scale_OG}
-    if scheme.scale_type == "e4m3":
-        stated = leaves["weight_global_scale"]
-        if stated.dtype != torch.float32 or stated.numel() != 1:
-            raise UnsupportedFormat("its weight_global_scale is not one float32 number.")
-        found["global_scale"] = stated.reshape(())
-        wide = scale_OG.to(torch.float32)
-        valid = bool((wide >= 0).all()) and bool((stated > 0).all()) and bool(torch.isfinite(stated).all())
-    else:
-        valid = not bool((scale_OG > LARGEST_BYTE).any())
-    if not valid:
-        raise UnsupportedFormat("one of its scales is no positive number that bfloat16 has.")
-    return QuantizedWeight(scheme, e2m1.unpack(leaves["weight_packed"]), **decoded_scales(found, scheme))
 
 
 def decode_unpacked(

@@ -17,9 +17,13 @@ from compress.untrusted.pattern import compile_pattern
 
 PACK_FORMAT = "pack-quantized"
 FLOAT_FORMAT = "float-quantized"
-FP4_FORMATS = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
-"""Forms of four-bit floats, by the type of their scales."""
-FP4_GROUPS = {"e4m3": ("tensor_group", "torch.float8_e4m3fn"), "e8m0": ("group", "torch.uint8")}
+BYTE_SCALE_FORMATS = {
+    (4, "e4m3"): "nvfp4-pack-quantized",
+    (4, "e8m0"): "mxfp4-pack-quantized",
+    (8, "e8m0"): "mxfp8-quantized",
+}
+"""Forms of floats with scales of one byte, by their bits and the type of the scales."""
+BYTE_SCALE_GROUPS = {"e4m3": ("tensor_group", "torch.float8_e4m3fn"), "e8m0": ("group", "torch.uint8")}
 """Strategy and dtype of these scales, as a group states them."""
 INT_FORMAT = "int-quantized"
 MIXED_FORMAT = "mixed-precision"
@@ -61,7 +65,7 @@ def read_groups(quantization_config: Mapping[str, Any], linears: list[str]) -> d
 def format_of(scheme: Scheme) -> str:
     """Return the form in which the codes of a scheme are stored."""
     if scheme.scale_type is not None:
-        return FP4_FORMATS[scheme.scale_type]
+        return BYTE_SCALE_FORMATS[scheme.num_bits, scheme.scale_type]
     if scheme.type == "float":
         return FLOAT_FORMAT
     return INT_FORMAT if scheme.input_dtype == torch.int8 else PACK_FORMAT
@@ -80,8 +84,10 @@ def group_of(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
         "dynamic": scheme.activation != "tensor",
     }
     if scheme.scale_type is not None:
-        strategy, scale_dtype = FP4_GROUPS[scheme.scale_type]
+        strategy, scale_dtype = BYTE_SCALE_GROUPS[scheme.scale_type]
         weights |= {"strategy": strategy, "scale_dtype": scale_dtype}
+        # "local": block scales are found at run time, the global scale is the checkpoint's
+        inputs = weights | {"dynamic": "local" if scheme.has_input_global_scale else True}
     if scheme.block_rows > 1:
         weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
         inputs |= {"group_size": scheme.group_size}
@@ -143,8 +149,8 @@ def _read_scheme(group: Mapping[str, Any], typed: Fields, form: str) -> Scheme:
         raise UnsupportedFormat(
             "the checkpoint quantizes the output activations of linears; input activations are read."
         )
-    if form in FP4_FORMATS.values():
-        return _read_fp4(group, form)
+    if form in BYTE_SCALE_FORMATS.values():
+        return _read_byte_scales(group, form)
     if (group.get("weights") or {}).get("type") == "float":
         return _read_float(group, form)
     return _read_int(group, form) if form == PACK_FORMAT else _read_int8(group, form)
@@ -185,27 +191,38 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     )
 
 
-def _read_fp4(group: Mapping[str, Any], form: str) -> Scheme:
-    weights = group.get("weights") or {}
-    scheme = next(
-        each
-        for each in SCHEMES.values()
-        if each.scale_type is not None and FP4_FORMATS[each.scale_type] == form
+def _read_byte_scales(group: Mapping[str, Any], form: str) -> Scheme:
+    """Return the scheme of floats with scales of one byte, whose inputs are rounded alike or not at all."""
+    known = [each for each in SCHEMES.values() if each.scale_type is not None and format_of(each) == form]
+    stated = {part: group.get(part) or None for part in ("weights", "input_activations")}
+    for scheme in known:
+        wanted = {part: group_of(scheme, ())[part] for part in stated}
+        if all(_facts(stated[part], like=wanted[part]) == wanted[part] for part in stated):
+            return scheme
+    like = group_of(known[0], ())["weights"]
+    given = _facts(stated["weights"] or {}, like=like) or {}
+    raise UnsupportedFormat(
+        f"the checkpoint's weights are format {form} with {_listed(given)}, and input activations "
+        f"{stated['input_activations']}; it is read with {_listed(like)} and inputs "
+        + " or ".join("in 16 bits" if each.activation is None else "of the same form" for each in known)
+        + "."
     )
-    wanted = group_of(scheme, ())["weights"]
-    given = {key: weights.get(key, wanted[key] if key == "scale_dtype" else None) for key in wanted}
-    given |= {key: weights[key] for key in ("block_structure",) if weights.get(key)}
-    given |= {"actorder": "group"} if weights.get("actorder") == "group" else {}
-    if given["scale_dtype"] is None:
-        given["scale_dtype"] = wanted["scale_dtype"]
-    if given != wanted or group.get("input_activations"):
-        raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form} with "
-            f"{', '.join(f'{key} {value}' for key, value in given.items())}, and input activations "
-            f"{group.get('input_activations')}; it is read with "
-            f"{', '.join(f'{key} {value}' for key, value in wanted.items())} and inputs in 16 bits."
-        )
-    return scheme
+
+
+def _facts(stated: Mapping[str, Any] | None, *, like: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the fields of weights or inputs that decide how they are read; the dtype of scales may be left
+    out. None where nothing is stated."""
+    if stated is None or like is None:
+        return None if stated is None else dict(stated)
+    found = {key: stated.get(key) for key in like}
+    if found["scale_dtype"] is None:
+        found["scale_dtype"] = like["scale_dtype"]
+    found |= {"block_structure": stated["block_structure"]} if stated.get("block_structure") else {}
+    return found | ({"actorder": "group"} if stated.get("actorder") == "group" else {})
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:

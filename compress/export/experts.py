@@ -55,8 +55,11 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
 
 
 def _is_packed(scheme: Scheme) -> bool:
-    return scheme.scale_type == "e8m0" or (format_of(scheme) == PACK_FORMAT and scheme.symmetric)
+    return (scheme.scale_type, scheme.num_bits) == ("e8m0", 4) or (
+        format_of(scheme) == PACK_FORMAT and scheme.symmetric
+    )
 
 
 def _is_channel_fp8(scheme: Scheme | None) -> bool:
-    return scheme is not None and (scheme.type, scheme.num_bits, scheme.block_rows) == ("float", 8, 1)
+    facts = None if scheme is None else (scheme.type, scheme.num_bits, scheme.block_rows, scheme.scale_type)
+    return facts == ("float", 8, 1, None)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from compress.export import Consumer
 from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Scheme
 
 
 def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
@@ -14,7 +15,9 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
     if any(each.scale_type is not None for each in scheme.all):
-        return Consumer(name, loads=False, note="it has no kernel for four-bit floats")
+        few = any(each.scale_type is not None and each.num_bits == 4 for each in scheme.all)
+        floats = "four-bit floats" if few else "floats with scales of one byte"
+        return Consumer(name, loads=False, note=f"it has no kernel for {floats}")
     if few := _few_bits(scheme):
         return Consumer(name, loads=False, note=f"it has no kernel for weights of {few} bits")
     if _has_float_inputs(scheme):
@@ -45,13 +48,8 @@ def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
     notes = [f"reads {' and '.join(sorted(forms))} natively"]
     if few := _few_bits(scheme):
         notes.append(f"multiplies {few} bits by the kernels of the package humming, from sm_75")
-    if any(each.scale_type == "e4m3" for each in scheme.all):
-        notes.append("multiplies four-bit floats with 16-bit inputs, from sm_75")
-    if any(each.scale_type == "e8m0" for each in scheme.all):
-        notes.append(
-            "multiplies four-bit floats from sm_80; from sm_100 on it rounds the inputs to MXFP4, too"
-        )
-    if any(each.type == "float" and each.num_bits == 8 for each in scheme.all):
+    notes += [_BYTE_SCALES[each] for each in dict.fromkeys(map(_byte_scales, scheme.all)) if each is not None]
+    if any(each.type == "float" and each.num_bits == 8 and each.scale_type is None for each in scheme.all):
         notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
@@ -62,6 +60,27 @@ def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
             "multiplies four-bit weights in FP8 on sm_90 alone, and rounds their scales to e4m3 first"
         )
     return "; ".join(notes)
+
+
+_BYTE_SCALES = {
+    (4, "e4m3", False): "multiplies four-bit floats with 16-bit inputs, from sm_75",
+    (4, "e4m3", True): "multiplies in FP4 from sm_100 on, below that it takes the weights only, from sm_75",
+    (4, "e8m0", False): (
+        "multiplies four-bit floats from sm_80; from sm_100 on it rounds the inputs to MXFP4, too"
+    ),
+    (4, "e8m0", True): "multiplies in FP4 from sm_100 on, below that it takes the weights only, from sm_80",
+    (8, "e8m0", True): "multiplies in MXFP8 from sm_100 on, below that it takes the weights only, from sm_80",
+}
+"""How floats with scales of one byte are multiplied: by their bits, the type of the scales, and whether
+inputs are rounded, too. Read from the kernels' own conditions (`vllm/model_executor/kernels/linear`)."""
+
+
+def _byte_scales(scheme: Scheme) -> tuple[int, str, bool] | None:
+    return (
+        None
+        if scheme.scale_type is None
+        else (scheme.num_bits, scheme.scale_type, scheme.activation is not None)
+    )
 
 
 def _has_float_inputs(scheme: ModelScheme) -> bool:

@@ -203,7 +203,9 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
         )
     input_scales = [each.input_scale for each in codes if each.input_scale is not None]
     input_zeros = [each.input_zero_point for each in codes if each.input_zero_point is not None]
-    if any(not torch.equal(each, found[0]) for found in (input_scales, input_zeros) for each in found):
+    input_globals = [each.input_global_scale for each in codes if each.input_global_scale is not None]
+    of_inputs = (input_scales, input_zeros, input_globals)
+    if any(not torch.equal(each, found[0]) for found in of_inputs for each in found):
         raise UnsupportedFormat(
             f"'{name}' holds linears whose inputs have several static scales or zero points, and has a place "
             "for one."
@@ -218,4 +220,5 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
         input_scales[0] if input_scales else None,
         codes[0].global_scale,
         input_zeros[0] if input_zeros else None,
+        input_globals[0] if input_globals else None,
     )

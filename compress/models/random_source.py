@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.weights import parameter_names
+from compress.quant.block_inputs import global_scale_of_inputs
 from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import QuantizedWeight, Scheme
 
@@ -154,8 +155,10 @@ def random_weight(
 
 def _static_input(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
     """Return the fields of a weight for inputs of at most `INPUT_ABSMAX`."""
-    if scheme.activation != "tensor":
+    if not scheme.has_static_inputs:
         return {}
+    if scheme.has_input_global_scale:
+        return {"input_global_scale": global_scale_of_inputs(torch.tensor(INPUT_ABSMAX, device=device))}
     scale = torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device)
     if scheme.input_symmetric:
         return {"input_scale": scale}

@@ -98,6 +98,8 @@ def byte_scale_leaves(scheme: Scheme) -> tuple[str, ...]:
 
 def input_leaves(scheme: Scheme) -> tuple[str, ...]:
     """Return the leaves of static inputs."""
+    if scheme.has_input_global_scale:
+        return ("input_global_scale",)
     if scheme.activation != "tensor":
         return ()
     return ("input_scale",) if scheme.input_symmetric else ("input_scale", "input_zero_point")
@@ -130,14 +132,16 @@ class CanonicalCodec:
     integer codes: `packed` int32 [O, ceil(I * b / 32)], `shape` int64 [2] = [O, I] (a last word may be
                    padded), and `zero_point` int8 [O, G] for asymmetric schemes;
     e4m3 codes:    `codes` float8_e4m3fn [O, I];
+    e2m1 codes:    `packed` uint8 [O, I / 2], the lower column in the low half of a byte;
+    byte scales:   `scale` is float8_e4m3fn and goes with `global_scale` float32 [], or uint8 (e8m0);
     static inputs: `input_scale` float32 [], and `input_zero_point` int8 [] where they are asymmetric;
-    e2m1 codes:    `packed` uint8 [O, I / 2], the lower column in the low half of a byte; `scale` is
-                   float8_e4m3fn and goes with `global_scale` float32 [], or uint8 (e8m0).
+                   `input_global_scale` float32 [] where their blocks have e4m3 scales.
     """
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         if scheme.scale_type is not None:
-            return frozenset({"packed", *byte_scale_leaves(scheme)})
+            codes = "packed" if scheme.num_bits == 4 else "codes"
+            return frozenset({codes, *byte_scale_leaves(scheme), *input_leaves(scheme)})
         if scheme.type == "float":
             return frozenset({"codes", "scale", *input_leaves(scheme)})
         zero_point = () if scheme.symmetric else ("zero_point",)
@@ -145,7 +149,16 @@ class CanonicalCodec:
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         if weight.scheme.scale_type is not None:
-            return {"packed": e2m1.pack(weight.codes_OI), **encoded_scales(weight)}
+            of_inputs = weight.input_global_scale
+            return {
+                **(
+                    {"packed": e2m1.pack(weight.codes_OI)}
+                    if weight.scheme.num_bits == 4
+                    else {"codes": weight.codes_OI}
+                ),
+                **encoded_scales(weight),
+                **({} if of_inputs is None else {"input_global_scale": of_inputs}),
+            }
         leaves = {"scale": weight.scale_OG}
         if weight.scheme.type == "float":
             leaves["codes"] = weight.codes_OI
@@ -162,7 +175,12 @@ class CanonicalCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if scheme.scale_type is not None:
-            return QuantizedWeight(scheme, e2m1.unpack(leaves["packed"]), **decoded_scales(leaves, scheme))
+            return QuantizedWeight(
+                scheme,
+                e2m1.unpack(leaves["packed"]) if scheme.num_bits == 4 else leaves["codes"],
+                **decoded_scales(leaves, scheme),
+                input_global_scale=leaves.get("input_global_scale"),
+            )
         if scheme.type == "float":
             codes_OI = leaves["codes"]
         else:

@@ -13,6 +13,10 @@ A scheme with an `activation` also rounds the input of the linear to eight bits,
 run time, `group` one for each row and group of columns, `tensor` has one fixed scale for the whole input,
 found by calibration. Integer inputs may be asymmetric: then a zero point goes with each of these scales.
 
+A scheme whose weights have scales of one byte rounds its inputs to the weights' own form, if it rounds them:
+codes of as many bits in groups of as many columns, with scales on the same grid that are computed at run
+time (`block_inputs.py`). Where these are e4m3, a global scale goes with them, found by calibration.
+
 Shapes: O out, I in, G scale groups along I (one for a channel scheme), R rows of scales: O, or the number of
 blocks of rows.
 """
@@ -55,7 +59,8 @@ class Scheme:
 
     `scale_type` names the grid of scales that are stored in one byte (`scale_grid.py`), None for scales in
     the model's dtype. Float codes of four bits have such scales, groups of 16 (NVFP4) or 32 (MXFP4, OCP
-    Microscaling Formats 1.0), and inputs in 16 bits.
+    Microscaling Formats 1.0), and inputs in 16 bits or in the same form (`_W4A4`). Codes of e4m3 in groups of
+    32 with e8m0 scales, and inputs in the same form, are MXFP8.
 
     Other float codes, and integer codes whose inputs are rounded to integers, are symmetric and of 8 bits.
     They have one scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in
@@ -109,6 +114,16 @@ class Scheme:
         return torch.float8_e4m3fn if (self.activation_type or self.type) == "float" else torch.int8
 
     @property
+    def has_static_inputs(self) -> bool:
+        """Whether calibration finds a number that the rounding of inputs needs."""
+        return self.activation == "tensor" or self.has_input_global_scale
+
+    @property
+    def has_input_global_scale(self) -> bool:
+        """Whether the block scales of inputs are e4m3 numbers over a global scale."""
+        return self.activation == "group" and self.scale_type == "e4m3"
+
+    @property
     def strategy(self) -> Literal["group", "channel", "block"]:
         if self.block_rows > 1:
             return "block"
@@ -142,11 +157,11 @@ class Scheme:
         )
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
-        """Return the bytes of codes, scales, zero points and float32 scalars (the scale of inputs, or of all
+        """Return the bytes of codes, scales, zero points and float32 scalars (the scale of inputs, and global
         scales) of an [O, I] weight, on disk and, from four bits on, on the device."""
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
-        scalars = 4 * ((self.activation == "tensor") + (self.scale_type == "e4m3"))
+        scalars = 4 * (self.has_static_inputs + (self.scale_type == "e4m3"))
         scalars += self.activation == "tensor" and not self.input_symmetric
         scale_bytes = scale_bytes if self.scale_type is None else 1
         return (
@@ -186,13 +201,7 @@ class Scheme:
         ):
             if scheme.has(name) and scheme.text(name) not in choices:
                 raise scheme.wrong(name, scheme.text(name), f"one of {', '.join(choices)}")
-        is_float = scheme.has("type") and scheme.text("type") == "float"
-        known = (8, False), (4, True) if is_float else (scheme.integer("num_bits", 1, 8), False)
-        if (scheme.integer("num_bits", 1, 8), scheme.has("scale_type")) not in known:
-            raise StorageError(
-                "a scheme of a manifest has floats of other than 8 bits, or of 4 with scales of one byte, or "
-                "integers with scales of one byte."
-            )
+        _check_form(scheme)
         return Scheme(
             name=scheme.text("name"),
             num_bits=scheme.integer("num_bits", 1, 8),
@@ -206,6 +215,27 @@ class Scheme:
                 cast(Any, scheme.text("activation_type")) if scheme.has("activation_type") else None
             ),
             input_symmetric=_input_symmetric(scheme),
+        )
+
+
+def _check_form(scheme: Fields) -> None:
+    """Raise StorageError where codes, scales and inputs of a scheme in a manifest do not go together."""
+    num_bits = scheme.integer("num_bits", 1, 8)
+    scale_type = scheme.text("scale_type") if scheme.has("scale_type") else None
+    activation = scheme.text("activation") if scheme.has("activation") else None
+    if scheme.text("type", default="int") == "float":
+        in_bytes = (4, "e4m3"), (4, "e8m0"), (8, "e8m0")
+        is_known = num_bits == 8 if scale_type is None else (num_bits, scale_type) in in_bytes
+    else:
+        is_known = scale_type is None
+    if not is_known:
+        raise StorageError(
+            "a scheme of a manifest has floats of other than 8 bits, or of 4 with scales of one byte, or "
+            "integers with scales of one byte."
+        )
+    if scale_type is not None and (activation not in (None, "group") or scheme.has("activation_type")):
+        raise StorageError(
+            "a scheme of a manifest has weights with scales of one byte and inputs in another form."
         )
 
 
@@ -247,6 +277,33 @@ SCHEMES = {
         Scheme("W2A16_G64_ASYM", num_bits=2, symmetric=False, group_size=64),
         Scheme("NVFP4", num_bits=4, symmetric=True, group_size=16, type="float", scale_type="e4m3"),
         Scheme("MXFP4", num_bits=4, symmetric=True, group_size=32, type="float", scale_type="e8m0"),
+        Scheme(
+            "NVFP4_W4A4",
+            num_bits=4,
+            symmetric=True,
+            group_size=16,
+            type="float",
+            activation="group",
+            scale_type="e4m3",
+        ),
+        Scheme(
+            "MXFP4_W4A4",
+            num_bits=4,
+            symmetric=True,
+            group_size=32,
+            type="float",
+            activation="group",
+            scale_type="e8m0",
+        ),
+        Scheme(
+            "MXFP8",
+            num_bits=8,
+            symmetric=True,
+            group_size=32,
+            type="float",
+            activation="group",
+            scale_type="e8m0",
+        ),
         Scheme(
             "W4A8_FP8",
             num_bits=4,
@@ -330,7 +387,8 @@ class QuantizedWeight:
     (clamp(round(x / s) + z, -128, 127) - z) * s, with the `input_zero_point` z, an int8 scalar, of asymmetric
     inputs; symmetric ones have z = 0 and None. `global_scale` is a
     float32 scalar for weights whose scales are stored as e4m3: the stored numbers are the scales times it;
-    None before it is chosen, which storing does.
+    None before it is chosen, which storing does. `input_global_scale` is one of inputs whose block scales are
+    e4m3 numbers (`block_inputs.py`), else None.
     """
 
     scheme: Scheme
@@ -340,6 +398,7 @@ class QuantizedWeight:
     input_scale: Tensor | None = None
     global_scale: Tensor | None = None
     input_zero_point: Tensor | None = None
+    input_global_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

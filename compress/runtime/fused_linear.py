@@ -89,8 +89,9 @@ class FusedLinear:
     @property
     def quant(self) -> ActivationQuant | None:
         """How the op that writes the input may quantize it, which it does for a single slice only; None if
-        each slice quantizes its input itself."""
-        return self.slices[0].quant if len(self.slices) == 1 else None
+        each slice quantizes its input itself, as with blocks whose scales are one byte."""
+        quant = self.slices[0].quant if len(self.slices) == 1 else None
+        return None if quant is None or quant.scale_type is not None else quant
 
     def prepares_input(self, phase: Phase, norm: RowNorm) -> bool:
         """Return whether the kernel normalizes its input by this norm, and quantizes it, itself."""

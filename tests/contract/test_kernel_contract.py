@@ -160,7 +160,9 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
         scale_OG, zero_point_OG = min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)
         parts.append(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))
     x = randn(11, 256, device=device, dtype="BF16", seed=2)
-    rows = quantize(x, activation_quant(scheme)) if scheme.activation is not None else None
+    global_scale = torch.tensor(64.0, device=device) if scheme.has_input_global_scale else None
+    quant = None if scheme.activation is None else activation_quant(scheme, global_scale=global_scale)
+    rows = None if quant is None else quantize(x, quant)
     packed = kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device), gated=False)
     y_TO = kernel.fn(x if rows is None else rows, packed, None)
     w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()

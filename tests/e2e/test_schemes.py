@@ -31,7 +31,7 @@ CASES = [
     ("INT8_DYNAMIC", "smoothquant"),
     ("INT8_STATIC_ASYM", "smoothquant"),
     ("FP8_BLOCK", "balanced"),
-    ("NVFP4", "balanced"),
+    ("NVFP4_W4A4", "balanced"),
 ]
 MORE_CASES = [
     ("INT8_STATIC", "gptq"),
@@ -42,7 +42,10 @@ MORE_CASES = [
     ("W4A16_CHANNEL", "gptq"),
     ("W2A16_G64_ASYM", "gptq"),
     ("FP8_BLOCK", "gptq"),
+    ("NVFP4", "balanced"),
     ("MXFP4", "awq"),
+    ("MXFP4_W4A4", "gptq"),
+    ("MXFP8", "smoothquant"),
 ]
 
 

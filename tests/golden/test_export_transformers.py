@@ -16,6 +16,7 @@ from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.export import open_checkpoint, write_format
 from compress.export.conversion import stated_scheme
+from compress.kernels.operands.rows import input_quant, quantize
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
@@ -73,6 +74,9 @@ EXPORTED = [
     ("llama-gqa", "NVFP4"),
     ("phi3-window-gqa", "NVFP4"),
     ("qwen2", "MXFP4"),
+    ("llama-gqa", "NVFP4_W4A4"),
+    ("qwen2", "MXFP4_W4A4"),
+    ("qwen3", "MXFP8"),
     ("llama-tied", "W4A16_CHANNEL_ASYM"),
     ("qwen3-biases", "INT8_DYNAMIC"),
     ("llama-all-biases", "FP8_BLOCK"),
@@ -234,6 +238,12 @@ def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
     scheme = weight.scheme
     assert scheme.input_dtype is not None
     group_size = scheme.group_size if scheme.activation == "group" else None
+    if scheme.scale_type is not None:
+        quant = input_quant([weight], torch.device("cpu"))
+        assert quant is not None
+        return lambda _, inputs: (
+            quantize(inputs[0].flatten(0, -2), quant).dequantize(inputs[0].dtype).view_as(inputs[0]),
+        )
     return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, scheme.input_dtype, group_size),)
 
 
@@ -434,6 +444,8 @@ def test_the_export_opens_with_the_same_codes_and_scales(
                 assert (again.zero_point_OG is None) == value.scheme.symmetric
                 assert (again.input_scale is None) == (value.scheme.activation != "tensor")
                 assert again.input_scale == value.input_scale
+                assert (again.input_global_scale is None) != value.scheme.has_input_global_scale
+                assert again.input_global_scale == value.input_global_scale
                 if value.zero_point_OG is not None and again.zero_point_OG is not None:
                     assert torch.equal(again.zero_point_OG, value.zero_point_OG)
             else:
@@ -446,6 +458,7 @@ def test_the_export_opens_with_the_same_codes_and_scales(
         ("llama-gqa", "W4A16_G128_ASYM", None),
         ("qwen3-biases", "W4A16_G128_ASYM", None),
         ("qwen3", "FP8_STATIC", "FP8_DYNAMIC"),
+        ("llama-gqa", "NVFP4_W4A4", None),
         WITH_HEAD[0],
     ],
 )
@@ -469,6 +482,9 @@ def test_the_library_decompresses_each_weight_to_our_bits(
                 assert (
                     weights[disk.replace(".weight", ".input_scale")].to(torch.float32) == value.input_scale
                 )  # kept in bf16 there
+            if isinstance(value, QuantizedWeight) and value.input_global_scale is not None:
+                loaded = weights[disk.replace(".weight", ".input_global_scale")]
+                assert loaded.to(torch.float32) == value.input_global_scale
     if head is not None:
         assert torch.equal(weights["lm_head.weight"].to(torch.bfloat16), dense(stored.outer()["head.weight"]))
     assert SMALL["vocab_size"] == weights["model.embed_tokens.weight"].shape[0]

@@ -83,7 +83,8 @@ def _linear(
     assert len(given) in (0, len(biases)), "gate has a bias if up has one"
     bias_O = torch.cat(given) if given else None
     quant = input_quant(weights, device)
-    if isinstance(first, QuantizedWeight) and first.scheme.activation == "group":
+    scheme = first.scheme if isinstance(first, QuantizedWeight) else None
+    if scheme is not None and scheme.activation == "group" and scheme.scale_type is None:
         blocks = fp8_block.repack(weights, dtype=dtype, device=device, gated=False)
         return ReferenceLinear(fp8_block.linear, blocks, bias_O, quant)
     weight = tiles.dequantized(weights, dtype=dtype, device=device, gated=False)

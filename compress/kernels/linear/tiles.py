@@ -8,7 +8,7 @@ their bits may differ.
 A quantized weight is dequantized once, at load: it saves no bytes here, which the kernel's name
 `dequantized` states. Where activations are quantized too, codes with a scale a channel are kept as numbers of
 the factors' dtype, exactly, and both scales are applied to the product in float32; codes in groups are
-float32 products with their scales."""
+float32 products with their scales, and so are rows in blocks whose scales are one byte."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,10 @@ PREFILL_ROWS = {"cpu": 48, "cuda": 256}
 (docs/adr/0002-cpu-row-tiles.md). On CUDA a tile of up to 256 rows is bound by weight bytes, not
 arithmetic."""
 MAX_DECODE_ROWS = 128
-QUANTIZED = tuple(name for name, scheme in SCHEMES.items() if scheme.activation != "group")
-"""All but those whose scales change along the sum."""
+QUANTIZED = tuple(
+    name for name, scheme in SCHEMES.items() if scheme.activation != "group" or scheme.scale_type is not None
+)
+"""All but that whose scales are applied to parts of the sum (`fp8_block.py`)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,11 @@ def linear_in_tiles(
     """Return y [T, O], rounded to the model's dtype before the bias and the residual are added."""
     if isinstance(x, QuantizedRows):
         assert packed.scale_O is not None, "quantized rows need a weight whose scale is kept apart"
-        y_TO = row_product(_levels(x), packed.blocks, rows=rows)
-        y_TO = y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
+        in_blocks = x.scale_T.dim() == 2
+        values_TK = x.dequantize(torch.float32) if in_blocks else _levels(x)
+        y_TO = row_product(values_TK, packed.blocks, rows=rows).to(torch.float32)
+        if not in_blocks:  # the weight's scales are ones, then
+            y_TO = y_TO * x.scale_T.unsqueeze(1) * packed.scale_O
     else:
         y_TO = row_product(x, packed.blocks, rows=rows)
     y_TO = finished(y_TO, packed.dtype, bias_O, residual_TO)

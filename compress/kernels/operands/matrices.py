@@ -66,7 +66,7 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
         return "dense16"
     if scheme.type == "int" and scheme.num_bits <= 4 and scheme.activation is None:
         return "w4"
-    if scheme.type == "float" and scheme.activation in ("token", "group"):
+    if scheme.type == "float" and scheme.scale_type is None and scheme.activation in ("token", "group"):
         return "fp8" if scheme.activation == "token" else "fp8_block"
     rounds_to_int8 = scheme.type == "int" and scheme.num_bits == 8 and scheme.activation == "token"
     return "int8" if rounds_to_int8 and scheme.input_symmetric else None

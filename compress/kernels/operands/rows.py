@@ -16,15 +16,20 @@ A static scale is one number for the whole tensor, found by calibration, and so 
 Static codes of int8 saturate at -128 and 127 as in compressed-tensors and vLLM, and the scale of a row with
 a number that is not finite is NaN. Dynamic scales per tensor are not offered: they would couple rows.
 
+Blocks of columns whose scales are one byte (`scale_type`) are rounded by `quant/block_inputs.py`. Their
+scales, a global scale included, are float32 numbers here; numbers of e2m1 are held as e4m3.
+
 Shapes: T rows, K features, G groups of features.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from compress.quant.block_inputs import quantize_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 FP8 = torch.float8_e4m3fn
@@ -42,6 +47,9 @@ class ActivationQuant:
     one dynamic scale per token; with a `group_size`, one for each group of that many columns of a token.
     Rows of int8 that are not `symmetric` have zero points, too; `static_zero` is an int32 scalar on the
     device where the scale is static.
+
+    With a `scale_type`, `num_bits` are those of values in groups whose scales are one byte; `global_scale`, a
+    float32 scalar on the device, goes with scales of e4m3.
     """
 
     static_scale: Tensor | None = None
@@ -49,21 +57,32 @@ class ActivationQuant:
     group_size: int | None = None
     symmetric: bool = True
     static_zero: Tensor | None = None
+    num_bits: int = 8
+    scale_type: Literal["e4m3", "e8m0"] | None = None
+    global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.group_size is None or self.static_scale is None, "groups take their own scales"
         assert self.symmetric or self.dtype == INT8, "zero points are those of int8"
         has_zero = not self.symmetric and self.static_scale is not None
         assert has_zero == (self.static_zero is not None), "a zero point goes with an asymmetric static scale"
+        assert self.scale_type is None or self.group_size is not None, "scales of one byte are of groups"
+        has_global = self.scale_type == "e4m3"
+        assert has_global == (self.global_scale is not None), "a global scale goes with scales of e4m3"
 
 
 def input_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.device) -> ActivationQuant | None:
     """Return how linears of one scheme that share their input round it, or None. Of several static scales
-    the largest serves, which saturates none of them; of several with zero points, the range of all."""
+    the largest serves, which saturates none of them; so does the smallest global scale; of several with zero
+    points, the range of all."""
     quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
     if not quantized or quantized[0].scheme.activation is None:
         return None
     scheme = quantized[0].scheme
+    global_scales = [each.input_global_scale for each in quantized if each.input_global_scale is not None]
+    if global_scales:
+        smallest = torch.stack([each.to(torch.float32).cpu() for each in global_scales]).amin()
+        return activation_quant(scheme, global_scale=smallest.to(device))
     found = [each.input_scale.to(torch.float32).cpu() for each in quantized if each.input_scale is not None]
     if not found:
         return activation_quant(scheme)
@@ -86,7 +105,11 @@ def _common_range(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_quant(
-    scheme: Scheme, static_scale: Tensor | None = None, static_zero: Tensor | None = None
+    scheme: Scheme,
+    static_scale: Tensor | None = None,
+    static_zero: Tensor | None = None,
+    *,
+    global_scale: Tensor | None = None,
 ) -> ActivationQuant:
     """Return how linears of a scheme that rounds inputs do so."""
     assert scheme.input_dtype is not None, "its inputs stay in 16 bits"
@@ -96,6 +119,9 @@ def activation_quant(
         scheme.group_size if scheme.activation == "group" else None,
         scheme.input_symmetric,
         None if static_zero is None else static_zero.to(torch.int32),
+        scheme.num_bits if scheme.scale_type is not None else 8,
+        scheme.scale_type,
+        global_scale,
     )
 
 
@@ -168,6 +194,15 @@ def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
     """Quantize rows. This is the definition that every kernel is tested against."""
     x_f32 = x_TK.to(torch.float32)
     largest = LARGEST[quant.dtype]
+    if quant.group_size is not None and quant.scale_type is not None:
+        return QuantizedRows(
+            *quantize_blocks(
+                x_f32,
+                block_size=quant.group_size,
+                num_bits=quant.num_bits,
+                global_scale=quant.global_scale,
+            )
+        )
     if quant.group_size is not None:
         assert x_TK.shape[1] % quant.group_size == 0, (
             f"{x_TK.shape[1]} features are no whole groups of {quant.group_size}"

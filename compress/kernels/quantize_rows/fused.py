@@ -31,6 +31,7 @@ from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, group_scale, lar
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536
 """Elements that a program of 1024 threads keeps in registers."""
@@ -50,6 +51,14 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 32), **pdl_options(device)}
 
 
+def _refusal(problem: Problem) -> str | None:
+    """Refuse rows in blocks whose scales are one byte, beside what `row_refusal` refuses."""
+    scheme = SCHEMES.get(problem.scheme)
+    if scheme is not None and scheme.scale_type is not None:
+        return "its scales are float32 numbers, not bytes"
+    return row_refusal(problem)
+
+
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
@@ -62,6 +71,7 @@ def row_output(
         return out, {"out_ptr": out, **nothing, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
     group_size = quant.group_size or 0
     assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
+    assert quant.scale_type is None, "scales of one byte are found by the reference"
     assert group_size == 0 or size % group_size == 0, f"{size} features are no whole groups of {group_size}"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     shape = (num_rows, size // group_size) if group_size else (num_rows,)
@@ -199,6 +209,4 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(
-    Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=quantize_rows)
-)
+register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=_refusal, fn=quantize_rows))

@@ -2,7 +2,7 @@
 
 A smoother's scale is folded into the producer and the statistics are rescaled with it (H' = H / (s s^T)), so
 the rounder needs no second observation. The linears of a group are rounded as one matrix, stacked along O,
-and share the scale and the zero point of a static input; no block of rows with one scale extends over two
+and share the scales and the zero point of a static input; no block of rows with one scale extends over two
 linears. Linears without a scheme are left out, and so is a smoother that has no effect on the linears'
 scheme.
 
@@ -191,8 +191,14 @@ class RoundPass:
                 _stacked_blocks(targets(), scheme), rounded.weight, stats, state.output_moment(linears)
             )
         (whole,) = with_one_global_scale([refined.weight])
-        input_scale, input_zero = static_input(stats, scheme, self._stored_dtype)
-        weights = _split_rows(replace(whole, input_scale=input_scale, input_zero_point=input_zero), rows)
+        found = static_input(stats, scheme, self._stored_dtype)
+        with_input = replace(
+            whole,
+            input_scale=found.scale,
+            input_zero_point=found.zero_point,
+            input_global_scale=found.global_scale,
+        )
+        weights = _split_rows(with_input, rows)
         unrefined = _split_rows(rounded.weight, rows)
         h_II = stats[SecondMoment].mean()
         for linear, w_OI, weight, before in zip(linears, targets(), weights, unrefined, strict=True):

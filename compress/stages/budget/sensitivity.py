@@ -103,4 +103,5 @@ class Sensitivities(GradientVisitor):
 def _input_quant(scheme: Scheme, stats: InputStats, stored_dtype: torch.dtype) -> ActivationQuant | None:
     if scheme.activation is None:
         return None
-    return activation_quant(scheme, *static_input(stats, scheme, stored_dtype))
+    found = static_input(stats, scheme, stored_dtype)
+    return activation_quant(scheme, found.scale, found.zero_point, global_scale=found.global_scale)

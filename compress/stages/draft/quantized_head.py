@@ -50,7 +50,7 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
             "overrides."
         )
     found = possible_schemes(spec, facts.arch)[0]
-    if found is None or found.layers.activation == "tensor" or found.layers.block_rows > 1:
+    if found is None or found.layers.has_static_inputs or found.layers.block_rows > 1:
         raise UsageError(
             f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have "
             "their own scales."

@@ -22,7 +22,7 @@ from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
 
 HEAD_SCHEMES = tuple(
-    each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor"
+    each.name for each in SCHEMES.values() if each.num_bits == 8 and not each.has_static_inputs
 )
 """Schemes that an output head can have: 8 bits, and no calibrated input scale, because a head is rounded
 without calibration."""
@@ -296,7 +296,7 @@ class Quantize(Spec):
         if any(each is not None for each in (self.guide, self.smooth, self.target, self.refine, self.tune)):
             return True
         schemes = [scheme_or_dense(name) for name in (self.scheme, *self.overrides.values())]
-        has_static_inputs = any(each is not None and each.activation == "tensor" for each in schemes)
+        has_static_inputs = any(each is not None and each.has_static_inputs for each in schemes)
         return has_static_inputs or bool(cast(Rounder, self.round).needs())
 
     @property

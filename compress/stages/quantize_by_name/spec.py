@@ -12,7 +12,7 @@ from compress.recipe import Spec, checked_by, list_to_tuple
 
 MAX_PATTERNS = 64
 SCHEMES_BY_NAME = tuple(
-    name for name, scheme in SCHEMES.items() if scheme.activation != "tensor" and scheme.scale_type != "e4m3"
+    name for name, scheme in SCHEMES.items() if not scheme.has_static_inputs and scheme.scale_type != "e4m3"
 )
 """Schemes whose codes and scales depend on the weight alone, and on no other weight that is multiplied as one
 with it."""

@@ -55,9 +55,9 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     assert not weights.dynamic
     assert parsed.ignore == ["lm_head"]
     unpacked = "float-quantized" if scheme.type == "float" else "int-quantized"
-    unpacked = {None: unpacked, "e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}[
-        scheme.scale_type
-    ]
+    in_bytes = {(4, "e4m3"): "nvfp4-pack-quantized", (4, "e8m0"): "mxfp4-pack-quantized"}
+    in_bytes |= {(8, "e8m0"): "mxfp8-quantized"}
+    unpacked = in_bytes.get((scheme.num_bits, str(scheme.scale_type)), unpacked)
     assert (
         parsed.format
         == group.format
@@ -65,7 +65,11 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     )
     inputs = group.input_activations
     assert (inputs is None) == (scheme.activation is None)
-    if inputs is not None:
+    if inputs is not None and scheme.scale_type is not None:
+        as_weights = {"dynamic", "observer"}
+        assert inputs.model_dump(exclude=as_weights) == weights.model_dump(exclude=as_weights)
+        assert inputs.dynamic == ("local" if scheme.scale_type == "e4m3" else True)
+    elif inputs is not None:
         assert (inputs.num_bits, inputs.type, inputs.symmetric) == (
             8,
             scheme.activation_type or scheme.type,
@@ -109,7 +113,11 @@ def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> No
         )
         assert (found.input_activations is None) == (expected.activation is None)
     kinds = {
-        (each.type, each.type == "int" and each.input_dtype != torch.int8, each.scale_type)
+        (
+            each.type,
+            each.type == "int" and each.input_dtype != torch.int8,
+            each.scale_type and (each.num_bits, each.scale_type),
+        )
         for each in (SCHEMES[scheme], SCHEMES[head])
     }
     one_form = len(kinds) == 1

@@ -12,7 +12,7 @@ from tests.support.triton_interpreter import INTERPRETED
 
 pytest.importorskip("triton")
 
-SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM", "W8A16", "FP8_DYNAMIC", "NVFP4", "MXFP4")
+SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM", "W8A16", "FP8_DYNAMIC", "NVFP4", "MXFP4", "MXFP8")
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 

@@ -175,6 +175,9 @@ def test_quantized_linears(scheme: Scheme, phase: str) -> None:
         quant = activation_quant(
             scheme, *((quant.static_scale, static_zero) if quant.static_scale is not None else ())
         )
+    if scheme.scale_type is not None and scheme.activation is not None:
+        global_scale = torch.tensor(64.0) if scheme.has_input_global_scale else None
+        quant = activation_quant(scheme, global_scale=global_scale)
     w = nearest_weight(randn(136, 256), scheme, torch.float32)
     multiply = linear_of(w, scheme.name, phase, torch.float32)
 

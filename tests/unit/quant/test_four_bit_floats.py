@@ -1,10 +1,13 @@
-"""Four-bit floats against compressed-tensors: the same bytes, the same weights, and laws of their scales."""
+"""Floats with scales of one byte against compressed-tensors: the same bytes, the same weights, and laws of
+their scales."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -27,12 +30,25 @@ from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 NVFP4 = SCHEMES["NVFP4"]
 MXFP4 = SCHEMES["MXFP4"]
+W4A4 = SCHEMES["NVFP4_W4A4"]
+MXFP8 = SCHEMES["MXFP8"]
 BOTH = pytest.mark.parametrize("scheme", [NVFP4, MXFP4], ids=lambda each: each.name)
 CODEC = FORMATS.get("compressed-tensors").codec
-LIBRARY = {
+LIBRARY: dict[str, tuple[str, Any]] = {
     "NVFP4": ("NVFP4A16", NVFP4PackedCompressor),
     "MXFP4": ("MXFP4A16", MXFP4PackedCompressor),
+    "NVFP4_W4A4": ("NVFP4", NVFP4PackedCompressor),
+    "MXFP4_W4A4": ("MXFP4", MXFP4PackedCompressor),
+    "MXFP8": ("MXFP8", MXFP8QuantizationCompressor),
 }
+ALL = pytest.mark.parametrize("scheme", [SCHEMES[name] for name in LIBRARY], ids=LIBRARY)
+
+
+def with_inputs(weight: QuantizedWeight, global_scale: float = 83.7) -> QuantizedWeight:
+    """Return the weight with the global scale of its inputs, where its scheme has one."""
+    if not weight.scheme.has_input_global_scale:
+        return weight
+    return replace(weight, input_global_scale=torch.tensor(global_scale))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -57,25 +73,34 @@ def test_codes_are_rounded_and_packed_as_compressed_tensors_does() -> None:
     assert torch.equal(e2m1.unpack(theirs).to(torch.float32), wide)
 
 
-@BOTH
+@ALL
 def test_the_library_decompresses_our_tensors_to_our_weights(scheme: Scheme) -> None:
-    weight = nearest_weight(0.02 * randn(24, 256), scheme, torch.bfloat16)
+    weight = with_inputs(nearest_weight(0.02 * randn(24, 256), scheme, torch.bfloat16))
     name, compressor = LIBRARY[scheme.name]
     preset = preset_name_to_scheme(name, ["Linear"])
     parsed = QuantizationScheme.model_validate(
         {key: value for key, value in group_of(scheme, ["Linear"]).items() if value is not None}
     )
     assert parsed.weights.model_dump(exclude={"zp_dtype"}) == preset.weights.model_dump(exclude={"zp_dtype"})
+    if scheme.activation is not None:
+        fields = {"zp_dtype", "observer"}
+        ours, given = parsed.input_activations, preset.input_activations
+        assert ours.model_dump(exclude=fields) == given.model_dump(exclude=fields)
     leaves = CODEC.encode(weight)
-    assert set(leaves) == set(compressor.compression_param_names(preset))
+    assert set(leaves) == CODEC.leaves(scheme)
+    of_theirs = set(compressor.compression_param_names(preset)) - {"weight_zero_point"}
+    # that of inputs is a parameter of the linear there, and none of the weight's
+    assert set(leaves) - {"input_global_scale"} == of_theirs
     theirs = compressor.decompress(dict(leaves), parsed)["weight"]
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(theirs, weight.dequantize(torch.bfloat16))
-    again = {key: value for key, value in leaves.items() if key != "weight_packed"}
+    again = {key: value for key, value in leaves.items() if key not in ("weight_packed", "weight")}
     scales = again["weight_scale"]
-    wide = scales.to(torch.float32) if scheme is NVFP4 else scale_grid.from_e8m0(scales)
-    compressed = compressor.compress({"weight": theirs, **again, "weight_scale": wide}, parsed)
-    assert torch.equal(compressed["weight_packed"] & 7, leaves["weight_packed"] & 7)  # -0 may come back as 0
+    wide = scales.to(torch.float32) if scheme.scale_type == "e4m3" else scale_grid.from_e8m0(scales)
+    compressed = compressor.compress({**again, "weight": theirs, "weight_scale": wide}, parsed)
+    codes = "weight" if scheme.num_bits == 8 else "weight_packed"
+    signs = 127 if scheme.num_bits == 8 else 0x77  # -0 may come back as 0
+    assert torch.equal(compressed[codes].view(torch.uint8) & signs, leaves[codes].view(torch.uint8) & signs)
     assert torch.equal(compressed["weight_scale"].view(torch.uint8), scales.view(torch.uint8))
 
 
@@ -177,10 +202,16 @@ def test_search_and_descent_lower_their_losses_and_stay_on_the_grid(scheme: Sche
         (MXFP4, "weight_scale", torch.ones(8, 3, dtype=torch.uint8), r"\[8, 3\]"),
         (MXFP4, "weight_packed", torch.zeros(8, 24, dtype=torch.uint8), "K is 48"),
         (MXFP4, "weight_packed", torch.zeros(8, 32), "weight_packed"),
+        (W4A4, "input_global_scale", torch.tensor([-1.0]), "input_global_scale is no positive number"),
+        (W4A4, "input_global_scale", torch.tensor([torch.inf]), "input_global_scale is no positive number"),
+        (W4A4, "input_global_scale", torch.ones(1, dtype=torch.bfloat16), "not one float32 number"),
+        (MXFP8, "weight", torch.zeros(8, 64, dtype=torch.int8), "weight is int8"),
+        (MXFP8, "weight", torch.zeros(8, 48).to(torch.float8_e4m3fn), "K is 48"),
+        (MXFP8, "weight_scale", torch.ones(8, 2), "weight_scale is float32"),
     ],
 )
 def test_spoiled_tensors_are_refused(scheme: Scheme, leaf: str, value: Tensor, reason: str) -> None:
-    leaves = CODEC.encode(nearest_weight(randn(8, 64), scheme, torch.float32))
+    leaves = CODEC.encode(with_inputs(nearest_weight(randn(8, 64), scheme, torch.float32)))
     with pytest.raises(UnsupportedFormat, match=reason):
         CODEC.decode({**leaves, leaf: value}, scheme)
 
@@ -198,13 +229,48 @@ def test_a_config_of_another_form_is_refused(scheme: Scheme, change: dict[str, A
 
 def test_a_config_as_the_library_writes_it_is_read() -> None:
     """The library leaves fields out, and gives a scale's dtype or not."""
-    for name, scheme in (("NVFP4A16", NVFP4), ("MXFP4A16", MXFP4)):
+    for scheme_name, (name, _) in LIBRARY.items():
+        scheme = SCHEMES[scheme_name]
         dumped = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
         dumped["format"] = group_of(scheme, ())["format"]
         assert read_groups({"config_groups": {"a": dumped}}, ["a.0.b"]) == {"a.0.b": scheme}
-        inputs = {**dumped, "input_activations": {"num_bits": 4}}
-        with pytest.raises(UnsupportedFormat, match="input activations"):
-            read_groups({"config_groups": {"a": inputs}}, ["a.0.b"])
+        for changed in ({"num_bits": 4}, {**(dumped["input_activations"] or {}), "group_size": 64}):
+            inputs = {**dumped, "input_activations": changed}
+            with pytest.raises(UnsupportedFormat, match="input activations"):
+                read_groups({"config_groups": {"a": inputs}}, ["a.0.b"])
+    weights_only = preset_name_to_scheme("MXFP8A16", ["Linear"]).model_dump(mode="json")
+    with pytest.raises(UnsupportedFormat, match="inputs of the same form"):
+        read_groups({"config_groups": {"a": {**weights_only, "format": "mxfp8-quantized"}}}, ["a.0.b"])
+
+
+@ALL
+def test_tensors_of_another_tool_come_back_bit_for_bit(scheme: Scheme) -> None:
+    """Any codes and scales, and global scales that are no powers of two, through reading and writing; and
+    through an intermediate artifact on the way."""
+    generator = torch.Generator().manual_seed(0)
+    groups = 128 // (scheme.group_size or 128)
+    draw = {"generator": generator, "dtype": torch.uint8}
+    if scheme.num_bits == 4:
+        leaves = {"weight_packed": torch.randint(0, 256, (8, 64), **draw)}
+    else:
+        numbers = torch.randint(0, 127, (8, 128), **draw) | (torch.randint(0, 2, (8, 128), **draw) << 7)
+        leaves = {"weight": numbers.view(torch.float8_e4m3fn)}
+    if scheme.scale_type == "e4m3":
+        leaves["weight_scale"] = torch.randint(0, 127, (8, groups), **draw).view(torch.float8_e4m3fn)
+        leaves["weight_global_scale"] = torch.tensor([2688 / 0.37])
+    else:
+        leaves["weight_scale"] = torch.randint(100, 140, (8, groups), **draw)
+    if scheme.has_input_global_scale:
+        leaves["input_global_scale"] = torch.tensor([2688 / 7.3])
+    weight = CODEC.decode(leaves, scheme)
+    stored = CanonicalCodec().decode(CanonicalCodec().encode(weight), scheme)
+    assert stored.input_global_scale == weight.input_global_scale
+    for each in (weight, stored):
+        written = CODEC.encode(each)
+        assert set(written) == set(leaves)
+        for name, value in written.items():
+            assert value.shape == leaves[name].shape
+            assert torch.equal(value.view(torch.uint8), leaves[name].view(torch.uint8)), name
 
 
 def test_a_global_scale_of_another_tool_comes_back_bit_for_bit() -> None:

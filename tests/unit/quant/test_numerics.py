@@ -130,7 +130,7 @@ FP8 = pytest.mark.parametrize(
     [
         dataclasses.replace(each, group_size=None)
         for each in SCHEMES.values()
-        if each.type == "float" and each.num_bits == 8
+        if each.type == "float" and each.num_bits == 8 and each.scale_type is None
     ],
     ids=lambda each: each.name,
 )
@@ -207,6 +207,12 @@ def group_error(w_OI: Tensor, scheme: Scheme, scales: tuple[Tensor, Tensor | Non
     return torch.stack([rows.sum(dim=0) for rows in errors_OG.split(scheme.block_rows)])
 
 
+def has_a_search(scheme: Scheme) -> bool:
+    """Whether a smaller range can be better. Half a power of two as the scale of e4m3 codes clips, and gives
+    nothing: they have as many digits in every binade."""
+    return (scheme.type, scheme.num_bits, scheme.scale_type) != ("float", 8, "e8m0")
+
+
 @ALL
 @pytest.mark.parametrize("choice", ["mse", "hessian"])
 def test_the_search_is_never_worse_than_the_full_range_in_its_own_measure(
@@ -223,7 +229,8 @@ def test_the_search_is_never_worse_than_the_full_range_in_its_own_measure(
         w_OI, scheme, choose_scale(w_OI, scheme, torch.bfloat16, choice="min_max", h_II=None), h_GNN
     )
     assert bool((found <= plain * (1 + 1e-4)).all())
-    assert float(found.sum()) < float(plain.sum())
+    if has_a_search(scheme):
+        assert float(found.sum()) < float(plain.sum())
 
 
 @ALL
@@ -235,7 +242,7 @@ def test_the_searches_differ_by_their_measure_only(scheme: Scheme) -> None:
     weighted = search_scale(w_OGN, scheme, torch.float32, h_GNN=identity)
     assert torch.equal(plain[0], weighted[0])
     hessian = search_scale(w_OGN, scheme, torch.float32, h_GNN=diagonal_blocks(moment(), scheme))
-    assert not torch.equal(plain[0], hessian[0])
+    assert torch.equal(plain[0], hessian[0]) != has_a_search(scheme)
 
 
 @ALL

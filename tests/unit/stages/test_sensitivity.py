@@ -16,9 +16,11 @@ from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.stats import InputStats, Stat
 from compress.context import Context
 from compress.errors import UsageError
+from compress.kernels.operands.rows import activation_quant, quantize
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.layer_shape import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
+from compress.quant.block_inputs import global_scale_of_inputs
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.stages.budget.sensitivity import Sensitivities
@@ -132,6 +134,10 @@ def test_labels_follow_the_predictions(tmp_path: Path) -> None:
 def rounded_input(x: Tensor, scheme: Scheme, largest: Tensor) -> Tensor:
     if scheme.activation is None:
         return x
+    if scheme.scale_type is not None:
+        found = global_scale_of_inputs(largest) if scheme.has_input_global_scale else None
+        quant = activation_quant(scheme, global_scale=found)
+        return quantize(x.flatten(0, -2), quant).dequantize(torch.float32).view_as(x)
     if scheme.activation == "group":
         parts = x.unflatten(-1, (-1, scheme.group_size))
         return rounded_input(parts, SCHEMES["FP8_DYNAMIC"], largest).flatten(-2)
@@ -180,7 +186,11 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "schemes"), [slow({}, SCHEMES_TRIED), (WIDE, [SCHEMES["FP8_BLOCK"], SCHEMES["W4A16_G128"]])]
+    ("changes", "schemes"),
+    [
+        slow({}, SCHEMES_TRIED),
+        (WIDE, [SCHEMES[each] for each in ("FP8_BLOCK", "W4A16_G128", "NVFP4_W4A4", "MXFP8")]),
+    ],
 )
 def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
     changes: dict[str, int], schemes: list[Scheme], tmp_path: Path
