@@ -3,8 +3,8 @@
     python -m scripts.modelopt_scales MODEL TOKENS.safetensors OUT.safetensors
 
 Runs where `pip install 'compress[modelopt]'` was done, or in the environment of `install_peers.py`; imports
-nothing of this project. MODEL is a Hugging Face directory, TOKENS hold [N, S] under `tokens`. OUT has, for each
-linear that modelopt quantizes, in float32, the model being in float32 too:
+nothing of this project. MODEL is a Hugging Face directory, TOKENS hold [N, S] under `tokens`. OUT has, for
+each linear that modelopt quantizes, in float32, the model being in float32 too:
 
     <module>.weight  [O]     largest magnitude of each output channel / 448 (FP8)
     <module>.input   []      largest magnitude of all inputs / 448 (FP8)

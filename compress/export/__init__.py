@@ -133,7 +133,7 @@ class GraphFormat(Protocol):
 
 @runtime_checkable
 class FormatWithFiles(Protocol):
-    """A checkpoint format with files of its own beside `config.json`."""
+    """A checkpoint format that writes further files next to `config.json`."""
 
     def write_files(self, directory: Path, quantization_config: Mapping[str, Any]) -> None:
         """Write them into the directory of a checkpoint with this `quantization_config`."""
@@ -161,7 +161,7 @@ GRAPH_SHARD_BYTES = 1_000_000_000
 """Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
 own."""
 TAKE_ONE_SCALE = "Quantize with `round: {kind: rtn, scale: matrix}`, or export compressed-tensors."
-"""What to do where a format takes one scale for a linear."""
+"""The advice of errors about a format that stores one scale for a linear."""
 PROPOSED = 4
 """Tokens that a draft proposes in a step by default."""
 

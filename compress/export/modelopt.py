@@ -50,13 +50,11 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 
-FP8, FP8_ROWS, INT8, INT4, NVFP4 = (
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "W8A16",
-    "W4A16_AWQ",
-    "W4A16_NVFP4",
-)
+FP8 = "FP8"
+FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
+INT8 = "W8A16"
+INT4 = "W4A16_AWQ"
+NVFP4 = "W4A16_NVFP4"
 ALGORITHMS = {
     FP8: SCHEMES["FP8_STATIC"],
     FP8_ROWS: SCHEMES["FP8_DYNAMIC"],
@@ -381,6 +379,15 @@ class ModelOpt:
                     note=notes[each] if each in readers or each == "vLLM" else f"it has no {algorithm}",
                 )
                 for each in PROGRAMS
+            ),
+            Consumer(
+                "vLLM on a CPU",
+                loads=algorithm == FP8_ROWS,
+                note="weights and inputs in FP8, products in wider numbers, in bfloat16 or float16"
+                if algorithm == FP8_ROWS
+                else "it has no kernel for static inputs"
+                if algorithm == FP8
+                else f"it has no kernel for {algorithm}",
             ),
         ]
 

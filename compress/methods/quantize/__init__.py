@@ -76,7 +76,7 @@ class Rounder(Spec):
 
     @property
     def one_scale(self) -> bool:
-        """Whether all linears of a group get one scale, for which they have to be rounded together."""
+        """Whether all linears of a group get one scale; then they are always rounded as one matrix."""
         return False
 
     @abstractmethod
