@@ -381,6 +381,25 @@ def check_onnx(environment: Environment) -> str:
     return "convert --to onnx"
 
 
+def check_modelopt(environment: Environment) -> str:
+    """Have modelopt find the scales of the bundled model."""
+    source = environment.path.parent / "source"
+    script = (
+        "import torch; from safetensors.torch import save_file; "
+        "save_file({'tokens': torch.arange(64).view(2, 32)}, 'tokens.safetensors'); "
+        "from compress.pipeline import resolve_source; print(resolve_source('builtin://reference').path)"
+    )
+    model = environment.run("python", "-c", script).strip()
+    environment.run(
+        "python",
+        str(source / "scripts/modelopt_scales.py"),
+        model,
+        "tokens.safetensors",
+        "scales.safetensors",
+    )
+    return "scripts/modelopt_scales.py"
+
+
 def check_docs(environment: Environment) -> str:
     source = environment.path.parent / "source"
     environment.variables |= {"NO_MKDOCS_2_WARNING": "1"}
@@ -427,6 +446,7 @@ EXTRAS: dict[str, Extra] = {
         check_onnx,
         lambda _: ("compress", "convert", "builtin://reference", "--to", "onnx", "--out", "refused"),
     ),
+    "modelopt": Extra(("modelopt.torch.quantization",), check_modelopt),
     "eval": Extra(("lm_eval",), check_eval, plan_tasks),
     "serve": Extra(
         ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"),

@@ -58,10 +58,11 @@ class Rule:
 @dataclass(frozen=True)
 class StaticKV:
     """The parts of `quantization_config` for a KV cache with calibrated scales: one for checkpoints of
-    quantized weights, and one (`alone`) for those of dense weights."""
+    quantized weights, and one (`alone`) for those of dense weights, None where the format has no word for
+    them."""
 
     beside: Mapping[str, Any]
-    alone: Mapping[str, Any]
+    alone: Mapping[str, Any] | None
 
 
 class ExportFormat(Protocol):
@@ -136,6 +137,23 @@ class GraphFormat(Protocol):
         """Write the graph of the checkpoint in the directory; `scheme` has canonical names."""
 
 
+@runtime_checkable
+class FormatWithFiles(Protocol):
+    """A checkpoint format that writes further files next to `config.json`."""
+
+    def write_files(self, directory: Path, quantization_config: Mapping[str, Any]) -> None:
+        """Write them into the directory of a checkpoint with this `quantization_config`."""
+
+
+@runtime_checkable
+class OneScaleFormat(Protocol):
+    """A checkpoint format that stores one scale for all weights of a linear in some schemes that may have one
+    for each row."""
+
+    def takes_one_scale(self, scheme: Scheme) -> bool:
+        """Return whether all weights of a linear of this scheme must have one scale."""
+
+
 VLLM_KV_FLAGS = {
     FP8_TOKEN_HEAD: "--kv-cache-dtype fp8_per_token_head",
     INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
@@ -148,6 +166,8 @@ DRAFT_FOLDER = "draft"
 GRAPH_SHARD_BYTES = 1_000_000_000
 """Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
 own."""
+TAKE_ONE_SCALE = "Quantize with `round: {kind: rtn, scale: matrix}`, or export compressed-tensors."
+"""The advice of errors about a format that stores one scale for a linear."""
 PROPOSED = 4
 """Tokens that a draft proposes in a step by default."""
 
@@ -217,7 +237,7 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
         if kv_format is not None:
             problem = f"the graph keeps keys and values as they are, not in {kv_format}."
             broken.append(Rule("kv-cache", problem))
-    if scheme is None and form.static_kv is None and not has_graph:
+    if scheme is None and not has_graph and (form.static_kv is None or form.static_kv.alone is None):
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
     if kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
         broken.append(
@@ -234,12 +254,15 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
 
 def check_scales(name: str, source: WeightSource) -> None:
     """Refuse a format whose scales cannot represent the same numbers. Every quantized weight is read if the
-    format has a dtype of its own.
+    format has a dtype of its own, or one scale for the weights of a linear.
 
     Raises:
         UnsupportedFormat: with the number of scales that would change.
     """
-    dtype = FORMATS.get(name).scale_dtype
+    form = FORMATS.get(name)
+    if isinstance(form, OneScaleFormat):
+        _check_one_scale(name, form, source)
+    dtype = form.scale_dtype
     if dtype is None or dtype == torch.float32:  # which holds the scales of every dtype of a model
         return
     num_changed = 0
@@ -254,6 +277,17 @@ def check_scales(name: str, source: WeightSource) -> None:
             f"{num_scales:,} {source.arch.dtype} scales exactly; {num_changed:,} would change, and weights "
             "with them. "
             "compressed-tensors keeps them as they are."
+        )
+
+
+def _check_one_scale(name: str, form: OneScaleFormat, source: WeightSource) -> None:
+    """Raise UnsupportedFormat where linears that take one scale have several."""
+    taking = (each for each in _quantized_weights(source) if form.takes_one_scale(each.scheme))
+    several = sum(not bool((each.scale_OG == each.scale_OG.flatten()[0]).all()) for each in taking)
+    if several:
+        raise UnsupportedFormat(
+            f"[one-scale] {name} stores one scale for all weights of a linear, and {several:,} linears have "
+            f"one for each row. {TAKE_ONE_SCALE}"
         )
 
 
@@ -312,6 +346,8 @@ def write_format(
     )
     if isinstance(form, GraphFormat):
         form.write_graph(directory, source.arch, scheme)
+    if isinstance(form, FormatWithFiles) and config is not None:
+        form.write_files(directory, config)
 
 
 def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:

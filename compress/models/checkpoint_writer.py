@@ -113,5 +113,5 @@ def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:
     if isinstance(source, Checkpoint) and not (
         source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
     ):
-        return source.family
+        return source.family.in_format(quant_method)
     return family

@@ -36,8 +36,11 @@ from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.rope_config import read_rope
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
+from compress.quant.kv import KV_SCALES
 from compress.untrusted.fields import Fields
 
+SCALES_BESIDE_LINEARS = ("modelopt",)
+"""Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
 MAX_NAMED = 12
 """Most fields that one sentence names."""
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
@@ -328,9 +331,21 @@ class Family:
         return self._names.holds_all_experts(module)
 
     def in_format(self, quant_method: str | None) -> "Family":
-        """Return the family with the layout of experts that checkpoints of a `quant_method` have."""
+        """Return the family with the layout of experts, and the names of the scales of a KV cache, that
+        checkpoints of a `quant_method` have."""
         own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
-        return self if own is None else self.with_layout(own)
+        family = self if own is None else self.with_layout(own)
+        return family.with_scales_of_kv(beside_linears=quant_method in SCALES_BESIDE_LINEARS)
+
+    def with_scales_of_kv(self, *, beside_linears: bool) -> "Family":
+        """Return the family with the scales of keys and values under the linears that make them, or under the
+        attention."""
+        modules = {name: each for name, each in self.layer_modules.items() if name not in KV_SCALES.values()}
+        if beside_linears:
+            modules |= {
+                name: f"{modules['attn']}.{kind}_proj.{kind}_scale" for kind, name in KV_SCALES.items()
+            }
+        return self if modules == self.layer_modules else replace(self, layer_modules=modules)
 
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""

@@ -14,7 +14,7 @@ from compress.untrusted.fields import Fields
 
 MXFP4 = "mxfp4"
 """The `quant_method` of gpt-oss, whose experts are read as dense weights."""
-_LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers")
+_LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:

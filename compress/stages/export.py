@@ -1,24 +1,27 @@
 """`export`: write quantized or pruned weights as a checkpoint that other programs load, with the model's
 tokenizer.
 
-A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a complete
-checkpoint, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
+Further formats of one export are complete checkpoints in folders of the first one, written from the same
+codes. A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a
+complete checkpoint, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field
 
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
-from compress.errors import UsageError
+from compress.errors import UnsupportedFormat, UsageError
 from compress.export import (
     DRAFT_FOLDER,
     FORMATS,
     GRAPH_SHARD_BYTES,
     PROPOSED,
+    TAKE_ONE_SCALE,
+    OneScaleFormat,
     check_rules,
     dense_itemsize,
     is_graph,
@@ -26,11 +29,13 @@ from compress.export import (
     write_format,
 )
 from compress.export.speculators import write_speculators
+from compress.methods.quantize import Rounder
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec, checked_by, list_to_tuple
 from compress.registry.model_source import ModelSource
@@ -41,14 +46,11 @@ from compress.stages.quantize.schemes import mixed_schemes, model_scheme, outer_
 from compress.stages.quantize.spec import Quantize
 
 
-def _one_known_format(names: tuple[str, ...]) -> None:
+def _known_formats(names: tuple[str, ...]) -> None:
     for name in names:
         FORMATS.get(name)
-    if len(names) != 1:
-        raise UsageError(
-            f"one format is written by one recipe, not {len(names)}; a second recipe with another format "
-            "finds everything before it cached."
-        )
+    if not names or len(set(names)) != len(names):
+        raise UsageError("formats: name each format once, and at least one.")
 
 
 def _name_to_names(value: Any) -> Any:
@@ -56,22 +58,44 @@ def _name_to_names(value: Any) -> Any:
 
 
 DRAFT_FORMAT = "compressed-tensors"
+FORMATS_FOLDER = "formats"
+"""Folder of a checkpoint with one complete checkpoint for each further format."""
 
 
 class Export(Spec):
-    """The format of the published checkpoint."""
+    """The formats of the published checkpoint."""
 
     formats: Annotated[
         tuple[str, ...],
-        checked_by(_one_known_format),
+        checked_by(_known_formats),
         BeforeValidator(_name_to_names, json_schema_input_type=str | tuple[str, ...]),
-    ] = Field(("compressed-tensors",), description="name of one format, or a list with one name")
+    ] = Field(
+        ("compressed-tensors",),
+        description="name of a format, or a list: the checkpoint itself has the first, and folders of it "
+        f"(`{FORMATS_FOLDER}/<name>`) the same codes in the others",
+    )
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
+    parts = [_estimate_one(name, facts) for name in spec.formats]
+    several = len(parts) > 1
+    notes = [
+        f"{name}: {note}" if several else note
+        for name, part in zip(spec.formats, parts, strict=True)
+        for note in part.notes
+    ]
+    return Estimate(
+        max(part.peak_bytes for part in parts),
+        sum(part.disk_bytes for part in parts),
+        0.0,
+        notes=tuple(notes),
+    )
+
+
+def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
+    """Return what writing one format takes."""
     quantize = facts.specs.get("quantize")
     arch = facts.arch
-    name = spec.formats[0]
     itemsize = dense_itemsize(name)
     if quantize is None:
         check_rules(name, arch, None)
@@ -82,6 +106,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(name, arch, scheme, kv_format)
+        _check_one_scale(name, scheme, quantize, is_trained="recover" in facts.specs)
     head = quantize.head_scheme
     size = _linear_bytes(quantize, arch, itemsize=itemsize) + _outer_bytes(arch, head, itemsize=itemsize)
     consumers = [] if possible[-1] is None else FORMATS.get(name).consumers(arch, possible[-1])
@@ -90,6 +115,19 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     )
     notes += () if kv_format is None else (kv_note(kv_format),)
     return Estimate(_peak_bytes(name, arch, size, head), size, 0.0, notes=notes)
+
+
+def _check_one_scale(name: str, scheme: ModelScheme | None, quantize: Quantize, *, is_trained: bool) -> None:
+    """Raise UnsupportedFormat where a format takes one scale for a linear and the recipe makes several."""
+    form = FORMATS.get(name)
+    if scheme is None or not isinstance(form, OneScaleFormat):
+        return
+    taking = [each.name for each in scheme.all if form.takes_one_scale(each)]
+    if taking and (is_trained or not cast(Rounder, quantize.round).one_scale):
+        raise UnsupportedFormat(
+            f"[one-scale] {name} stores one scale for all weights of a linear in {taking[0]}, and this "
+            f"recipe finds one for each row. {TAKE_ONE_SCALE}"
+        )
 
 
 def _linear_bytes(quantize: Quantize, arch: Arch, *, itemsize: int) -> int:
@@ -139,13 +177,18 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
     scheme = store.scheme
-    name = spec.formats[0]
-    ctx.boundary(0, 1, f"writing {name}")
-    write_format(name, out.path, store, scheme)
-    inputs.source.copy_text_files(out.path)
-    inputs.source.copy_documents(out.path)
+    name, *others = spec.formats
+    for idx, each in enumerate(spec.formats):
+        ctx.boundary(idx, len(spec.formats), f"writing {each}")
+        directory = out.path if each == name else out.path / FORMATS_FOLDER / each
+        directory.mkdir(parents=True, exist_ok=True)
+        write_format(each, directory, store, scheme)
+        inputs.source.copy_text_files(directory)
+        inputs.source.copy_documents(directory)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
+    if others:
+        facts["formats"] = {each: f"{FORMATS_FOLDER}/{each}" for each in others}
     if Port.DRAFT in inputs.ports:
         facts |= _write_draft(
             open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER
@@ -157,7 +200,7 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
         scheme=manifest.scheme,
         facts=facts,
     )
-    ctx.progress.update(1, 1, name)
+    ctx.progress.update(len(spec.formats), len(spec.formats), ", ".join(spec.formats))
 
 
 def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, directory: Path) -> dict[str, Any]:

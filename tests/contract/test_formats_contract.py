@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, Consumer, ExportFormat, check_rules, codecs
+from compress.export import FORMATS, Consumer, ExportFormat, OneScaleFormat, check_rules, codecs
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.quant.model_scheme import ModelScheme
@@ -104,6 +104,10 @@ def test_a_format_supports_a_scheme_and_is_found_by_its_quant_method(name: str) 
 @pytest.mark.parametrize("out_features", [64, 7, 1])
 def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, out_features: int) -> None:
     weight = random_weight(scheme, out_features, 256)
+    if isinstance(form, OneScaleFormat) and form.takes_one_scale(scheme):
+        with pytest.raises(UnsupportedFormat, match="one-scale"):
+            form.codec.encode(random_weight(scheme, 64, 256))
+        weight.scale_OG[:] = weight.scale_OG[0, 0].clone()
     leaves = form.codec.encode(weight)
     assert set(leaves) == form.codec.leaves(scheme)
     assert all(tensor.is_contiguous() for tensor in leaves.values())

@@ -471,7 +471,7 @@ def test_pickles_are_refused_in_one_sentence(
             "version: 1\nmodel: m\nstages:\n  - kind: quantize\n"
             "  - kind: export\n    formats: [compressed-tensors, compressed-tensors]\n",
             ":6:5:",
-            "one format",
+            "each format once",
         ),
         (
             "version: 1\nmodel: m\nstages:\n  - kind: quantize\n"

@@ -70,6 +70,7 @@ FORMATS = {
     "gptq": "W4A16_G128",
     "awq": "W4A16_G128_ASYM",
     "fp8": "FP8_BLOCK",
+    "modelopt": "NVFP4",
     "onnx": "W4A16_G64_ASYM",
 }
 """The scheme in which a model of each export format is written."""

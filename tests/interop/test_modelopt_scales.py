@@ -1,8 +1,10 @@
-"""FP8 scales of the bundled model against nvidia-modelopt, which finds them by its own calibration in an
-environment of its own.
+"""FP8, INT8 and NVFP4 scales of the bundled model against nvidia-modelopt, which finds them by its own
+calibration: in this environment with the extra `modelopt`, else in that of other tools.
 """
 
+import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 ROOT = Path(__file__).parents[2]
 PEERS = ".venv-peers"
 
-pytestmark = pytest.mark.interop(PEERS)
+pytestmark = pytest.mark.interop(PEERS, "modelopt")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def theirs(model: Path, calibration: Tensor, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("modelopt")
     save_file({"tokens": calibration}, directory / "tokens.safetensors")
     command = [
-        ROOT / PEERS / "bin" / "python",
+        sys.executable if importlib.util.find_spec("modelopt") else ROOT / PEERS / "bin" / "python",
         ROOT / "scripts" / "modelopt_scales.py",
         model,
         directory / "tokens.safetensors",
@@ -92,3 +94,29 @@ def test_static_input_scales_are_modelopts(
         if name.startswith("model.layers.0.self_attn") and not name.endswith("o_proj"):
             assert scale == expected.to(torch.bfloat16).to(torch.float32), name
         assert torch.allclose(scale, expected, rtol=2**-4, atol=0), name
+
+
+def test_int8_weight_scales_are_of_the_same_largest_magnitudes(
+    model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Ours end half a step beyond the largest magnitude, at 127.5; modelopt's at 127."""
+    weights = ours(model, calibration, "INT8_DYNAMIC", tmp_path)
+    assert {f"{name}.int8" for name in weights} == {name for name in theirs if name.endswith(".int8")}
+    for name, weight in weights.items():
+        largest_O = theirs[f"{name}.int8"] * 127
+        expected = largest_O / 127.5
+        assert torch.allclose(weight.scale_OG[:, 0].float(), expected, rtol=2**-8, atol=0), name
+
+
+def test_nvfp4_scales_are_of_the_same_largest_magnitudes(
+    model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Both are the nearest of numbers with four significant bits, ours by powers of two and theirs by a
+    float32 number: each within half a step, 2^-4 of the scale.
+    """
+    weights = ours(model, calibration, "NVFP4", tmp_path)
+    assert {f"{name}.nvfp4" for name in weights} == {name for name in theirs if name.endswith(".nvfp4")}
+    for name, weight in weights.items():
+        assert torch.allclose(weight.scale_OG.float(), theirs[f"{name}.nvfp4"], rtol=2**-3, atol=1e-6), name
+        ratio = weight.scale_OG.float().mean() / theirs[f"{name}.nvfp4"].mean()
+        assert abs(float(ratio) - 1) < 2**-6, name

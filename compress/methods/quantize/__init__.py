@@ -74,6 +74,11 @@ class Rounder(Spec):
         """
         return ()
 
+    @property
+    def one_scale(self) -> bool:
+        """Whether all linears of a group get one scale; then they are always rounded as one matrix."""
+        return False
+
     @abstractmethod
     def round(self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
         """Quantize float32 weights [O, I], with scales stored in `scale_dtype`.

@@ -136,7 +136,9 @@ class RoundPass:
             state.run.memory.retry_on_oom(
                 partial(solve, stack),
                 f"rounding {', '.join(stack.linears)}",
-                smaller=partial(self._one_by_one, smaller, state) if len(smaller) > 1 else None,
+                smaller=partial(self._one_by_one, smaller, state)
+                if len(smaller) > 1 and not self._rounder.one_scale
+                else None,
             )
 
     def _stacks(self, group: LinearGroup, state: LayerState) -> list[_Stack]:
@@ -148,7 +150,7 @@ class RoundPass:
         weights = [dense(loaded[f"{linear}.weight"]) for linear in group.linears]
         rows = [len(weight) for weight in weights]
         columns = weights[0].shape[1]
-        as_one = rounds_as_one(sum(rows) * columns, on_cpu=not weights[0].is_cuda)
+        as_one = self._rounder.one_scale or rounds_as_one(sum(rows) * columns, on_cpu=not weights[0].is_cuda)
         sets = [group.linears] if as_one else [(linear,) for linear in group.linears]
         sizes = [sum(rows)] if as_one else rows
         stats = state.stats[group.tap]

@@ -280,6 +280,21 @@ class Quantize(Spec):
             raise ValueError(f"smooth: {kind} does nothing for {every}: {reasons[0]}")
         return self
 
+    @model_validator(mode="after")
+    def _check_one_scale(self) -> Self:
+        if not cast(Rounder, self.round).one_scale:
+            return self
+        names = self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)
+        schemes = [scheme_or_dense(name) for name in (*names, *self.overrides.values())]
+        if any(each is not None and each.activation != "tensor" for each in schemes):
+            raise ValueError("round: `scale: matrix` is for schemes with static inputs, such as FP8_STATIC.")
+        if self.refine is not None or self.tune is not None:
+            raise ValueError(
+                "round: `scale: matrix` gives linears one scale, which `refine` and `tune` would make many. "
+                "Leave them out."
+            )
+        return self
+
     @property
     def only_cache(self) -> bool:
         """Whether weights stay as they are and the KV cache alone is quantized."""

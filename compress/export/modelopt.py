@@ -1,0 +1,427 @@
+"""Unified checkpoints of NVIDIA Model Optimizer (`quant_method: modelopt`). TensorRT-LLM, vLLM and SGLang
+read some algorithms each.
+
+    quant_algo                  scheme          tensors of <module>
+    FP8                         FP8_STATIC      weight e4m3 [O, I], weight_scale and input_scale float32 []
+    FP8_PER_CHANNEL_PER_TOKEN   FP8_DYNAMIC     weight e4m3 [O, I], weight_scale float32 [O]
+    W8A16                       W8A16           weight int8 [O, I], weight_scale float32 [O]
+    W4A16_AWQ                   W4A16_G128      weight uint8 [ceil(O/2), I], the lower row in the low half
+                                (or G64)        of a byte; weight_scale float32 [O, G]
+    W4A16_NVFP4                 NVFP4           weight uint8 [O, I/2], the lower column in the low
+                                                half of a byte; weight_scale e4m3 [O, I/16],
+                                                weight_scale_2 float32 []
+
+value = code * weight_scale * weight_scale_2; integer codes are signed, without zero points. FP8 has one scale
+for a whole matrix. Programs multiply q, k and v, or gate and up, as one and round those anew whose scales
+differ, so the rounder gives them one scale (`round: {kind: rtn, scale: matrix}`).
+
+What is quantized is stated twice: in `hf_quant_config.json` (`quantization`: quant_algo, group_size,
+exclude_modules, kv_cache_quant_algo) and in the `quantization_config` of `config.json` (quant_algo,
+config_groups, ignore, kv_cache_scheme). Dense modules are shell patterns. Scales of an FP8 KV cache are
+`<attention>.k_proj.k_scale` and `.v_proj.v_scale`. Not read: several algorithms in one model, blocks
+(FP8_PB_WO, whose inputs programs round in different ways), the algorithms of other schemes, and linears with
+a `pre_quant_scale`, by which their inputs are multiplied.
+
+Checked against the export of modelopt 0.47 and the sources of vLLM 0.32, TensorRT-LLM and SGLang.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import FORMATS, Consumer, Rule, StaticKV
+from compress.export.compressed_tensors import decode_unpacked
+from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
+from compress.models.arch import Arch
+from compress.models.checkpoint import QUANT_CONFIG_NAME
+from compress.models.layer_shape import LINEAR_GROUPS
+from compress.quant import e2m1
+from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
+from compress.quant.global_scale import with_one_global_scale
+from compress.quant.kv import FP8_STATIC
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, weight_only_scheme
+from compress.untrusted.fields import Fields
+
+FP8 = "FP8"
+FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
+INT8 = "W8A16"
+INT4 = "W4A16_AWQ"
+NVFP4 = "W4A16_NVFP4"
+ALGORITHMS = {
+    FP8: SCHEMES["FP8_STATIC"],
+    FP8_ROWS: SCHEMES["FP8_DYNAMIC"],
+    INT8: SCHEMES["W8A16"],
+    INT4: SCHEMES["W4A16_G128"],
+    NVFP4: SCHEMES["NVFP4"],
+}
+"""quant_algo -> scheme; of W4A16_AWQ the one with its usual group size."""
+AWQ_GROUPS = (64, 128)
+"""Group sizes of TensorRT-LLM's kernel for four-bit weights."""
+PRODUCER = {"name": "compress"}
+KV_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+READERS = {
+    FP8: ("vLLM", "TensorRT-LLM", "SGLang"),
+    FP8_ROWS: ("vLLM", "TensorRT-LLM"),
+    INT8: ("TensorRT-LLM",),
+    INT4: ("TensorRT-LLM",),
+    NVFP4: ("vLLM",),
+}
+"""quant_algo -> the programs that read it, by their sources."""
+PROGRAMS = ("vLLM", "TensorRT-LLM", "SGLang")
+
+
+def algorithm_of(scheme: Scheme) -> str | None:
+    """Return the quant_algo that states a scheme, None where there is none."""
+    is_awq = scheme.group_size in AWQ_GROUPS and scheme == weight_only_scheme(
+        4, symmetric=True, group_size=scheme.group_size
+    )
+    if is_awq:
+        return INT4
+    return next((algorithm for algorithm, each in ALGORITHMS.items() if each == scheme), None)
+
+
+class ModelOptCodec:
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        more = {FP8: {"input_scale"}, NVFP4: {"weight_scale_2"}}
+        return frozenset({"weight", "weight_scale"} | more.get(str(algorithm_of(scheme)), set()))
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return the tensors of a weight.
+
+        Raises:
+            UnsupportedFormat: its scheme has no algorithm, or its scales cannot be stored as they are.
+        """
+        algorithm = algorithm_of(weight.scheme)
+        if algorithm is None:
+            raise UnsupportedFormat(f"modelopt has no quant_algo for {weight.scheme.name}.")
+        if algorithm == NVFP4:
+            return _encode_nvfp4(weight)
+        scale_OG = exact_scales(weight.scale_OG, torch.float32)
+        if algorithm == INT4:
+            return {"weight": _pack_rows(weight.codes_OI), "weight_scale": scale_OG}
+        leaves = {"weight": weight.codes_OI, "weight_scale": scale_OG[:, 0].contiguous()}
+        if algorithm == FP8:
+            if not has_one_scale(weight):
+                raise UnsupportedFormat("[one-scale] the rows of a linear have several scales.")
+            assert weight.input_scale is not None
+            leaves |= {"weight_scale": scale_OG[0, 0].clone(), "input_scale": weight.input_scale.reshape(())}
+        return leaves
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        algorithm = algorithm_of(scheme)
+        if algorithm == NVFP4:
+            return _decode_nvfp4(leaves, scheme)
+        if algorithm != INT4:
+            return decode_unpacked(
+                leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
+            )
+        num_bytes, in_features = check_matrix(leaves, "weight")
+        out_features, num_groups = check_matrix(leaves, "weight_scale")
+        if (out_features + 1) // 2 != num_bytes:
+            raise UnsupportedFormat(
+                f"its weight has {num_bytes} rows of bytes, and its scales {out_features} rows; a byte holds "
+                "two rows."
+            )
+        check_leaf(leaves, "weight", torch.uint8, (num_bytes, in_features))
+        check_leaf(leaves, "weight_scale", None, (out_features, num_groups))
+        if in_features != num_groups * (scheme.group_size or 1):
+            raise UnsupportedFormat(
+                f"its K is {in_features} with {num_groups} scales, where groups are {scheme.group_size}."
+            )
+        codes_OI = _unpack_rows(leaves["weight"], out_features)
+        return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"].to(torch.float32).contiguous())
+
+    def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
+        own = stated.fields("quantization") if stated.has("quantization") else stated
+        name = own.text("quant_algo") if own.has("quant_algo") else "null"
+        if name.upper() not in ALGORITHMS:
+            raise UnsupportedFormat(
+                f"the checkpoint has the modelopt quant_algo {name:.80}; {', '.join(ALGORITHMS)} are read, "
+                "each alone."
+            )
+        if own.has("has_zero_point") and own.flag("has_zero_point"):
+            raise UnsupportedFormat("the checkpoint's weights have zero points (has_zero_point).")
+        scheme = ALGORITHMS[name.upper()]
+        group_size = _group_size(own)
+        if scheme.group_size is not None and group_size is not None and group_size != scheme.group_size:
+            if name.upper() != INT4:
+                raise UnsupportedFormat(
+                    f"the checkpoint is {name} in groups of {group_size}; {scheme.group_size} are read."
+                )
+            scheme = weight_only_scheme(4, symmetric=True, group_size=group_size)
+            if algorithm_of(scheme) is None:
+                raise UnsupportedFormat(
+                    f"the checkpoint is {name} in groups of {group_size}; "
+                    f"{' and '.join(map(str, AWQ_GROUPS))} are read."
+                )
+        dense = own.texts("ignore", default=()) + own.texts("exclude_modules", default=())
+        return {linear: scheme for linear in linears if not any(_names(each, linear) for each in dense)}
+
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
+        own = stated.fields("quantization") if stated.has("quantization") else stated
+        algorithm = own.text("kv_cache_quant_algo") if own.has("kv_cache_quant_algo") else None
+        given = quantization_config.get("kv_cache_scheme") if own is stated else None
+        if algorithm in (None, "FP8") and given in (None, KV_FP8):
+            return None if algorithm is None and given is None else FP8_STATIC
+        raise UnsupportedFormat(
+            f"the checkpoint has a KV cache of kv_cache_quant_algo {algorithm} and kv_cache_scheme {given}; "
+            f"FP8 ({KV_FP8}) is read."
+        )
+
+
+def _group_size(own: Fields) -> int | None:
+    """Return the group size that a config states, None where it states none.
+
+    Raises:
+        UnsupportedFormat: its config_groups are not one group.
+    """
+    if own.has("group_size"):
+        return own.integer("group_size", 0, 1 << 24) or None
+    if not own.has("config_groups"):
+        return None
+    groups = own.fields("config_groups")
+    names = list(groups)
+    if len(names) != 1:
+        raise UnsupportedFormat(
+            f"the checkpoint's quantization_config has {len(names)} config_groups; one is read."
+        )
+    (name,) = names
+    group = groups.fields(name)
+    weights = group.fields("weights") if group.has("weights") else None
+    if weights is None:
+        raise UnsupportedFormat("the checkpoint's config_groups state nothing of its weights.")
+    return weights.integer("group_size", 1, 1 << 24) if weights.has("group_size") else None
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Return whether an entry of the list of dense modules names this one: the module, one around it, or a
+    shell pattern."""
+    return module == pattern or module.startswith(f"{pattern}.") or fnmatchcase(module, pattern)
+
+
+def has_one_scale(weight: QuantizedWeight) -> bool:
+    """Return whether all codes of a weight have the same scale."""
+    return bool((weight.scale_OG == weight.scale_OG.flatten()[0]).all())
+
+
+def _pack_rows(codes_OI: Tensor) -> Tensor:
+    """Pack signed codes of four bits, two rows to one of bytes; a last row alone goes with zeros."""
+    wide_OI = torch.nn.functional.pad(codes_OI.to(torch.int16), (0, 0, 0, len(codes_OI) % 2)) & 15
+    return (wide_OI[0::2] | (wide_OI[1::2] << 4)).to(torch.uint8).contiguous()
+
+
+def _unpack_rows(bytes_PI: Tensor, out_features: int) -> Tensor:
+    """Return the codes, int8 [O, I], that `_pack_rows` packed."""
+    halves_PI2 = torch.stack([bytes_PI & 15, bytes_PI >> 4], dim=1).to(torch.int8)
+    codes_OI = halves_PI2.flatten(0, 1)[:out_features]
+    return torch.where(codes_OI > 7, codes_OI - 16, codes_OI)
+
+
+def _encode_nvfp4(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of an NVFP4 weight. Its second scale is the float32 number next to the reciprocal of
+    the global scale with which the products are the scales of the weight.
+
+    Raises:
+        UnsupportedFormat: there is no such number.
+    """
+    if weight.global_scale is None:
+        (weight,) = with_one_global_scale([weight])
+    assert weight.global_scale is not None
+    scale_OG = weight.scale_OG.to(torch.float32)
+    stored_OG = (scale_OG * weight.global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
+    nearest = weight.global_scale.to(torch.float32).reciprocal()
+    steps = nearest.view(torch.int32) + torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32)
+    for second in steps.view(torch.float32):
+        if torch.equal(stored_OG.to(torch.float32) * second, scale_OG):
+            return {
+                "weight": e2m1.pack(weight.codes_OI),
+                "weight_scale": stored_OG,
+                "weight_scale_2": second.clone(),
+            }
+    raise UnsupportedFormat(
+        "[exact-scales] the scales of a linear are no e4m3 numbers times one float32 number, as modelopt "
+        "stores them: compressed-tensors divides by its global scale, and this one has no exact reciprocal."
+    )
+
+
+def _decode_nvfp4(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+    """Decode four-bit floats.
+
+    Raises:
+        UnsupportedFormat: tensors of other dtypes or shapes, or scales that are no positive numbers.
+    """
+    out_features, half = check_matrix(leaves, "weight")
+    packed_OI = check_leaf(leaves, "weight", torch.uint8, (out_features, half))
+    if not half or 2 * half % (scheme.group_size or 1):
+        raise UnsupportedFormat(f"its K is {2 * half}, no multiple of {scheme.group_size}.")
+    shape = (out_features, scheme.num_groups(2 * half))
+    stored_OG = check_leaf(leaves, "weight_scale", torch.float8_e4m3fn, shape).to(torch.float32)
+    second = leaves["weight_scale_2"]
+    if second.dtype != torch.float32 or second.numel() != 1:
+        raise UnsupportedFormat("its weight_scale_2 is not one float32 number.")
+    second = second.reshape(())
+    global_scale = second.reciprocal()
+    valid = bool((stored_OG >= 0).all()) and bool(second > 0) and bool(torch.isfinite(second))
+    if not valid or not bool(torch.isfinite(global_scale)):
+        raise UnsupportedFormat("one of its scales is no positive number.")
+    return QuantizedWeight(scheme, e2m1.unpack(packed_OI), stored_OG * second, global_scale=global_scale)
+
+
+class ModelOpt:
+    """The format `modelopt`."""
+
+    quant_method = "modelopt"
+    scale_dtype = torch.float32
+    codec: ForeignCodec = ModelOptCodec()
+    static_kv: StaticKV | None = StaticKV(beside={"kv_cache_scheme": KV_FP8}, alone=None)
+
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        layers = scheme.layers
+        common = {"dynamic": False, "num_bits": layers.num_bits, "type": layers.type}
+        weights = common if layers.group_size is None else {**common, "group_size": layers.group_size}
+        group: dict[str, Any] = {"weights": weights, "targets": ["Linear"]}
+        if layers.activation is not None:
+            group["input_activations"] = {
+                "dynamic": layers.activation != "tensor",
+                "num_bits": 8,
+                "type": "float",
+            }
+        return {
+            "quant_method": self.quant_method,
+            "quant_algo": algorithm_of(layers),
+            "config_groups": {"group_0": group},
+            "ignore": [
+                *sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
+                *(f"{part}*" for part in untouched),
+            ],
+            "producer": PRODUCER,
+        }
+
+    def write_files(self, directory: Path, quantization_config: Mapping[str, Any]) -> None:
+        """Write `hf_quant_config.json`, which states a `quantization_config` once more."""
+        weights = quantization_config["config_groups"]["group_0"]["weights"]
+        algorithm = quantization_config["quant_algo"]
+        quantization = {
+            "quant_algo": algorithm,
+            "kv_cache_quant_algo": "FP8" if "kv_cache_scheme" in quantization_config else None,
+            "exclude_modules": quantization_config["ignore"],
+            **({"group_size": weights["group_size"]} if "group_size" in weights else {}),
+            **({"has_zero_point": False, "pre_quant_scale": False} if algorithm == INT4 else {}),
+        }
+        text = json.dumps({"producer": PRODUCER, "quantization": quantization}, indent=2, sort_keys=True)
+        (directory / QUANT_CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def takes_one_scale(self, scheme: Scheme) -> bool:
+        """Return whether all weights of a linear of this scheme must have one scale."""
+        return algorithm_of(scheme) == FP8
+
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
+        rules = []
+        if len(scheme.all) > 1:
+            names = ", ".join(each.name for each in scheme.all)
+            rules.append(Rule("one-scheme", f"linears have several schemes ({names}); one is written."))
+        for each in scheme.all:
+            if algorithm_of(each) is None:
+                rules.append(_why_no_algorithm(each))
+        if arch.has_experts:
+            rules.append(
+                Rule(
+                    "experts",
+                    "the scales of experts are not written: programs multiply the two inner linears of an "
+                    "expert as one and expect one scale for both.",
+                )
+            )
+        rules += _split_groups(arch, scheme)
+        for name, (out_features, _) in sorted(quantized_shapes(arch, scheme).items()):
+            if scheme.layers.num_bits == 4 and scheme.layers.type == "int" and out_features % 2:
+                rules.append(Rule("whole-bytes", f"{name} has N = {out_features}; two rows fill a byte."))
+        return [*rules, *layout_rules(arch, scheme, self.quant_method), *whole_group_rules(arch, scheme)]
+
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        algorithm = str(algorithm_of(scheme.layers))
+        notes = {
+            "vLLM": {
+                FP8: "multiplies in FP8 from sm_89 on",
+                FP8_ROWS: "multiplies in FP8 from sm_89 on",
+                NVFP4: "multiplies four-bit floats with 16-bit inputs, from sm_80",
+            }.get(algorithm, f"it has no {algorithm}; compressed-tensors has a form for it"),
+            "TensorRT-LLM": f"reads {algorithm} by its sources; not run here",
+            "SGLang": f"reads {algorithm} by its sources; not run here",
+        }
+        readers = READERS.get(algorithm, ())
+        return [
+            Consumer("compress runtime", loads=True, note="any scheme that is exported"),
+            Consumer(
+                "transformers",
+                loads=False,
+                note="it does not know modelopt: it warns and computes nonsense of the codes",
+            ),
+            *(
+                Consumer(
+                    each,
+                    loads=each in readers,
+                    note=notes[each] if each in readers or each == "vLLM" else f"it has no {algorithm}",
+                )
+                for each in PROGRAMS
+            ),
+            Consumer(
+                "vLLM on a CPU",
+                loads=algorithm == FP8_ROWS,
+                note="weights and inputs in FP8, products in wider numbers, in bfloat16 or float16"
+                if algorithm == FP8_ROWS
+                else "it has no kernel for static inputs"
+                if algorithm == FP8
+                else f"it has no kernel for {algorithm}",
+            ),
+        ]
+
+
+def _why_no_algorithm(scheme: Scheme) -> Rule:
+    """Return the reason why no quant_algo states a scheme."""
+    if scheme.type == "int" and scheme.num_bits not in (4, 8):
+        return Rule("bits", f"{scheme.num_bits} bits; 4 and 8 are written.")
+    if scheme.block_rows > 1:
+        return Rule(
+            "blocks",
+            f"{scheme.name}: FP8_PB_WO does not state how inputs are rounded, and programs differ; use fp8.",
+        )
+    if scheme.type == "int" and scheme.num_bits == 4 and scheme.symmetric and scheme.activation is None:
+        sizes = " and ".join(map(str, AWQ_GROUPS))
+        return Rule("group-size", f"groups of {scheme.group_size}; TensorRT-LLM takes {sizes}.")
+    return Rule(
+        "quant-algo",
+        f"{scheme.name} is none of {', '.join(ALGORITHMS)}, which are written; use compressed-tensors.",
+    )
+
+
+def _split_groups(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+    """Return a broken rule where some of q, k and v, or one of gate and up, is dense: programs look up the
+    linears of a group as one."""
+    rules: dict[str, Rule] = {}
+    for idx, layer in enumerate(arch.layers):
+        for group in LINEAR_GROUPS.values():
+            names = [each for each in group.linears if each in layer.linears]
+            schemes = {scheme.for_linear(f"layers.{idx}.{each}") for each in names}
+            if len(schemes) > 1:
+                problem = f"of {', '.join(names)} some are dense; programs multiply them as one."
+                rules.setdefault(group.name, Rule("whole-linear-groups", problem))
+    return list(rules.values())
+
+
+FORMATS.add("modelopt", ModelOpt())
