@@ -1,4 +1,4 @@
-"""The kernels of vLLM 0.32 for compressed-tensors checkpoints, for GPUs and in its CPU build."""
+"""The kernels of vLLM 0.32 for the checkpoints written here, for GPUs and in its CPU build."""
 
 from collections.abc import Collection
 
