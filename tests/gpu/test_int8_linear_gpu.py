@@ -17,9 +17,11 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.models.ffn import activation as activate
+from tests.support.gpu_linear import first_rows, randn, same_when_replayed
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("freed_memory_is_nan"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
         reason="no device whose tensor cores multiply int8",
@@ -65,10 +67,6 @@ class Case:
         return sums_TO.float() * self.x.scale_T.unsqueeze(1) * self.packed.scale_O
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-
-
 def case(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None) -> Case:
     """Codes of all values, -128 too."""
     generator = torch.Generator("cuda").manual_seed(2)
@@ -76,18 +74,6 @@ def case(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str
     scale_O = (randn(n, seed=3).abs() / k**0.5 + 0.001) / 64
     x = quantize(randn(512, k, seed=1).to(dtype), QUANT)
     return Case(int8.PackedInt8(codes_OI, scale_O, dtype), x, activation)
-
-
-def first_rows(x: QuantizedRows, rows: int) -> QuantizedRows:
-    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """What is freed here is what outputs are allocated from."""
-    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
-    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
-    del large, small
 
 
 @on_hopper
@@ -248,20 +234,6 @@ def test_launches_are_captured_and_overlap_without_a_race(raw: bool, rows: int) 
         return y
 
     same_when_replayed(chain)
-
-
-def same_when_replayed(chain: Any) -> None:
-    eager = chain()
-    assert bool(eager.isfinite().all())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured.view(torch.int16), eager.view(torch.int16))
 
 
 SLICED = [(1021, 720, None), (4096, 4096, None), (2816, 2944, "silu")]
