@@ -359,7 +359,7 @@ class CompressedTensors:
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not (narrow or ragged or of_experts), note=vllm),
-            on_a_cpu(scheme, refused=vllm if narrow or ragged or of_experts else None),
+            on_a_cpu(arch, scheme, refused=vllm if narrow or ragged or of_experts else None),
         ]
 
 

@@ -3,14 +3,25 @@
 from collections.abc import Collection
 
 from compress.export import Consumer
+from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Scheme
+
+ROUTERS = {
+    "ernie4_5_moe": "its router on a CPU leaves out the bias of a softmax",
+    "minimax_m2": "its router on a CPU takes no sigmoid without groups",
+}
+"""Families whose routers vLLM's CPU build does not compute, and why."""
 
 
-def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
+def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> Consumer:
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
+    refused = refused or ROUTERS.get(arch.family)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
+    if any(each.type == "float" and each.num_bits == 8 for each in _of_experts(arch, scheme)):
+        return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
     if any(each.scale_type is not None for each in scheme.all):
@@ -58,6 +69,17 @@ def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
             "multiplies four-bit weights in FP8 on sm_90 alone, and rounds their scales to e4m3 first"
         )
     return "; ".join(notes)
+
+
+def _of_experts(arch: Arch, scheme: ModelScheme) -> set[Scheme]:
+    """Return the schemes of the linears of experts, shared ones aside."""
+    found = {
+        scheme.for_linear(f"layers.{idx}.{name}")
+        for idx, layer in enumerate(arch.layers)
+        for name in layer.linears
+        if name.startswith("moe.experts.")
+    }
+    return {each for each in found if each is not None}
 
 
 def _has_float_inputs(scheme: ModelScheme) -> bool:
