@@ -350,8 +350,8 @@ class CompressedTensors:
             transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
-        if any(each.scale_type is not None for each in scheme.all):
-            transformers += "; four-bit floats in bfloat16 alone"
+        if loads and any(each.scale_type is not None for each in scheme.all):
+            transformers = "decompresses at load, to bfloat16 alone: no speed, no memory saved"
         if refused := why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused
