@@ -184,7 +184,9 @@ class _Dequantized(torch.autograd.Function):
         ctx.save_for_backward(latent_OI, scale_RG, zero_RG, mean_scale)
         ctx.scheme = scheme
         w_RGN = _levels(latent_OI, scheme, zero_RG) * scale_RG.unsqueeze(-1)
-        return ungrouped(w_RGN, scheme, latent_OI.shape).to(stored_dtype).to(dtype)
+        stored_OI = ungrouped(w_RGN, scheme, latent_OI.shape).to(stored_dtype)
+        # a copy in any case: where the result is another name of a tensor, torch 2.11 compiles no gradient
+        return stored_OI.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

@@ -181,7 +181,7 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
         "speculation": SpeculationPart(speculation()),
         "mixed": MixedPart(MIXED),
         "pruning": PruningPart(pruning()),
-        "recovery": RecoveryPart(RECOVERY, RECOVERY | {"trained": "Codes and scales", "kept": False}),
+        "recovery": RecoveryPart(RECOVERY, RECOVERY | {"trained": "Codes, scales and norms", "kept": False}),
         "artifact": ArtifactPart(
             {
                 "digest": "sha256:bb",

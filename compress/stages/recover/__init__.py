@@ -1,5 +1,6 @@
-"""`recover`: train codes and scales of the quantized model to predict what its source predicts, with the
-rounding in the forward pass (`compress/distill/codes.py`). The result is a model in the same scheme.
+"""`recover`: train codes, scales and norms of the quantized model to predict what its source predicts, with
+the rounding in the forward pass (`compress/distill/codes.py`, `norm_weights.py`). The result is a model in
+the same scheme.
 
 Training can be stopped at any time, resumes where it was, and may be shared by several ranks.
 
@@ -55,7 +56,7 @@ def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovere
 
 @STAGES.stage(
     "recover",
-    version=1,
+    version=2,
     takes=(Port.SOURCE, Port.QUANTIZED),
     gives=Port.QUANTIZED,
     spec=Recover,

@@ -24,8 +24,8 @@ class Recover(Learning):
         5e-4,
         ge=0,
         le=1,
-        description="learning rate of the scales at its peak, relative to what they were; 0: they stay. "
-        "Those of one byte (NVFP4, MXFP4) stay in any case",
+        description="learning rate of the scales and of the norms at its peak, relative to what they were; "
+        "0: they stay. Scales of one byte (NVFP4, MXFP4) stay in any case",
     )
     weight_decay: float = Field(
         0.0, ge=0, le=1_000, description="decay of weights a step, times the learning rate"

@@ -11,11 +11,12 @@ from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.distill.codes import CodesLinear, Levels, LevelsLora, trained_layer
 from compress.distill.learn import Curve
+from compress.distill.norm_weights import train_norms_, trained_norms
 from compress.distill.objective import Teacher
 from compress.distill.quantized_student import MakeLinear, outer_decoder, quantized_student
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
-from compress.models.weights import WeightSource, build_decoder
+from compress.models.weights import Weights, WeightSource, build_decoder
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.distill.text import TrainingText
 from compress.stages.distill.training import learn_from
@@ -41,13 +42,29 @@ class Recovered:
         """Whether training lowered the KL on held-out text; if not, the codes stay as they were."""
         return bool(self.measured[-1]["kl"] < self.measured[0]["kl"])
 
+    def outer(self) -> Weights:
+        """Return the weights outside of the layers, the last norm trained."""
+        weights = self.quantized.outer()
+        return {**weights, **self._norms(self.student, weights)} if self.keeps else weights
+
+    def layer(self, layer_idx: int) -> Weights:
+        """Return the weights of a layer with its trained codes, scales and norms."""
+        weights = self.quantized.layer(layer_idx)
+        if not self.keeps:
+            return weights
+        trained = trained_layer(self.student, layer_idx, weights)
+        return {**trained, **self._norms(self.student.layers[layer_idx], weights)}
+
     def write(self, out: ArtifactWriter) -> None:
         """Write the weights of the result."""
-        save_weights(out.path / OUTER_NAME, self.quantized.outer())
+        save_weights(out.path / OUTER_NAME, self.outer())
         for idx in range(self.quantized.arch.num_layers):
-            weights = self.quantized.layer(idx)
-            trained = trained_layer(self.student, idx, weights) if self.keeps else weights
-            save_weights(out.path / layer_name(idx), trained)
+            save_weights(out.path / layer_name(idx), self.layer(idx))
+
+    @staticmethod
+    def _norms(module: nn.Module, weights: Weights) -> dict[str, Tensor]:
+        """Return the trained norms of a module that are among its weights."""
+        return {name: norm.cpu() for name, norm in trained_norms(module).items() if name in weights}
 
 
 def trained_linears(spec: Recover, ctx: Context, *, device: torch.device) -> MakeLinear:
@@ -93,6 +110,8 @@ def train_codes(
         dtype=dtype,
         device=device,
     )
+    if spec.scale_lr > 0:
+        train_norms_(student, pace=spec.scale_pace)
     config = spec.train_config(torch.float32)  # the modules compute in their own dtype
     curve, teacher_bits = learn_from(
         teacher, student, spec, config, text, ctx, digest=digest, early_stop=spec.early_stop
@@ -105,7 +124,7 @@ def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, st
     first = recovered.measured[0]
     last = recovered.measured[-1]
     return {
-        "trained": "Codes and scales" if spec.lora is None else f"A LoRA of rank {spec.lora.rank} and scales",
+        "trained": _trained(spec),
         "teacher": {**teacher, "bits_per_byte": recovered.teacher_bits_per_byte},
         "student": {"params": recovered.quantized.arch.num_params},
         "stopped_early": last["step"] < spec.num_steps,
@@ -114,3 +133,8 @@ def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, st
         "after": {key: last[key] for key in ("kl", "bits_per_byte")},
         "scale_lr": spec.scale_lr,
     }
+
+
+def _trained(spec: Recover) -> str:
+    levels = "Codes" if spec.lora is None else f"A LoRA of rank {spec.lora.rank}"
+    return f"{levels}, scales and norms" if spec.scale_lr > 0 else levels
