@@ -1,9 +1,10 @@
-"""Training of the weights of norms beside codes: each is its own times (1 + p r), r trained from zero.
+"""Norms of a quantized model are trained while its codes are: a gain, the factor that a norm multiplies
+with, becomes itself times (1 + p r), and r is trained from zero.
 
-A norm's weight scales the inputs of the linears behind it, column by column, which scales of rows cannot do;
-it costs no byte, because norms are stored in 16 bits anyway. p is the learning rate of the weights over that
-of the codes, so that the loop has one rate. Weights are rounded to their stored dtype in the forward pass,
-with the gradient of the identity.
+It scales the inputs of the linears behind the norm, column by column, which scales of rows cannot do; it
+costs no byte, because norms are stored in 16 bits anyway. p is the learning rate of gains over that of codes,
+so that the loop has one rate. Weights are rounded to their stored dtype in the forward pass, with the
+gradient of the identity.
 
 Shapes: D size of a norm.
 """

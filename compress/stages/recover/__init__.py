@@ -37,7 +37,7 @@ def _depends(spec: Recover, device: str) -> Mapping[str, str]:
 
 
 def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovered, TrainingText]:
-    """Train codes and scales on all ranks. Rank 0 reads the text and writes the training state.
+    """Train codes, scales and norms on all ranks. Rank 0 reads the text and writes the training state.
 
     Raises:
         UsageError: no weight has codes, too little text, or a loss that is not finite.

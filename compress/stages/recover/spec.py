@@ -11,7 +11,7 @@ from compress.stages.distill.spec import Lora
 
 
 class Recover(Learning):
-    """How codes and scales of a quantized model are trained to predict what its source predicts."""
+    """How codes, scales and norms of a quantized model are trained to predict what its source predicts."""
 
     lr: float = Field(
         1e-2,

@@ -93,8 +93,8 @@ def train_codes(
     *,
     digest: str,
 ) -> Recovered:
-    """Train codes and scales of a quantized model against the source of that digest, on all ranks. Rank 0
-    writes the training state.
+    """Train codes, scales and norms of a quantized model against the source of that digest, on all ranks.
+    Rank 0 writes the training state.
 
     Raises:
         UsageError: too little text, or a loss that is not finite.

@@ -126,7 +126,7 @@ def recovered(run: Run) -> str:
             fixed(row["top1"], 3),
             fixed(row["seconds"]["training"]) if "training" in row["seconds"] else "",
         ]
-        for row in run.rows
+        for row in sorted(run.rows, key=lambda row: (row["scheme"], row["control"], row["tokens"]))
     ]
     return table(header, rows, align="llrrrrr")
 
