@@ -1,7 +1,7 @@
 """Norms of a quantized model are trained while its codes are: a gain, the factor that a norm multiplies
 with, becomes itself times (1 + p r), and r is trained from zero.
 
-It scales the inputs of the linears behind the norm, column by column, which scales of rows cannot do; it
+It scales the inputs of the linears after the norm, column by column, which scales of rows cannot do; it
 costs no byte, because norms are stored in 16 bits anyway. p is the learning rate of gains over that of codes,
 so that the loop has one rate. Weights are rounded to their stored dtype in the forward pass, with the
 gradient of the identity.
