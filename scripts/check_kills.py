@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from compress.artifact.manifest import open_artifact, verify_artifact
-from compress.registry.transfer import list_tags, verify
+from compress.registry.stored import list_tags
+from compress.registry.transfer import verify
 from scripts.bench_setup import markdown, write_results
 
 RECIPES = ("recipes/quickstart.yaml", "recipes/prune-distill.yaml")

@@ -12,12 +12,13 @@ An answer: {version, prompts}, and per prompt the log probability of every token
 of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
 best token, and with speculation `accepted`: [proposed, accepted, steps] of all prompts. Each question has a
 process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its
-answer is then {error}.
+answer is then {error}, the program's own words.
 """
 
 import json
 import multiprocessing
 import os
+import re
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -219,8 +220,27 @@ PACKAGE = {
 }
 
 
-def work(program: str, question: dict[str, Any], place: Path) -> None:
+EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Unsupported\w*): ", re.M)
+MAX_QUOTED = 240
+
+
+def work(program: str, question: dict[str, Any], place: Path, said: Path) -> None:
+    """Write the answer to `place`, and what else the program says to `said`."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     place.write_text(json.dumps({"version": version(PACKAGE[program]), "prompts": ASK[program](question)}))
+
+
+def quoted(said: str, exit_code: int | None) -> str:
+    """Return the last exception in what a program said, in one line; its last line and exit code where it
+    ended without one."""
+    starts = [each.start() for each in EXCEPTION.finditer(said)]
+    if starts:
+        text = said[starts[-1] :]
+    else:
+        text = " ".join((f"exit code {exit_code}", *said.strip().splitlines()[-1:]))
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]} ..."
 
 
 def main() -> None:
@@ -229,14 +249,20 @@ def main() -> None:
     answers = []
     import_module(program)
     place = Path(sys.argv[3])
+    said = place.with_suffix(".said")
     for question in questions:
         place.unlink(missing_ok=True)
-        process = multiprocessing.get_context("fork").Process(target=work, args=(program, question, place))
+        process = multiprocessing.get_context("fork").Process(
+            target=work, args=(program, question, place, said)
+        )
         process.start()
         process.join()
-        answers.append(
-            json.loads(place.read_text()) if place.exists() else {"error": f"exit code {process.exitcode}"}
-        )
+        if place.exists():
+            answers.append(json.loads(place.read_text()))
+        else:
+            words = said.read_text(errors="replace") if said.exists() else ""
+            print(words, file=sys.stderr)
+            answers.append({"error": quoted(words, process.exitcode), "version": version(PACKAGE[program])})
     place.write_text(json.dumps(answers))
 
 

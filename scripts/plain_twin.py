@@ -10,6 +10,7 @@ answer as far apart as either is from inputs that are not rounded. Beside its ow
 program has no such excuse.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +37,13 @@ class Inputs:
     group_size: int | None = None
     by_reciprocal: bool = False
     one_scale: bool = False  # of all tokens that a call has, not one of each
+    scale: float | None = None  # of all inputs, calibrated
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = x if self.group_size is None else x.unflatten(-1, (-1, self.group_size))
         largest = parts.abs().amax(dim=() if self.one_scale else -1, keepdim=True)
         scale = (largest / self.largest).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = scale if self.scale is None else torch.full_like(scale, self.scale)
         scaled = parts * scale.reciprocal() if self.by_reciprocal else parts / scale
         codes = (
             scaled.round().clamp(-128, 127)
@@ -54,6 +57,7 @@ FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 INPUTS = {
     ("compress", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
+    ("compress", "FP8_STATIC"): Inputs(FP8, 448.0),
     ("compress", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("compress", "W4A8_FP8"): Inputs(FP8, 448.0),
     ("compress", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
@@ -62,18 +66,27 @@ INPUTS = {
     ("vllm", "FP8_DYNAMIC"): Inputs(FP8, 448.0, by_reciprocal=True),
     ("vllm", "INT8_DYNAMIC"): Inputs(INT8, 127.0, by_reciprocal=True),
     ("transformers", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
+    ("transformers", "FP8_STATIC"): Inputs(FP8, 448.0),
     ("transformers", "INT8_DYNAMIC"): Inputs(INT8, 127.5),
+    ("transformers", "W4A8_FP8"): Inputs(FP8, 448.0),
+    ("transformers", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
 }
 """(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they
-are. vLLM and transformers take FP8 in blocks as weights only there."""
+are. vLLM takes FP8 in blocks as weights only there."""
+WEIGHTS_ONLY = (("transformers", "fp8"),)
+"""(program, quant_method) of which a CPU rounds no inputs: transformers decompresses blocks of fp8."""
 FLAT_SHARED = ("qwen2_moe", "ernie4_5_moe")
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
 
 
-def inputs_of(program: str, family: str, name: str, scheme: Scheme) -> Inputs | None:
+def inputs_of(
+    program: str, family: str, name: str, scheme: Scheme, *, input_scale: Tensor | None = None
+) -> Inputs | None:
     """Return how a program rounds the inputs of a linear, or None where it leaves them as they are."""
     inputs = INPUTS.get((program, scheme.name))
+    if inputs and input_scale is not None:
+        return replace(inputs, scale=float(input_scale))
     flat = program == "transformers" and family in FLAT_SHARED and name.startswith("moe.shared.")
     return replace(inputs, one_scale=True) if inputs and flat else inputs
 
@@ -83,6 +96,8 @@ def twin(path: Path, program: str) -> Decoder:
     `transformers` computes in it (`_merge`)."""
     checkpoint = open_checkpoint(path)
     arch = checkpoint.arch
+    stated = json.loads((path / "config.json").read_text()).get("quantization_config") or {}
+    rounds = (program, stated.get("quant_method")) not in WEIGHTS_ONLY
     decoder = build_decoder(checkpoint, dtype=torch.float32, device=CPU)
     for idx in range(arch.num_layers):
         for name, weight in checkpoint.layer(idx).items():
@@ -95,7 +110,8 @@ def twin(path: Path, program: str) -> Decoder:
                 _merge(linear, weight)
             elif isinstance(weight, QuantizedWeight):
                 linear.weight.data = weight.dequantize(torch.float32)
-                if inputs := inputs_of(program, arch.family, name, weight.scheme):
+                inputs = inputs_of(program, arch.family, name, weight.scheme, input_scale=weight.input_scale)
+                if rounds and inputs is not None:
                     linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
     return decoder
 

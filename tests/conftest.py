@@ -5,6 +5,7 @@ test was collected.
 import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,27 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def freed_memory_is_nan() -> None:
+    """Free blocks of NaN on the GPU, from which the allocator takes the outputs of the test: NaN passes no
+    comparison, so an element that a kernel does not write is seen."""
+    import torch
+
+    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
+    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
+    del large, small
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """Have torch fill what it allocates with NaN."""
+    import torch
+
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled

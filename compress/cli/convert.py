@@ -29,8 +29,8 @@ def convert(
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a quantized model in another checkpoint format, bit for bit; refuse what the format cannot
-    express exactly.
+    """Write a model in another checkpoint format, bit for bit; refuse what the format cannot express
+    exactly.
     """
     from compress.export import FORMATS
     from compress.export.conversion import convert as convert_model

@@ -173,7 +173,7 @@ def _manifest_of_ref(text: str) -> "Manifest":
     """
     from compress.artifact.manifest import MAX_MANIFEST_BYTES, Manifest
     from compress.registry.image import ARTIFACT, Descriptor, ImageManifest
-    from compress.registry.transfer import open_repository, resolve
+    from compress.registry.stored import open_repository, resolve
 
     ref = resolve(text)
     registry = open_repository(ref)

@@ -32,8 +32,8 @@ def pull(
     """Copy an artifact from a registry into a new directory, and its signature next to it; both appear only
     when every digest matched, and the signature where a key or an identity is given.
     """
+    from compress.registry.stored import resolve
     from compress.registry.transfer import pull as pull_artifact
-    from compress.registry.transfer import resolve
     from compress.sign.choice import verifier_of
     from compress.sign.signature import signature_path
 

@@ -345,6 +345,8 @@ class CompressedTensors:
             transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
+        if loads and any(each.scale_type is not None for each in scheme.all):
+            transformers = "decompresses at load, to bfloat16 alone: no speed, no memory saved"
         if refused := why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused
@@ -352,7 +354,7 @@ class CompressedTensors:
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not (narrow or ragged or of_experts), note=vllm),
-            on_a_cpu(scheme, refused=vllm if narrow or ragged or of_experts else None),
+            on_a_cpu(arch, scheme, refused=vllm if narrow or ragged or of_experts else None),
         ]
 
 

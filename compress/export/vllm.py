@@ -1,17 +1,27 @@
-"""The kernels of vLLM 0.32 for compressed-tensors checkpoints, for GPUs and in its CPU build."""
+"""The kernels of vLLM 0.32 for the checkpoints written here, for GPUs and in its CPU build."""
 
 from collections.abc import Collection
 
 from compress.export import Consumer
+from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 
+ROUTERS = {
+    "ernie4_5_moe": "its router on a CPU leaves out the bias of a softmax",
+    "minimax_m2": "its router on a CPU takes no sigmoid without groups",
+}
+"""Families whose routers vLLM's CPU build does not compute, and why."""
 
-def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
+
+def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> Consumer:
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
+    refused = refused or ROUTERS.get(arch.family)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
+    if any(each.type == "float" and each.num_bits == 8 for each in _of_experts(arch, scheme)):
+        return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
     if any(each.scale_type is not None for each in scheme.all):
@@ -81,6 +91,17 @@ def _byte_scales(scheme: Scheme) -> tuple[int, str, bool] | None:
         if scheme.scale_type is None
         else (scheme.num_bits, scheme.scale_type, scheme.activation is not None)
     )
+
+
+def _of_experts(arch: Arch, scheme: ModelScheme) -> set[Scheme]:
+    """Return the schemes of the linears of experts, shared ones aside."""
+    found = {
+        scheme.for_linear(f"layers.{idx}.{name}")
+        for idx, layer in enumerate(arch.layers)
+        for name in layer.linears
+        if name.startswith("moe.experts.")
+    }
+    return {each for each in found if each is not None}
 
 
 def _has_float_inputs(scheme: ModelScheme) -> bool:

@@ -11,7 +11,7 @@ from compress.artifact.manifest import Artifact
 from compress.errors import UsageError
 from compress.pipeline.evidence import EVIDENCE_FOLDER, REPORT_NAME, read_report
 from compress.recipe import ChampionGates
-from compress.registry import transfer
+from compress.registry import stored, transfer
 from compress.registry.image import Descriptor
 from compress.registry.promotion import check_guarded, holder, promote
 from compress.registry.protocol import Registry, open_registry
@@ -88,7 +88,7 @@ def challenge(
     results: list[GateResult] = []
     if held is None:
         reason = f"nothing held {alias} before"
-    elif transfer.artifact_of(ref.pinned(held.digest)) == artifact.digest:
+    elif stored.artifact_of(ref.pinned(held.digest)) == artifact.digest:
         reason = f"{alias} holds this artifact already"
     else:
         champion = read_evidence(_champion_report(ref, held), f"what {alias} holds")

@@ -29,7 +29,7 @@ from compress.pipeline.promote import Challenge, Place, challenge
 from compress.pipeline.signing import is_signed
 from compress.pipeline.steps import Step, check_selection
 from compress.recipe import Push, Recipe
-from compress.registry import transfer
+from compress.registry import stored, transfer
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
@@ -330,7 +330,7 @@ def _is_pushed(push: Push, result: RunResult) -> bool:
     assert checkpoint is not None, "build_steps checks that push has something to push"
     registry = open_registry(push.to)
     return all(
-        transfer.tagged_artifact(registry, push.name, tag) == checkpoint.digest
+        stored.tagged_artifact(registry, push.name, tag) == checkpoint.digest
         and is_signed(push, registry, tag)
         for tag in (DEFAULT_TAG, *push.aliases)
     )

@@ -8,7 +8,8 @@ from compress.artifact.leftovers import set_aside
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
 from compress.errors import CompressError
 from compress.registry.ref import Ref
-from compress.registry.transfer import artifact_of, pull, resolve
+from compress.registry.stored import artifact_of, resolve
+from compress.registry.transfer import pull
 
 DEFAULT_CACHE = Path("~/.cache/compress/artifacts")
 

@@ -17,7 +17,8 @@ from compress.digest import digest_file, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
 from compress.registry.local_copy import kept_copy, local_copy
 from compress.registry.ref import parse_ref
-from compress.registry.transfer import check_pushed_signature, resolve
+from compress.registry.stored import resolve
+from compress.registry.transfer import check_pushed_signature
 from compress.sign.signature import Verifier, check_directory
 from compress.untrusted.files import check_within, open_plain
 from compress.untrusted.parse import Malformed, read_json

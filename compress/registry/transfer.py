@@ -19,28 +19,25 @@ from compress.artifact.manifest import (
     MANIFEST_NAME,
     Artifact,
     FileRecord,
-    Manifest,
     file_names,
     open_artifact,
 )
 from compress.context import Progress, SilentProgress
 from compress.digest import digest_bytes, digest_file
-from compress.errors import StorageError, UsageError, did_you_mean
-from compress.registry.blobs import copy_blob, fetch_files, read_blob, store_image
+from compress.errors import StorageError, UsageError
+from compress.registry.blobs import copy_blob, fetch_files, store_image
 from compress.registry.evidence import check_evidence
 from compress.registry.image import (
     ARTIFACT,
     ARTIFACT_CONFIG,
     EMPTY_CONFIG,
     EVIDENCE,
-    PROMOTION,
-    SIGNATURE,
     Descriptor,
     ImageManifest,
     file_layers,
 )
-from compress.registry.protocol import Committing, Registry, Tag, open_registry
-from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.registry.protocol import Committing, Registry
+from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag
 from compress.registry.signatures import (
     KEPT,
     Signatures,
@@ -51,6 +48,15 @@ from compress.registry.signatures import (
     read_signature,
     signature_manifests,
     store_signature,
+)
+from compress.registry.stored import (
+    as_ref,
+    evidence_of,
+    find,
+    newest_evidence,
+    open_repository,
+    read_artifact,
+    read_evidence,
 )
 from compress.sign.bundle import Bundle
 from compress.sign.signature import Signer, Verifier, check_files, make_bundle, signature_path
@@ -176,16 +182,6 @@ def _digests_of(records: Sequence[FileRecord]) -> dict[str, str]:
     return {each.path: each.digest for each in records}
 
 
-def resolve(ref: Ref | str) -> Ref:
-    """Return a reference pinned to the digest that it means now.
-
-    Raises:
-        UsageError: nothing has that name, tag or digest; the nearest one is named.
-    """
-    ref = _as_ref(ref)
-    return ref.pinned(_find(open_repository(ref), ref).digest)
-
-
 def attach_evidence(ref: Ref | str, evidence: Path) -> str:
     """Store a directory of evidence, with its signature, as the newest one of an artifact, and
     return the digest of its manifest.
@@ -194,9 +190,9 @@ def attach_evidence(ref: Ref | str, evidence: Path) -> str:
         UsageError: the reference means nothing, or the directory is no evidence.
         StorageError: a file does not match the seal of the evidence, or the registry cannot be written.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    subject = _find(registry, ref)
+    subject = find(registry, ref)
     empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
     proof = _evidence_files(evidence)
     signature = KEPT.of_evidence(evidence, _digests_of(proof))
@@ -216,10 +212,10 @@ def sign_pushed(ref: Ref | str, signer: Signer) -> str:
         UsageError: the reference means nothing, or there is no key.
         StorageError: a blob is missing or differs from its digest, or the registry cannot be written.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    subject = _find(registry, ref)
-    image, _ = _read_artifact(registry, subject)
+    subject = find(registry, ref)
+    image, _ = read_artifact(registry, subject)
     for blob in (image.config, *image.layers):
         copy_blob(registry, blob, None)
     bundle = make_bundle(files_of_image(image), ref.name, signer)
@@ -234,41 +230,10 @@ def check_pushed_signature(ref: Ref | str, verifier: Verifier) -> None:
         UsageError: the reference means nothing.
         SignatureRefused: it is not.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    subject = _find(registry, ref)
-    check_signed(registry, _read_artifact(registry, subject)[0], subject, verifier, where=str(ref))
-
-
-def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
-    """Return the digest of the artifact that `name:tag` points to; None when nothing has that tag."""
-    registry = registry.repository(name)
-    found = registry.read_tag(name, tag)
-    return None if found is None else _read_artifact(registry, found)[1].digest
-
-
-def artifact_of(ref: Ref) -> str:
-    """Return the digest of the artifact that a pinned reference means.
-
-    Raises:
-        UsageError, StorageError: as `pull`.
-    """
-    registry = open_repository(ref)
-    return _read_artifact(registry, _find(registry, ref))[1].digest
-
-
-def open_repository(ref: Ref) -> Registry:
-    """Return the registry of a reference, as it is used for its name.
-
-    Raises:
-        UsageError: nothing serves its scheme, or the registry cannot have that name.
-    """
-    return open_registry(ref.registry).repository(ref.name)
-
-
-def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
-    """Return every tag of a registry, sorted."""
-    return (open_registry(registry) if isinstance(registry, str) else registry).tags()
+    subject = find(registry, ref)
+    check_signed(registry, read_artifact(registry, subject)[0], subject, verifier, where=str(ref))
 
 
 def pull(
@@ -291,14 +256,14 @@ def pull(
         StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
             destination is not made.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    subject = _find(registry, ref)
-    image, manifest = _read_artifact(registry, subject)
+    subject = find(registry, ref)
+    image, manifest = read_artifact(registry, subject)
     signature = _signature_of(registry, image, subject, verifier, where=str(ref))
     if evidence is not None:
         _check_apart(destination, evidence)
-        found, proof = _newest_evidence(registry, ref)
+        found, proof = newest_evidence(registry, ref)
         whose = f"the evidence of {ref}"
         proof_signature = _signature_of(registry, proof, found, verifier, where=whose)
     with contextlib.ExitStack() as stack:
@@ -337,9 +302,9 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
         UsageError: there is none, or as `pull`.
         StorageError: as `pull`, or the evidence is about another artifact.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    _, image = _newest_evidence(registry, ref)
+    _, image = newest_evidence(registry, ref)
     with _appearing(destination) as building:
         fetch_files(registry, image, building, progress=SILENT)
         check_evidence(building)
@@ -355,12 +320,12 @@ def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
         SignatureRefused: it is not signed by whom it must be.
         StorageError: a blob is missing or differs from its digest; the blob and the file are named.
     """
-    ref = _as_ref(ref)
+    ref = as_ref(ref)
     registry = open_repository(ref)
-    found = _find(registry, ref)
-    image, manifest = _read_artifact(registry, found)
-    attached = _evidence_of(registry, found)
-    evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
+    found = find(registry, ref)
+    image, manifest = read_artifact(registry, found)
+    attached = evidence_of(registry, found)
+    evidence = [read_evidence(registry, descriptor, found) for descriptor in attached]
     if verifier is not None:
         check_signed(registry, image, found, verifier, where=str(ref))
         if attached and signature_manifests(registry, attached[-1]):
@@ -386,79 +351,11 @@ def verify(ref: Ref | str, *, verifier: Verifier | None = None) -> VerifyReport:
     )
 
 
-def _newest_evidence(registry: Registry, ref: Ref) -> tuple[Descriptor, ImageManifest]:
-    subject = _find(registry, ref)
-    attached = _evidence_of(registry, subject)
-    if not attached:
-        raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
-    return attached[-1], _read_evidence(registry, attached[-1], subject)
-
-
-def _evidence_of(registry: Registry, subject: Descriptor) -> tuple[Descriptor, ...]:
-    """Return the evidence that refers to an artifact, oldest first, without the records of its promotions
-    and its signatures.
-    """
-    others = (PROMOTION, SIGNATURE)
-    return tuple(each for each in registry.attached(subject) if each.artifact_type not in others)
-
-
 def _check_apart(one: Path, other: Path) -> None:
     """Raise UsageError where a directory is another one, or inside of it."""
     paths = one.resolve(), other.resolve()
     if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
         raise UsageError(f"{other} is not apart from {one}; name two directories beside each other.")
-
-
-def _as_ref(ref: Ref | str) -> Ref:
-    return parse_ref(ref) if isinstance(ref, str) else ref
-
-
-def _find(registry: Registry, ref: Ref) -> Descriptor:
-    found = registry.find(ref.digest) if ref.digest else registry.read_tag(ref.name, ref.tag)
-    if found is None:
-        if ref.digest:
-            raise UsageError(f"{ref.registry} holds no manifest {ref.digest}.")
-        if tags := [item.tag for item in registry.tags() if item.name == ref.name]:
-            raise UsageError(
-                f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}"
-            )
-        raise UsageError(f"{ref.registry} holds nothing named '{ref.name}'.{_nearest_name(ref)}")
-    return found
-
-
-def _nearest_name(ref: Ref) -> str:
-    """Return ` Did you mean 'x'?`, or nothing where the registry does not list its names."""
-    try:
-        names = {item.name for item in open_registry(ref.registry).tags()}
-    except StorageError:
-        return ""
-    return did_you_mean(ref.name, names)
-
-
-def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageManifest, Manifest]:
-    """Return the manifest of the image and that of the artifact, checked against one another."""
-    image = ImageManifest.from_bytes(read_blob(registry, descriptor), f"manifest {descriptor.digest}")
-    if image.artifact_type != ARTIFACT:
-        raise UsageError(
-            f"{descriptor.digest} is not an artifact of compress but of type {image.artifact_type}."
-        )
-    manifest = Manifest.from_bytes(read_blob(registry, image.config), where=str(image.config))
-    if file_layers(manifest.files) != image.layers:
-        raise StorageError(
-            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact "
-            f"again."
-        )
-    return image, manifest
-
-
-def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descriptor) -> ImageManifest:
-    image = ImageManifest.from_bytes(read_blob(registry, descriptor), f"manifest {descriptor.digest}")
-    if image.subject is None or image.subject.digest != subject.digest:
-        raise StorageError(
-            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another "
-            f"artifact; push it again."
-        )
-    return image
 
 
 @contextlib.contextmanager

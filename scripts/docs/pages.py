@@ -17,6 +17,7 @@ from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
 from scripts.docs.tables import (
     cpu,
+    devices,
     families,
     formats,
     mixtures,
@@ -79,6 +80,7 @@ def environment() -> Environment:
         "speculation": speculation,
         "performance": performance,
         "cpu": cpu,
+        "devices": devices,
         "formats": formats,
         "mixtures": mixtures,
         "serving": serving,

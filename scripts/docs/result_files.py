@@ -83,6 +83,11 @@ class ResultFile:
         """Everything the file states but its rows."""
         return {key: value for key, value in self._document.items() if key != "rows"}
 
+    @property
+    def stated(self) -> frozenset[str]:
+        """The keys of the file."""
+        return frozenset(self._document)
+
     @cached_property
     def runs(self) -> list[Run]:
         """The runs that the rows come from, the file's own first."""

@@ -4,15 +4,26 @@ limits have names.
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, Consumer, ExportFormat, OneScaleFormat, check_rules, codecs
+from compress.export import (
+    FORMATS,
+    Consumer,
+    ExportFormat,
+    OneScaleFormat,
+    check_rules,
+    codecs,
+    open_checkpoint,
+    write_format,
+)
 from compress.models.arch import Arch
 from compress.models.family import family_of
+from compress.models.random_source import RandomSource
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
@@ -179,6 +190,22 @@ def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) 
         assert all(f"[{rule.name}]" in str(refusal.value) for rule in rules)
     five_bits = ModelScheme(Scheme("W5A16", 5, symmetric=True, group_size=None))
     assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), five_bits))
+
+
+@EACH_FORMAT
+def test_a_model_that_is_written_opens_with_the_same_codes(name: str, tmp_path: Path) -> None:
+    scheme = next(each for form, each in supported() if form is FORMATS.get(name))
+    source = RandomSource(arch(), device=torch.device("cpu"), dtype=torch.bfloat16, scheme=scheme)
+    write_format(name, tmp_path, source, ModelScheme(scheme))
+    opened = open_checkpoint(tmp_path)
+    for idx in range(source.arch.num_layers):
+        layer = opened.layer(idx)
+        for key, weight in source.layer(idx).items():
+            if isinstance(weight, QuantizedWeight):
+                again = layer[key]
+                assert isinstance(again, QuantizedWeight)
+                assert torch.equal(again.codes_OI.view(torch.int8), weight.codes_OI.view(torch.int8))
+                assert torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32))
 
 
 @EACH

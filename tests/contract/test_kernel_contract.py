@@ -27,6 +27,8 @@ from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.slow import slow
 
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 SHAPES = {"cpu": [(1024, 384), (193, 65), (7, 129), (8192, 384)], "cuda": [(1024, 384), (193, 65)]}
@@ -70,16 +72,6 @@ LINEARS = {
     for case in usable("linear", m_max=m_max, row_invariant=m_max == 8, n=n, k=k)
     if (n, k) in SHAPES[case[2]]
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def randn(*shape: int, device: str, dtype: str, seed: int = 0) -> Tensor:

@@ -14,14 +14,13 @@ from compress.registry.promotion import last_move, promote, rollback
 from compress.registry.protocol import REGISTRIES, GuardedRegistry, Registry, Tag, open_registry
 from compress.registry.ref import parse_ref
 from compress.registry.signatures import store_signature
+from compress.registry.stored import list_tags, resolve
 from compress.registry.transfer import (
     attach_evidence,
     check_pushed_signature,
-    list_tags,
     pull,
     pull_evidence,
     push,
-    resolve,
     sign_pushed,
     verify,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from compress.cli.app import COMMANDS, GROUPS
 from scripts.docs.journeys import JOURNEYS
 from scripts.docs.pages import TEMPLATES, generated
 from scripts.docs.pictures import PACKAGES, floors
@@ -141,6 +142,12 @@ def test_paths_that_pages_name_exist() -> None:
             if not any((place / name).exists() for place in (ROOT, ROOT / "compress")):
                 missing.append(f"{page.relative_to(ROOT)}: {name}")
     assert missing == []
+
+
+def test_contents_name_every_command() -> None:
+    table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## Commands")[2]
+    named = set(re.findall(r"`([a-z-]+)`", table.partition("## ")[0]))
+    assert {*COMMANDS, *GROUPS} <= named
 
 
 def test_nothing_is_fetched_when_a_page_is_read() -> None:

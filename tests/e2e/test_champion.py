@@ -15,7 +15,8 @@ from compress.errors import LockHeld
 from compress.registry import promotion
 from compress.registry.promotion import last_move, promote
 from compress.registry.protocol import GuardedRegistry, open_registry
-from compress.registry.transfer import list_tags, push, verify
+from compress.registry.stored import list_tags
+from compress.registry.transfer import push, verify
 from tests.support.evidence_files import MACHINE, report, write_evidence
 from tests.support.tiny_run import RECIPE
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
-from compress.registry.transfer import list_tags, verify
+from compress.registry.stored import list_tags
+from compress.registry.transfer import verify
 from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 

@@ -24,7 +24,8 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.registry.protocol import open_registry
-from compress.registry.transfer import list_tags, push
+from compress.registry.stored import list_tags
+from compress.registry.transfer import push
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ from compress.artifact.tensors import save_tensors
 from compress.data.tokens import TokenSet, save_token_set
 from compress.models.checkpoint import CONFIG_NAME
 from compress.registry.protocol import open_registry
-from compress.registry.transfer import list_tags
+from compress.registry.stored import list_tags
 from compress.sign.key import KeySigner
 from compress.sign.signature import make_bundle
 from tests.fuzz import models

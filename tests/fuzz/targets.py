@@ -32,7 +32,8 @@ from compress.recipe import load_recipe
 from compress.registry.image import EVIDENCE, IMAGE_MANIFEST, REF_NAME, SUBJECT
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
-from compress.registry.transfer import list_tags, pull, pull_evidence, resolve, verify
+from compress.registry.stored import list_tags, resolve
+from compress.registry.transfer import pull, pull_evidence, verify
 from compress.sign.bundle import parse_bundle
 from compress.sign.key import KeyVerifier
 from compress.sign.signature import check_made_by

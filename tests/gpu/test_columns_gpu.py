@@ -1,6 +1,5 @@
 """GPTQ and coordinate descent on a GPU, where a block of columns is one launch, against loops in torch."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,18 +15,11 @@ from compress.methods.quantize.gptq import Gptq
 from compress.quant.numerics import output_error
 from compress.quant.scheme import scheme_named
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN, which no tolerance lets through."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("new_memory_is_nan"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC"])

@@ -1,7 +1,7 @@
 """Routers and experts on a GPU: odd shapes against the reference, a row's bits in any company, captured
 launches, and whole engines over mixtures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
 from tests.gpu.test_rare_facts_gpu import LAYER, LOCAL, make_arch, make_requests, make_source, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
 ROWS = 512
 COMPANIES = ((0, 1), (7, 8), (0, 4), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
@@ -102,14 +102,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm 4": {"layers": (LAYER, replace(LAYER, experts=GROUPED))},
 }
 each_mixture = pytest.mark.parametrize("name", MIXTURES)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, so that an element a kernel does not write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ from compress.kernels.problem import KernelDevice
 from compress.models.ffn import activation as activate
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
-from tests.gpu.test_fp8_linear_gpu import first_rows, randn
+from tests.support.gpu_linear import first_rows, randn
 
 pytestmark = [
     pytest.mark.gpu,

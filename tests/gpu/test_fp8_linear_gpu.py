@@ -18,9 +18,11 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.models.ffn import activation as activate
+from tests.support.gpu_linear import first_rows, randn, same_when_replayed
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("freed_memory_is_nan"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="no Hopper device",
@@ -69,27 +71,11 @@ class Case:
         return self.packed.values.double() * self.packed.scale_O.double().unsqueeze(1)
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-
-
 def case(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None) -> Case:
     values = (randn(n, k, seed=2) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale_O = (randn(n, seed=3).abs() / k**0.5 + 0.001) / 100
     x = quantize(randn(512, k, seed=1).to(dtype), ActivationQuant())
     return Case(fp8.PackedFp8(values, scale_O, dtype), x, activation)
-
-
-def first_rows(x: QuantizedRows, rows: int) -> QuantizedRows:
-    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """What is freed here is what outputs are allocated from."""
-    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
-    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
-    del large, small
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -228,17 +214,7 @@ def test_launches_are_captured_and_overlap_without_a_race(raw: bool, rows: int) 
             y = fp8.hopper_linear(x, linear.packed, None, activation=None, residual_TO=x_TI)
         return y
 
-    eager = chain()
-    assert bool(eager.isfinite().all())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured.view(torch.int16), eager.view(torch.int16))
+    same_when_replayed(chain)
 
 
 def test_no_rows_give_no_rows() -> None:

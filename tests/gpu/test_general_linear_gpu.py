@@ -1,8 +1,6 @@
 """The linears of every format and size on a GPU: odd shapes against float64, prompts by every way in which
 e4m3 is multiplied, and a decode row's bits in any company and by every tile."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from compress.quant.scheme import QuantizedWeight
 from tests.unit.kernels.test_experts import randn, same_bits, weight
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
 ROWS = 512
 COMPANIES = ((0, 1), (7, 8), (0, 8), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
@@ -43,13 +41,6 @@ CASES = [
     ("INT8_DYNAMIC_ASYM", torch.bfloat16, (40, 40), 144, "silu", True),
     ("INT8_DYNAMIC", torch.bfloat16, (4096, 1021), 4096, None, False),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def on_gpu(rows: Tensor | QuantizedRows) -> Tensor | QuantizedRows:

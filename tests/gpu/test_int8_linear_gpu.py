@@ -17,9 +17,11 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.models.ffn import activation as activate
+from tests.support.gpu_linear import first_rows, randn, same_when_replayed
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("freed_memory_is_nan"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
         reason="no device whose tensor cores multiply int8",
@@ -83,10 +85,6 @@ class Case:
         return sums_TO.float() * self.x.scale_T.unsqueeze(1) * self.packed.scale_O
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-
-
 def case(
     n: int,
     k: int,
@@ -102,19 +100,6 @@ def case(
     x = quantize((randn(512, k, seed=1) + 0.5).to(dtype), quant_of(how))
     sum_O = codes_OI.sum(dim=1, dtype=torch.int32) if "asymmetric" in how else None
     return Case(int8.PackedInt8(codes_OI, scale_O, dtype, sum_O), x, activation)
-
-
-def first_rows(x: QuantizedRows, rows: int) -> QuantizedRows:
-    zero_T = None if x.zero_T is None else x.zero_T[:rows].contiguous()
-    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous(), zero_T)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """What is freed here is what outputs are allocated from."""
-    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
-    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
-    del large, small
 
 
 @on_hopper
@@ -312,20 +297,6 @@ def test_given_rows_are_those_of_the_definition(k: int, how: str) -> None:
     assert torch.equal(found.scale_T, expected.scale_T)
     assert (found.zero_T is None) == (expected.zero_T is None)
     assert found.zero_T is None or expected.zero_T is None or torch.equal(found.zero_T, expected.zero_T)
-
-
-def same_when_replayed(chain: Any) -> None:
-    eager = chain()
-    assert bool(eager.isfinite().all())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured.view(torch.int16), eager.view(torch.int16))
 
 
 SLICED = [(1021, 720, None), (4096, 4096, None), (2816, 2944, "silu")]

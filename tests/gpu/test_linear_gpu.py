@@ -16,8 +16,13 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.ffn import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.gpu_linear import first_rows, randn, same_when_replayed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("freed_memory_is_nan"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 ROWS = (1, 3, 7, 8, 9, 16, 17, 33, 64, 65, 128, 257, 512)
 SHAPES = [(64, 128), (208, 384), (1024, 1024), (4096, 4096), (1024, 14336)]
@@ -64,10 +69,6 @@ class Case:
         return KernelWeight("dense16", self.packed, n, k)
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-
-
 def case(
     name: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None
 ) -> Case:
@@ -99,20 +100,6 @@ def case(
         w_f64 = weight.dequantize(torch.float64)
     packed = MODULES[name.partition(" ")[0]].repack([weight], dtype=dtype, device=device, gated=gated)
     return Case(name, packed, x, w_f64, x_f64, dtype, activation)
-
-
-def first_rows(x: Any, rows: int) -> Any:
-    if isinstance(x, QuantizedRows):
-        return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
-    return x[:rows].contiguous()
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """What is freed here is what outputs are allocated from."""
-    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
-    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
-    del large, small
 
 
 def assert_near(actual: Tensor, expected_f64: Tensor, *, k: int) -> None:
@@ -241,16 +228,7 @@ def test_launches_are_captured_and_overlap_without_a_race(name: str) -> None:
             y = linear.function(y, linear.packed, None, activation=None, residual_TO=x_TI)
         return y
 
-    eager = chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured.view(torch.int16), eager.view(torch.int16))
+    same_when_replayed(chain)
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -1,6 +1,6 @@
 """Linears of many rows on a GPU against float64, for odd sizes, in poisoned memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,15 +17,8 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

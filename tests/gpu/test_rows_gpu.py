@@ -2,8 +2,6 @@
 bits in any company.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,18 +16,10 @@ from compress.kernels.rms_norm.reference import rms_norm_rows
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample, sample_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 DYNAMIC = ActivationQuant()
 SIZES = [1, 65, 4096, 14336, 65536]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, so that an element a kernel does not write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from compress.kernels.linear import prefill_w4a8, w4a8
 from compress.kernels.linear.hopper import multiply
@@ -16,9 +15,11 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows, activation_quant, quantize
 from compress.models.ffn import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.gpu_linear import first_rows, randn
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("freed_memory_is_nan"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="no Hopper device",
@@ -27,10 +28,6 @@ pytestmark = [
 SCHEME = SCHEMES["W4A8_FP8"]
 SHAPES = [(48, 128), (1008, 384), (1008, 2944), (1024, 14336), (4096, 4096), (6144, 4096), (28672, 512)]
 CUDA = torch.device("cuda", 0)
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
 def weight_of(n: int, k: int, *, least: int = -7) -> QuantizedWeight:
@@ -46,17 +43,6 @@ def packed_of(weight: QuantizedWeight, *, gated: bool = False) -> w4a8.PackedW4A
 
 def rows_of(k: int, count: int = 512) -> QuantizedRows:
     return quantize(randn(count, k, seed=1).to(torch.bfloat16), activation_quant(SCHEME))
-
-
-def first_rows(x: QuantizedRows, rows: int) -> QuantizedRows:
-    return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """What is freed here is what outputs are allocated from."""
-    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
-    del large
 
 
 @pytest.mark.parametrize("least", [-7, -8])

@@ -173,13 +173,14 @@ def consumers() -> str:
     assert config is not None, "the shape ships with the package"
     arch = family_of(config).read_config(config)
     main = FORMATS.get("compressed-tensors")
+    programs = ("vLLM", "vLLM on a CPU", "transformers")
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, scheme in SCHEMES.items():
         whole = ModelScheme(scheme)
         found = {each.name: each for each in main.consumers(arch, whole)}
         cells = tuple(
             found[program].note if found[program].loads else f"**no**: {found[program].note}"
-            for program in ("vLLM", "transformers")
+            for program in programs
         )
         others = [
             f"`{form}`"
@@ -187,5 +188,5 @@ def consumers() -> str:
             if each is not main and not each.broken_rules(arch, whole)
         ]
         rows.setdefault((*cells, ", ".join(others)), []).append(f"`{name}`")
-    header = ["scheme", "vLLM", "transformers", "other formats that take it"]
+    header = ["scheme", *programs, "other formats that take it"]
     return table(header, [[", ".join(names), *cells] for cells, names in rows.items()])

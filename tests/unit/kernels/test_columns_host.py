@@ -2,7 +2,6 @@
 against the loops in torch.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,13 @@ from torch import Tensor
 from compress.kernels.columns import DescentBlock, descend_block, host, reference, round_block
 from compress.quant.scheme import Scheme, scheme_named
 
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
+
 CLOSE = 1e-4
 """Of a step, from halfway between two codes: there float32 may take either."""
 SIZES = pytest.mark.parametrize("size", [1, 16, 100, 128])
 OUTPUTS = pytest.mark.parametrize("num_outputs", [1, 24, 128, 500, 1500])
 INTEGERS = pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM"])
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def laid_out(matrix_BB: Tensor, layout: str) -> Tensor:

@@ -2,7 +2,6 @@
 row of either has the same bits in any company. The Triton kernels run in triton's interpreter, those in CUDA
 by `cuda_emulator.py`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,8 @@ from compress.runtime.expert_linears import ExpertLinears
 from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
@@ -138,16 +139,6 @@ def problem(phase: Any, name: str | None, dtype: torch.dtype, given: Layer, **fa
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The Triton linear of every format gives the product in float64 within rounding, in triton's interpreter;
 and what serves where no tuned kernel does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,15 +18,10 @@ from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
 from tests.unit.kernels.test_experts import randn, same_bits, weight, wide
 
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
+
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def kernel_of(

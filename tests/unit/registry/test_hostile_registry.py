@@ -18,7 +18,8 @@ from compress.registry.image import IMAGE_MANIFEST, REF_NAME, SUBJECT, TITLE, Im
 from compress.registry.layout import Layout
 from compress.registry.protocol import open_registry
 from compress.registry.ref import parse_ref, parse_registry
-from compress.registry.transfer import list_tags, pull, push, resolve, verify
+from compress.registry.stored import list_tags, resolve
+from compress.registry.transfer import pull, push, verify
 from tests.support.hostile import make_fifo, refusal
 
 DIGEST = f"sha256:{'a' * 64}"

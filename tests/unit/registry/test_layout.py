@@ -17,7 +17,8 @@ from compress.errors import StorageError, UnsupportedFormat, UsageError
 from compress.registry.image import IMAGE_MANIFEST
 from compress.registry.layout import Layout
 from compress.registry.ref import Ref, compose_ref, parse_ref
-from compress.registry.transfer import list_tags, pull, pull_evidence, push, verify
+from compress.registry.stored import list_tags
+from compress.registry.transfer import pull, pull_evidence, push, verify
 
 
 def _artifact(root: Path, seed: int = 0) -> Artifact:

@@ -21,7 +21,8 @@ from compress.registry import upload
 from compress.registry.image import FILE_LAYER, TITLE, Descriptor
 from compress.registry.modelpack import FILEPATH, MODELPACK
 from compress.registry.protocol import open_registry
-from compress.registry.transfer import list_tags, pull, pull_evidence, push, verify
+from compress.registry.stored import list_tags
+from compress.registry.transfer import pull, pull_evidence, push, verify
 from tests.support import oci_server
 from tests.support.registries import docker_registry, new_oci
 

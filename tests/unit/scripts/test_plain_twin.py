@@ -13,7 +13,7 @@ from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales
 from compress.export.config_groups import group_of
 from compress.kernels.operands.rows import activation_quant, quantize
 from compress.quant.scheme import SCHEMES
-from scripts import interop_matrix, plain_twin
+from scripts import interop_cases, plain_twin
 
 EIGHT_BITS = [name for name, scheme in SCHEMES.items() if scheme.activation in ("token", "group")]
 
@@ -66,8 +66,8 @@ def test_merged_experts_compute_in_the_dtype_that_transformers_gives_them(
     tmp_path: Path, scheme: str, dense_experts: bool, dtype: torch.dtype
 ) -> None:
     form = "compressed-tensors"
-    case = interop_matrix.Case("qwen2_moe", form, scheme, tmp_path / "model", dense_experts=dense_experts)
-    interop_matrix.write(case)
+    case = interop_cases.Case("qwen2_moe", form, scheme, tmp_path / "model", dense_experts=dense_experts)
+    interop_cases.write(case)
     layers = plain_twin.twin(case.path, "transformers").layers
     expert = layers[0].get_submodule("moe.experts.0")
     out = expert.get_submodule("up")(torch.randn(3, 256, generator=torch.Generator().manual_seed(0)))
