@@ -50,7 +50,7 @@ MAX_K_OF = {
     "INT8_STATIC": INT32_MAX // (128 * 128),
     **dict.fromkeys(ASYMMETRIC, INT32_MAX // (255 * 128)),
 }
-"""The same limit for each scheme: static codes reach -128, and asymmetric ones, less their zero point, 255. A sum before
+"""Limits by scheme: static codes reach -128, and asymmetric ones, less their zero point, 255. A sum before
 its correction may overflow; so does what is subtracted, and their difference is right."""
 
 
