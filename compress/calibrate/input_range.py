@@ -24,8 +24,8 @@ from compress.quant.scheme import Scheme
 
 @dataclass(frozen=True)
 class StaticInput:
-    """What calibration finds of an input: a float32 scalar, an int8 scalar and a float32 scalar, None each
-    where a scheme has none."""
+    """The numbers that calibration finds for an input: float32, int8 and float32 scalars, None each where a
+    scheme has none."""
 
     scale: Tensor | None = None
     zero_point: Tensor | None = None

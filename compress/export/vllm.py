@@ -25,8 +25,8 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
     if any(each.scale_type is not None for each in scheme.all):
-        four = any(each.scale_type is not None and each.num_bits == 4 for each in scheme.all)
-        floats = "four-bit floats" if four else "floats with scales of one byte"
+        in_four_bits = any(each.scale_type is not None and each.num_bits == 4 for each in scheme.all)
+        floats = "four-bit floats" if in_four_bits else "floats with scales of one byte"
         return Consumer(name, loads=False, note=f"it has no kernel for {floats}")
     if few := _few_bits(scheme):
         return Consumer(name, loads=False, note=f"it has no kernel for weights of {few} bits")

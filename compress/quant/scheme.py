@@ -219,7 +219,7 @@ class Scheme:
 
 
 def _check_form(scheme: Fields) -> None:
-    """Raise StorageError where codes, scales and inputs of a scheme in a manifest do not go together."""
+    """Raise StorageError where a scheme in a manifest has codes, scales or inputs that no scheme has."""
     num_bits = scheme.integer("num_bits", 1, 8)
     scale_type = scheme.text("scale_type") if scheme.has("scale_type") else None
     activation = scheme.text("activation") if scheme.has("activation") else None

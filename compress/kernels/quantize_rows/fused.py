@@ -52,7 +52,7 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 
 
 def _refusal(problem: Problem) -> str | None:
-    """Refuse rows in blocks whose scales are one byte, beside what `row_refusal` refuses."""
+    """Return why rows of a problem's scheme are not quantized here, None where they are."""
     scheme = SCHEMES.get(problem.scheme)
     if scheme is not None and scheme.scale_type is not None:
         return "its scales are float32 numbers, not bytes"
