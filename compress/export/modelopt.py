@@ -359,7 +359,7 @@ class ModelOpt:
             "vLLM": {
                 FP8: "multiplies in FP8 from sm_89 on",
                 FP8_ROWS: "multiplies in FP8 from sm_89 on",
-                NVFP4: "multiplies four-bit floats with 16-bit inputs, from sm_80",
+                NVFP4: "multiplies four-bit floats with 16-bit inputs, from sm_75",
             }.get(algorithm, f"it has no {algorithm}; compressed-tensors has a form for it"),
             "TensorRT-LLM": f"reads {algorithm} by its sources; not run here",
             "SGLang": f"reads {algorithm} by its sources; not run here",

@@ -35,6 +35,9 @@ def with_one_global_scale(weights: Sequence[QuantizedWeight]) -> list[QuantizedW
         raise UnsupportedFormat(
             "linears that are one matrix in the other checkpoint came with several global scales, and one "
             "for all of them would round them."
+            if len(weights) > 1
+            else "the scales of a linear are products with a second scale, as modelopt stores them, and "
+            "dividing by its reciprocal would round them."
         )
     return shared
 

@@ -312,6 +312,19 @@ def test_four_bit_floats_that_were_divided_are_not_written_as_products(tmp_path:
     shutil.rmtree(tmp_path / "out")
 
 
+def test_four_bit_floats_that_were_multiplied_are_not_written_as_quotients(tmp_path: Path) -> None:
+    """No float32 number divides every e4m3 number to what 1 / 2688 times 0.1 makes of it."""
+    path = written(tmp_path / "theirs", "NVFP4")
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if name.endswith("weight_scale_2"):
+            tensors[name] = torch.full_like(tensors[name], 0.1 / 2688)
+    save_file(tensors, path / "model.safetensors")
+    opened = open_checkpoint(path)
+    with pytest.raises(UnsupportedFormat, match="as modelopt stores them"):
+        write_format("compressed-tensors", tmp_path, opened, stated_scheme(opened))
+
+
 @pytest.mark.parametrize(
     ("scheme", "rule"),
     [

@@ -99,13 +99,15 @@ def test_static_input_scales_are_modelopts(
 def test_int8_weight_scales_are_of_the_same_largest_magnitudes(
     model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """Ours end half a step beyond the largest magnitude, at 127.5; modelopt's at 127."""
+    """Ours end half a step beyond the largest magnitude, at 127.5; modelopt's at 127. The scales of rows next
+    to zero are multiples of 2^-24, as float16 has them.
+    """
     weights = ours(model, calibration, "INT8_DYNAMIC", tmp_path)
     assert {f"{name}.int8" for name in weights} == {name for name in theirs if name.endswith(".int8")}
     for name, weight in weights.items():
         largest_O = theirs[f"{name}.int8"] * 127
         expected = largest_O / 127.5
-        assert torch.allclose(weight.scale_OG[:, 0].float(), expected, rtol=2**-8, atol=0), name
+        assert torch.allclose(weight.scale_OG[:, 0].float(), expected, rtol=2**-8, atol=2**-24), name
 
 
 def test_nvfp4_scales_are_of_the_same_largest_magnitudes(
