@@ -72,6 +72,8 @@ class Machine:
             return None
         if case.scheme == "FP8_BLOCK" and not self.has_amx:
             return "its CPU kernel for FP8 blocks needs AMX"
+        if case.family in MIXTURES and not case.dense_experts and not self.has_amx:
+            return "its CPU kernels for codes of experts need AMX ('No WNA16 MoE backend supports ...')"
         if case.scheme == "INT8_DYNAMIC" and not self.has_vnni:
             # Its kernel alone (oneDNN, AVX2) is exact for codes up to 63, and wrong for codes up to 127.
             return "its INT8 kernel adds pairs of products in 16 bits without VNNI, and they overflow"

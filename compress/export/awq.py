@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
+from compress.export.vllm import on_a_cpu
 from compress.models.arch import MAX_SIZE, Arch
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
@@ -152,6 +153,7 @@ class Awq:
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
             Consumer("vLLM", loads=True, note="reads awq natively"),
+            on_a_cpu(arch, scheme),
         ]
 
 

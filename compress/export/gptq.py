@@ -27,6 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
+from compress.export.vllm import on_a_cpu
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -227,14 +228,12 @@ class Gptq:
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         bits = scheme.layers.num_bits
         read = bits in VLLM_BITS
+        note = "reads gptq natively" if read else f"it reads gptq of 4 and 8 bits, not of {bits}"
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            Consumer(
-                "vLLM",
-                loads=read,
-                note="reads gptq natively" if read else f"it reads gptq of 4 and 8 bits, not of {bits}",
-            ),
+            Consumer("vLLM", loads=read, note=note),
+            on_a_cpu(arch, scheme, refused=None if read else note),
         ]
 
 

@@ -1,6 +1,7 @@
 """The kernels of vLLM 0.32 for the checkpoints written here, for GPUs and in its CPU build."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from compress.export import Consumer
 from compress.models.arch import Arch
@@ -20,8 +21,17 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     refused = refused or ROUTERS.get(arch.family)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
-    if any(each.type == "float" and each.num_bits == 8 for each in _of_experts(arch, scheme)):
+    experts = _of_experts(arch, scheme)
+    if any(each.type == "float" and each.num_bits == 8 and each.block_rows == 1 for each in experts):
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
+    found = _linears_on_a_cpu(name, scheme)
+    if experts and found.loads:
+        return replace(found, note=f"{found.note}; experts on a CPU with AMX alone")
+    return found
+
+
+def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:
+    """Return how vLLM's CPU build loads linears that every token goes through."""
     if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
         return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
     if any(each.scale_type is not None for each in scheme.all):

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_a_cpu_is_not_asked_for_kernels_that_it_lacks() -> None:
         assert not asked
         assert reason in line
         assert sorted_out("transformers", [case(scheme=scheme)], PLAIN)[0]
+    assert sorted_out("vllm", [case("qwen3_moe")], ABLE)[0]
+    _, (line,) = sorted_out("vllm", [case("qwen3_moe")], replace(ABLE, has_amx=False))
+    assert "codes of experts need AMX" in line
 
 
 def test_a_program_that_is_stated_not_to_load_is_asked_of_one_family_and_listed_for_others() -> None:
