@@ -102,7 +102,16 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
     input_zero = (
         None if scheme.input_symmetric or input_scale is None else torch.tensor(-71, dtype=torch.int8)
     )
-    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale, input_zero_point=input_zero)
+    global_scale = torch.tensor(64.0) if scheme.has_input_global_scale else None
+    return QuantizedWeight(
+        scheme,
+        codes_OI,
+        scale_OG,
+        zero_OG,
+        input_scale,
+        input_zero_point=input_zero,
+        input_global_scale=global_scale,
+    )
 
 
 @EACH_FORMAT

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from compress.kernels.select import select
-from compress.quant.kv import KV_CACHES
+from compress.quant.kv import KV_CACHES, page_format
 from compress.quant.scheme import DENSE, SCHEMES
 from scripts.docs.result_files import ROOT, ResultFile
 from scripts.docs.tables import devices
@@ -35,7 +35,9 @@ def test_every_scheme_and_cache_has_a_word_for_every_device() -> None:
 @pytest.mark.parametrize(("device", "subject", "name"), CELLS)
 def test_a_word_follows_the_kernels_that_a_loader_selects(device: str, subject: str, name: str) -> None:
     own = DEVICES[device].dense if name == DENSE else name
-    problems = [row.problem for row in devices.served(device, subject) if row.problem.scheme == own]
+    problems = [
+        row.problem for row in devices.served(device, subject) if row.problem.scheme == page_format(own)
+    ]
     assert problems
     slow = any(select(each).priority == 0 for each in problems)
     assert (devices.word(device, subject, name) == REFERENCE) == slow

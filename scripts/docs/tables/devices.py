@@ -14,7 +14,7 @@ from compress.kernels.select import KERNELS
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
-from compress.quant.kv import KV_CACHES
+from compress.quant.kv import KV_CACHES, page_format, transforms_heads
 from compress.quant.scheme import DENSE, SCHEMES, Scheme
 from scripts.docs.markdown import table
 from scripts.docs.result_files import BENCHMARKS, ROOT, ResultFile, Row
@@ -35,12 +35,14 @@ DEVICES: Mapping[str, KernelDevice] = {
 FP4_INPUTS_SM = 100
 """The least compute capability, times ten, of a GPU that multiplies inputs of four bits."""
 LINEAR, EXPERTS, CACHE = "linear", "experts", "cache"
+HADAMARD_OP = "hadamard"
 OPS: Mapping[str, tuple[str, ...]] = {
     LINEAR: ("linear",),
     EXPERTS: ("experts",),
     CACHE: ("rope_store", "attention_decode", "attention_prefill"),
+    HADAMARD_OP: ("hadamard",),
 }
-"""What a scheme or a cache format applies to -> the ops whose kernels serve it."""
+"""What a scheme, a cache format or a transform of heads applies to -> the ops whose kernels serve it."""
 TIMES = ("ttft_ms_p50", "tpot_ms_p50", "step_ms_p50", "us")
 """Keys of a row that times this runtime, from whole requests down to one kernel."""
 
@@ -125,11 +127,18 @@ def word(device: str, subject: str, name: str, *, scheme: Scheme | None = None) 
     sm = DEVICES[device].sm
     if has_fp4_inputs(scheme) and 0 < sm < FP4_INPUTS_SM:
         return UNTESTABLE
-    own = name_on(device, name)
-    rows = [row for row in served(device, subject) if row.problem.scheme == own]
+    rows = rows_of(device, subject, name)
     if not rows or any(map(is_reference, rows)):
         return REFERENCE
     return COMPILED if timing_of(device, subject, name) is None else MEASURED
+
+
+def rows_of(device: str, subject: str, name: str) -> list[Served]:
+    """Return the kernels that a device selects for a scheme or cache format; pages of transformed heads are
+    served as the same pages, after the transform's own kernel."""
+    own = name_on(device, name)
+    rows = [row for row in served(device, subject) if row.problem.scheme == page_format(own)]
+    return rows + (list(served(device, HADAMARD_OP)) if transforms_heads(own) else [])
 
 
 def name_on(device: str, name: str) -> str:

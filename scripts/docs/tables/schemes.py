@@ -35,16 +35,10 @@ ROWS = (
         "none: dequantized to 16 bits",
     ),
     (
-        "`NVFP4_W4A4`, `MXFP4_W4A4`",
-        "the same as in `NVFP4` and `MXFP4`",
+        "`NVFP4_W4A4`, `MXFP4_W4A4`; `MXFP8`",
+        "the same as in `NVFP4` and `MXFP4`; e4m3, a power of two for each 32 inputs",
         "in the weights' own form, block scales found while serving; of `NVFP4_W4A4` one float32 scale an "
         "input, calibrated",
-        "none: made for sm_100, computed by the reference",
-    ),
-    (
-        "`MXFP8`",
-        "e4m3, a power of two for each 32 inputs",
-        "e4m3, a power of two a token and 32 inputs, found while serving",
         "none: made for sm_100, computed by the reference",
     ),
     ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "none: dequantized to 16 bits"),
