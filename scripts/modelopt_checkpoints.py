@@ -28,6 +28,7 @@ CONFIGS = {
     "W8A16": mtq.INT8_WEIGHT_ONLY_CFG,
     "W4A16_AWQ": mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG,
     "W4A16_NVFP4": mtq.W4A16_NVFP4_CFG,
+    "NVFP4": mtq.NVFP4_DEFAULT_CFG,
 }
 """quant_algo -> the configuration of modelopt that is exported under that name."""
 

@@ -7,9 +7,9 @@ read some algorithms each.
     W8A16                       W8A16           weight int8 [O, I], weight_scale float32 [O]
     W4A16_AWQ                   W4A16_G128      weight uint8 [ceil(O/2), I], the lower row in the low half
                                 (or G64)        of a byte; weight_scale float32 [O, G]
-    W4A16_NVFP4                 NVFP4           weight uint8 [O, I/2], the lower column in the low
-                                                half of a byte; weight_scale e4m3 [O, I/16],
-                                                weight_scale_2 float32 []
+    W4A16_NVFP4                 NVFP4           weight uint8 [O, I/2], weight_scale e4m3 [O, I/16],
+                                                weight_scale_2 float32 [] (`modelopt_nvfp4.py`)
+    NVFP4                       NVFP4_W4A4      the same, and input_scale float32 []
 
 value = code * weight_scale * weight_scale_2; integer codes are signed, without zero points. FP8 has one scale
 for a whole matrix. Programs multiply q, k and v, or gate and up, as one and round those anew whose scales
@@ -38,13 +38,12 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.compressed_tensors import decode_unpacked
+from compress.export.modelopt_nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_leaves
 from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
 from compress.models.arch import Arch
 from compress.models.checkpoint import QUANT_CONFIG_NAME
 from compress.models.layer_shape import LINEAR_GROUPS
-from compress.quant import e2m1
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
-from compress.quant.global_scale import with_one_global_scale
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, weight_only_scheme
@@ -54,13 +53,15 @@ FP8 = "FP8"
 FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 INT8 = "W8A16"
 INT4 = "W4A16_AWQ"
-NVFP4 = "W4A16_NVFP4"
+NVFP4 = "NVFP4"
+NVFP4_WEIGHTS = "W4A16_NVFP4"
 ALGORITHMS = {
     FP8: SCHEMES["FP8_STATIC"],
     FP8_ROWS: SCHEMES["FP8_DYNAMIC"],
     INT8: SCHEMES["W8A16"],
     INT4: SCHEMES["W4A16_G128"],
-    NVFP4: SCHEMES["NVFP4"],
+    NVFP4: SCHEMES["NVFP4_W4A4"],
+    NVFP4_WEIGHTS: SCHEMES["NVFP4"],
 }
 """quant_algo -> scheme; of W4A16_AWQ the one with its usual group size."""
 AWQ_GROUPS = (64, 128)
@@ -72,7 +73,8 @@ READERS = {
     FP8_ROWS: ("vLLM", "TensorRT-LLM"),
     INT8: ("TensorRT-LLM",),
     INT4: ("TensorRT-LLM",),
-    NVFP4: ("vLLM",),
+    NVFP4: ("vLLM", "TensorRT-LLM", "SGLang"),
+    NVFP4_WEIGHTS: ("vLLM",),
 }
 """quant_algo -> the programs that read it, by their sources."""
 PROGRAMS = ("vLLM", "TensorRT-LLM", "SGLang")
@@ -94,8 +96,10 @@ class ModelOptCodec:
     aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        more = {FP8: {"input_scale"}, NVFP4: {"weight_scale_2"}}
-        return frozenset({"weight", "weight_scale"} | more.get(str(algorithm_of(scheme)), set()))
+        algorithm = algorithm_of(scheme)
+        if algorithm in (NVFP4, NVFP4_WEIGHTS):
+            return nvfp4_leaves(scheme)
+        return frozenset({"weight", "weight_scale"} | ({"input_scale"} if algorithm == FP8 else set()))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors of a weight.
@@ -106,8 +110,8 @@ class ModelOptCodec:
         algorithm = algorithm_of(weight.scheme)
         if algorithm is None:
             raise UnsupportedFormat(f"modelopt has no quant_algo for {weight.scheme.name}.")
-        if algorithm == NVFP4:
-            return _encode_nvfp4(weight)
+        if algorithm in (NVFP4, NVFP4_WEIGHTS):
+            return encode_nvfp4(weight)
         scale_OG = exact_scales(weight.scale_OG, torch.float32)
         if algorithm == INT4:
             return {"weight": _pack_rows(weight.codes_OI), "weight_scale": scale_OG}
@@ -121,8 +125,8 @@ class ModelOptCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         algorithm = algorithm_of(scheme)
-        if algorithm == NVFP4:
-            return _decode_nvfp4(leaves, scheme)
+        if algorithm in (NVFP4, NVFP4_WEIGHTS):
+            return decode_nvfp4(leaves, scheme)
         if algorithm != INT4:
             return decode_unpacked(
                 leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
@@ -155,6 +159,8 @@ class ModelOptCodec:
         if own.has("has_zero_point") and own.flag("has_zero_point"):
             raise UnsupportedFormat("the checkpoint's weights have zero points (has_zero_point).")
         scheme = ALGORITHMS[name.upper()]
+        if name.upper() == NVFP4 and _rounds_no_inputs(own):
+            scheme = ALGORITHMS[NVFP4_WEIGHTS]
         group_size = _group_size(own)
         if scheme.group_size is not None and group_size is not None and group_size != scheme.group_size:
             if name.upper() != INT4:
@@ -207,6 +213,14 @@ def _group_size(own: Fields) -> int | None:
     return weights.integer("group_size", 1, 1 << 24) if weights.has("group_size") else None
 
 
+def _rounds_no_inputs(own: Fields) -> bool:
+    """Return whether the config_groups of a config state inputs in 16 bits: some checkpoints say NVFP4 then,
+    and programs take W4A16_NVFP4."""
+    groups = own.fields("config_groups", default={})
+    stated = [groups.fields(name).has("input_activations") for name in groups]
+    return bool(stated) and not any(stated)
+
+
 def _names(pattern: str, module: str) -> bool:
     """Return whether an entry of the list of dense modules names this one: the module, one around it, or a
     shell pattern."""
@@ -231,56 +245,6 @@ def _unpack_rows(bytes_PI: Tensor, out_features: int) -> Tensor:
     return torch.where(codes_OI > 7, codes_OI - 16, codes_OI)
 
 
-def _encode_nvfp4(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of an NVFP4 weight. Its second scale is the float32 number next to the reciprocal of
-    the global scale with which the products are the scales of the weight.
-
-    Raises:
-        UnsupportedFormat: there is no such number.
-    """
-    if weight.global_scale is None:
-        (weight,) = with_one_global_scale([weight])
-    assert weight.global_scale is not None
-    scale_OG = weight.scale_OG.to(torch.float32)
-    stored_OG = (scale_OG * weight.global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
-    nearest = weight.global_scale.to(torch.float32).reciprocal()
-    steps = nearest.view(torch.int32) + torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32)
-    for second in steps.view(torch.float32):
-        if torch.equal(stored_OG.to(torch.float32) * second, scale_OG):
-            return {
-                "weight": e2m1.pack(weight.codes_OI),
-                "weight_scale": stored_OG,
-                "weight_scale_2": second.clone(),
-            }
-    raise UnsupportedFormat(
-        "[exact-scales] the scales of a linear are no e4m3 numbers times one float32 number, as modelopt "
-        "stores them: compressed-tensors divides by its global scale, and this one has no exact reciprocal."
-    )
-
-
-def _decode_nvfp4(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-    """Decode four-bit floats.
-
-    Raises:
-        UnsupportedFormat: tensors of other dtypes or shapes, or scales that are no positive numbers.
-    """
-    out_features, half = check_matrix(leaves, "weight")
-    packed_OI = check_leaf(leaves, "weight", torch.uint8, (out_features, half))
-    if not half or 2 * half % (scheme.group_size or 1):
-        raise UnsupportedFormat(f"its K is {2 * half}, no multiple of {scheme.group_size}.")
-    shape = (out_features, scheme.num_groups(2 * half))
-    stored_OG = check_leaf(leaves, "weight_scale", torch.float8_e4m3fn, shape).to(torch.float32)
-    second = leaves["weight_scale_2"]
-    if second.dtype != torch.float32 or second.numel() != 1:
-        raise UnsupportedFormat("its weight_scale_2 is not one float32 number.")
-    second = second.reshape(())
-    global_scale = second.reciprocal()
-    valid = bool((stored_OG >= 0).all()) and bool(second > 0) and bool(torch.isfinite(second))
-    if not valid or not bool(torch.isfinite(global_scale)):
-        raise UnsupportedFormat("one of its scales is no positive number.")
-    return QuantizedWeight(scheme, e2m1.unpack(packed_OI), stored_OG * second, global_scale=global_scale)
-
-
 class ModelOpt:
     """The format `modelopt`."""
 
@@ -297,11 +261,8 @@ class ModelOpt:
         weights = common if layers.group_size is None else {**common, "group_size": layers.group_size}
         group: dict[str, Any] = {"weights": weights, "targets": ["Linear"]}
         if layers.activation is not None:
-            group["input_activations"] = {
-                "dynamic": layers.activation != "tensor",
-                "num_bits": 8,
-                "type": "float",
-            }
+            inputs = {"dynamic": layers.activation != "tensor", "num_bits": 8, "type": "float"}
+            group["input_activations"] = weights if layers.has_input_global_scale else inputs
         return {
             "quant_method": self.quant_method,
             "quant_algo": algorithm_of(layers),
@@ -355,14 +316,16 @@ class ModelOpt:
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         algorithm = str(algorithm_of(scheme.layers))
+        on_blackwell = ", in FP4 from sm_100 on" if algorithm == NVFP4 else ""
         notes = {
             "vLLM": {
                 FP8: "multiplies in FP8 from sm_89 on",
                 FP8_ROWS: "multiplies in FP8 from sm_89 on",
-                NVFP4: "multiplies four-bit floats with 16-bit inputs, from sm_75",
+                NVFP4: "multiplies in FP4 from sm_100 on, below that it takes the weights only, from sm_75",
+                NVFP4_WEIGHTS: "multiplies four-bit floats with 16-bit inputs, from sm_75",
             }.get(algorithm, f"it has no {algorithm}; compressed-tensors has a form for it"),
-            "TensorRT-LLM": f"reads {algorithm} by its sources; not run here",
-            "SGLang": f"reads {algorithm} by its sources; not run here",
+            "TensorRT-LLM": f"reads {algorithm} by its sources{on_blackwell}; not run here",
+            "SGLang": f"reads {algorithm} by its sources{on_blackwell}; not run here",
         }
         readers = READERS.get(algorithm, ())
         return [
