@@ -5,11 +5,11 @@
     <module>.weight_scale_2   float32 []: value = code * weight_scale * weight_scale_2
     <module>.input_scale      float32 [], `NVFP4` only: the largest input of the calibration set / (6 * 448)
 
-modelopt multiplies by float32 numbers where this project and compressed-tensors divide by global scales. Those
-that are chosen here are powers of two, whose reciprocals are exact. A `weight_scale_2` that has no exact
-reciprocal stays in the products that are the scales of the weight, and is found again. Of an `input_scale` the
-programs take 1 / input_scale in float32 as the global scale of the inputs, and so it is read; what is written
-again is a float32 number with that reciprocal, of which there may be two, one step apart.
+modelopt multiplies by float32 numbers where this project and compressed-tensors divide by global scales.
+Those that are chosen here are powers of two, whose reciprocals are exact. A `weight_scale_2` that has no
+exact reciprocal stays in the products that are the scales of the weight, and is found again. Programs take
+1 / input_scale in float32 as the global scale of inputs, and so it is read; what is written again is a
+float32 number with that reciprocal, of which there may be two, one step apart.
 
 Checked against the export of modelopt 0.47 and the sources of vLLM 0.32, TensorRT-LLM and SGLang.
 """
@@ -37,7 +37,7 @@ def encode_nvfp4(weight: QuantizedWeight) -> dict[str, Tensor]:
     the global scale with which the products are the scales of the weight.
 
     Raises:
-        UnsupportedFormat: there is no such number, or none whose reciprocal is the global scale of the inputs.
+        UnsupportedFormat: there is no such number, or the global scale of inputs is the reciprocal of none.
     """
     if weight.global_scale is None:
         (weight,) = with_one_global_scale([weight])

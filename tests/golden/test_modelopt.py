@@ -21,6 +21,7 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import dense
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
+from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -38,8 +39,9 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ARCH = family_of(CONFIG).read_config(CONFIG)
-WRITTEN = ["FP8_STATIC", "FP8_DYNAMIC", "W8A16", "W4A16_G128", "W4A16_G64", "NVFP4"]
+WRITTEN = ["FP8_STATIC", "FP8_DYNAMIC", "W8A16", "W4A16_G128", "W4A16_G64", "NVFP4", "NVFP4_W4A4"]
 LINEARS = ["model.layers.1.mlp.up_proj", "model.layers.10.self_attn.q_proj", "lm_head"]
+E2M1_16 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -110,13 +112,18 @@ def test_the_tensors_mean_the_weights_and_both_configs_state_them(scheme: str, t
         floats = {f"{module}.{leaf}" for leaf in ("weight_scale", "weight_scale_2", "input_scale")} & set(
             tensors
         )
-        if scheme == "NVFP4":
+        if scheme.startswith("NVFP4"):
             assert tensors[f"{module}.weight_scale"].dtype == torch.float8_e4m3fn
             floats.remove(f"{module}.weight_scale")
         assert all(tensors[each].dtype == torch.float32 for each in floats)
     if scheme == "FP8_STATIC":
         assert tensors["model.layers.1.self_attn.q_proj.weight_scale"].shape == ()
         assert tensors["model.layers.1.self_attn.q_proj.input_scale"].shape == ()
+    if scheme == "NVFP4_W4A4":
+        given_scale = given["attn.q.weight"].input_global_scale
+        stored_scale = tensors["model.layers.1.self_attn.q_proj.input_scale"]
+        assert stored_scale.shape == ()
+        assert float(stored_scale) * float(given_scale) == 1
 
 
 @pytest.mark.parametrize("scheme", WRITTEN)
@@ -142,9 +149,28 @@ def test_second_scales_of_modelopt_itself_come_back_bit_for_bit() -> None:
             "weight_scale_2": torch.rand((), generator=generator) / 2688,
         }
         again = codec.encode(codec.decode(leaves, SCHEMES["NVFP4"]))
+        assert set(again) == set(leaves)
         assert torch.equal(again["weight_scale_2"], leaves["weight_scale_2"])
         assert torch.equal(again["weight_scale"].view(torch.uint8), leaves["weight_scale"].view(torch.uint8))
         assert torch.equal(again["weight"], leaves["weight"])
+
+
+def test_input_scales_of_modelopt_itself_come_back_with_the_reciprocal_that_programs_take() -> None:
+    """modelopt's input scale is the largest input / 2688; vLLM, TensorRT-LLM and SGLang multiply inputs by
+    the float32 reciprocal of it. Past the root of two, two neighbours may have the same one.
+    """
+    codec = FORMATS.get("modelopt").codec
+    leaves = codec.encode(nearest_weight(torch.ones(1, 16), SCHEMES["NVFP4"], torch.float32))
+    largest = torch.rand(2000, generator=torch.Generator().manual_seed(2)) * 100
+    changed = 0
+    for given in largest / 2688:
+        weight = codec.decode({**leaves, "input_scale": given}, SCHEMES["NVFP4_W4A4"])
+        assert torch.equal(weight.input_global_scale, 1 / given)
+        again = codec.encode(weight)["input_scale"]
+        assert torch.equal(1 / again, 1 / given)
+        assert abs(int(again.view(torch.int32)) - int(given.view(torch.int32))) <= 1
+        changed += not torch.equal(again, given)
+    assert 0 < changed < 1000
 
 
 def test_scales_of_keys_and_values_lie_beside_their_linears(tmp_path: Path) -> None:
@@ -200,6 +226,21 @@ def test_a_config_that_has_only_the_file_beside_it_is_read(tmp_path: Path) -> No
         ({"quant_algo": "fp8_per_channel_per_token", "ignore": ["lm_head"]}, SCHEMES["FP8_DYNAMIC"]),
         ({"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}}, SCHEMES["W4A16_G64"]),
         ({"quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}, SCHEMES["NVFP4"]),
+        ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, SCHEMES["NVFP4_W4A4"]),
+        (
+            {
+                "quant_algo": "NVFP4",
+                "config_groups": {"group_0": {"weights": E2M1_16, "input_activations": E2M1_16}},
+            },
+            SCHEMES["NVFP4_W4A4"],
+        ),
+        (
+            {
+                "quant_algo": "NVFP4",
+                "config_groups": {"group_0": {"weights": E2M1_16, "input_activations": None}},
+            },
+            SCHEMES["NVFP4"],
+        ),
     ],
 )
 def test_configs_of_other_tools_give_the_scheme(stated: dict[str, Any], scheme: Scheme) -> None:
@@ -230,7 +271,8 @@ def test_dense_modules_are_shell_patterns(pattern: str, dense_linears: list[str]
     ("stated", "message"),
     [
         ({}, "quant_algo null"),
-        ({"quant_algo": "NVFP4"}, "quant_algo NVFP4"),
+        ({"quant_algo": "NVFP4_AWQ"}, "quant_algo NVFP4_AWQ"),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "groups of 32"),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "each alone"),
         ({"quant_algo": "W4A16_AWQ", "group_size": 32}, "groups of 32"),
         ({"quant_algo": "W4A16_NVFP4", "group_size": 32}, "groups of 32"),
@@ -267,6 +309,11 @@ SPOILED: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     ("NVFP4", "weight_scale_2", lambda scale: scale * float("nan")),
     ("NVFP4", "weight_scale_2", lambda scale: scale * 0),
     ("NVFP4", "weight_scale_2", lambda scale: scale.repeat(2)),
+    ("NVFP4_W4A4", "input_scale", lambda scale: scale.repeat(2)),
+    ("NVFP4_W4A4", "input_scale", lambda scale: scale.to(torch.bfloat16)),
+    ("NVFP4_W4A4", "input_scale", lambda scale: -scale),
+    ("NVFP4_W4A4", "input_scale", lambda scale: scale * float("inf")),
+    ("NVFP4_W4A4", "input_scale", lambda scale: scale * 0 + 1e-44),
 ]
 
 
@@ -310,6 +357,21 @@ def test_four_bit_floats_that_were_divided_are_not_written_as_products(tmp_path:
     with pytest.raises(UnsupportedFormat, match="exact-scales"):
         write_format("modelopt", tmp_path / "out", opened, stated_scheme(opened))
     shutil.rmtree(tmp_path / "out")
+
+
+def test_global_scales_of_inputs_that_are_no_reciprocal_are_not_written(tmp_path: Path) -> None:
+    """2 - 2^-23 is the reciprocal of no float32 number: that of 1/2 is 2, that of the next one 2 - 2^-22."""
+    path = written(tmp_path / "theirs", "NVFP4_W4A4", "compressed-tensors")
+    tensors = load_file(path / "model.safetensors")
+    odd = torch.tensor(2.0).nextafter(torch.tensor(0.0))
+    for name in tensors:
+        if name.endswith("input_global_scale"):
+            tensors[name] = odd.repeat(1)
+    save_file(tensors, path / "model.safetensors")
+    opened = open_checkpoint(path)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UnsupportedFormat, match=r"exact-scales.*inputs"):
+        write_format("modelopt", tmp_path / "out", opened, stated_scheme(opened))
 
 
 def test_four_bit_floats_that_were_multiplied_are_not_written_as_quotients(tmp_path: Path) -> None:
