@@ -1,6 +1,7 @@
 """Checkpoints that nvidia-modelopt calibrated and wrote, by the extra `modelopt` or in the environment of
-other tools: they are read as what the format's description says, and written again without a changed byte;
-and the scales of static FP8 and of its KV cache are ours.
+other tools: they are read as what the format's description says, and written again without a changed byte,
+input scales of NVFP4 aside, which keep their reciprocal; and the scales of static FP8, of its KV cache and of
+the inputs of NVFP4 are ours.
 """
 
 import importlib.util
@@ -35,6 +36,7 @@ SCHEME_OF = {
     "W8A16": "W8A16",
     "W4A16_AWQ": "W4A16_G128",
     "W4A16_NVFP4": "NVFP4",
+    "NVFP4": "NVFP4_W4A4",
 }
 """quant_algo -> the scheme that it is read as."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -111,6 +113,8 @@ def test_what_modelopt_writes_is_read_as_the_weights_that_it_means(algorithm: st
     assert source.kv_format == (FP8_STATIC if algorithm == "FP8" else None)
     for name, weight in weights.items():
         assert torch.equal(weight.dequantize(torch.float32), values(tensors, name)), name
+        if algorithm == "NVFP4":  # programs divide by it and multiply, each in float32
+            assert torch.equal(weight.input_global_scale, 1 / tensors[f"{name}.input_scale"]), name
 
 
 @EACH
@@ -123,6 +127,10 @@ def test_what_modelopt_wrote_is_written_again_without_a_changed_byte(
     assert set(after) == set(before)
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype, name
+        if algorithm == "NVFP4" and name.endswith(".input_scale"):
+            assert torch.equal(1 / after[name], 1 / tensor), name
+            assert torch.allclose(after[name], tensor, rtol=2**-23, atol=0), name
+            continue
         flat = [each.reshape(-1).contiguous().view(torch.uint8) for each in (after[name], tensor)]
         assert torch.equal(*flat), name  # a scale of keys is [1] here and [] there, the same byte for byte
     for file, part in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
@@ -131,6 +139,8 @@ def test_what_modelopt_wrote_is_written_again_without_a_changed_byte(
         )
         for key in ("quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "group_size", "quant_method"):
             assert ours.get(key) == others.get(key), key
+        if "NVFP4" in algorithm:
+            assert ours.get("config_groups") == others.get("config_groups")
 
 
 def test_static_scales_of_weights_inputs_keys_and_values_are_modelopts(
@@ -158,3 +168,30 @@ def test_static_scales_of_weights_inputs_keys_and_values_are_modelopts(
                 assert torch.allclose(weight.input_scale, other.input_scale, rtol=2**-4, atol=0), group
         for name in KV_SCALES.values():
             assert torch.allclose(dense(ours[name]), dense(others[name]), rtol=2**-4, atol=0), (idx, name)
+
+
+def test_global_scales_of_four_bit_inputs_are_the_powers_of_two_for_modelopts_largest_inputs(
+    model: Path, calibration: Tensor, theirs: Path, tmp_path: Path
+) -> None:
+    """modelopt's largest block scale of the calibration set is 448, ours from 128 to 256. Inputs behind
+    compressed linears may be larger or smaller here, by no more than a step of e2m1, a third.
+    """
+    scheme = SCHEMES["NVFP4_W4A4"]
+    source = Checkpoint(model)
+    passes = [RoundPass(Rtn(scale="min_max"), scheme, torch.bfloat16)]
+    ctx = Context("cpu", 0, tmp_path)
+    run_sequential(
+        source, calibration, Compression(passes, scheme=scheme), tmp_path, ctx, compute_dtype=torch.float32
+    )
+    read = open_checkpoint(theirs / "NVFP4")
+    for idx, shape in enumerate(source.arch.layers):
+        ours, others = load_weights(tmp_path / layer_name(idx), scheme), read.layer(idx)
+        for group in shape.groups:
+            pairs = [(ours[f"{each}.weight"], others[f"{each}.weight"]) for each in group.linears]
+            for scales in zip(*((a.input_global_scale, b.input_global_scale) for a, b in pairs), strict=True):
+                assert len({float(each) for each in scales}) == 1, (idx, group)  # one for the whole group
+            (weight, other), *_ = pairs
+            largest_block_scale = float(weight.input_global_scale / other.input_global_scale) * 448
+            assert 128 * 2 / 3 <= largest_block_scale < 256 * 4 / 3, (idx, group)
+            if idx == 0 and group.linears[0] == "attn.q":
+                assert 128 <= largest_block_scale < 256
