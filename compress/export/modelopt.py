@@ -214,8 +214,8 @@ def _group_size(own: Fields) -> int | None:
 
 
 def _rounds_no_inputs(own: Fields) -> bool:
-    """Return whether the config_groups of a config state inputs in 16 bits: some checkpoints say NVFP4 then,
-    and programs take W4A16_NVFP4."""
+    """Return whether a config has config_groups and none of them rounds inputs; where it states NVFP4, vLLM
+    reads W4A16_NVFP4 then."""
     groups = own.fields("config_groups", default={})
     stated = [groups.fields(name).has("input_activations") for name in groups]
     return bool(stated) and not any(stated)

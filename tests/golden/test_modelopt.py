@@ -359,6 +359,22 @@ def test_four_bit_floats_that_were_divided_are_not_written_as_products(tmp_path:
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.parametrize("scheme", ["NVFP4", "NVFP4_W4A4"])
+def test_four_bit_floats_of_ours_become_compressed_tensors_and_modelopt_again(
+    scheme: str, tmp_path: Path
+) -> None:
+    """Their global scales are powers of two, of which dividing and multiplying make the same."""
+    for first, second in (("modelopt", "compressed-tensors"), ("compressed-tensors", "modelopt")):
+        path = written(tmp_path / first, scheme, first)
+        for form in (second, first):
+            opened = open_checkpoint(path)
+            path = tmp_path / f"{first} as {form}"
+            path.mkdir()
+            write_format(form, path, opened, stated_scheme(opened))
+        again = (path / "model.safetensors").read_bytes()
+        assert again == (tmp_path / first / "model.safetensors").read_bytes()
+
+
 def test_global_scales_of_inputs_that_are_no_reciprocal_are_not_written(tmp_path: Path) -> None:
     """2 - 2^-23 is the reciprocal of no float32 number: that of 1/2 is 2, that of the next one 2 - 2^-22."""
     path = written(tmp_path / "theirs", "NVFP4_W4A4", "compressed-tensors")
