@@ -11,7 +11,7 @@ program has no such excuse.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.export import open_checkpoint
+from compress.kernels.operands.rows import input_quant, quantize
 from compress.models.decoder import Decoder
 from compress.models.weights import build_decoder
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -56,11 +57,6 @@ class Inputs:
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 INPUTS = {
-    ("compress", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
-    ("compress", "FP8_STATIC"): Inputs(FP8, 448.0),
-    ("compress", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
-    ("compress", "W4A8_FP8"): Inputs(FP8, 448.0),
-    ("compress", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
     ("onnxruntime", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("onnxruntime_genai", "INT8_DYNAMIC"): Inputs(INT8, 127.0),
     ("vllm", "FP8_DYNAMIC"): Inputs(FP8, 448.0, by_reciprocal=True),
@@ -71,13 +67,22 @@ INPUTS = {
     ("transformers", "W4A8_FP8"): Inputs(FP8, 448.0),
     ("transformers", "FP8_BLOCK"): Inputs(FP8, 448.0, group_size=128),
 }
-"""(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they
-are. vLLM takes FP8 in blocks as weights only there."""
+"""(another program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay
+as they are. vLLM takes FP8 in blocks as weights only there."""
 WEIGHTS_ONLY = (("transformers", "fp8"),)
 """(program, quant_method) of which a CPU rounds no inputs: transformers decompresses blocks of fp8."""
 FLAT_SHARED = ("qwen2_moe", "ernie4_5_moe")
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
+
+
+def own_inputs(weight: QuantizedWeight) -> Callable[[Tensor], Tensor] | None:
+    """Return how this runtime rounds the inputs of a linear: the definition that its kernels are tested
+    against. None where it leaves them as they are."""
+    quant = input_quant([weight], CPU)
+    if quant is None:
+        return None
+    return lambda x: quantize(x.flatten(0, -2), quant).dequantize(x.dtype).view_as(x)
 
 
 def inputs_of(
@@ -110,7 +115,13 @@ def twin(path: Path, program: str) -> Decoder:
                 _merge(linear, weight)
             elif isinstance(weight, QuantizedWeight):
                 linear.weight.data = weight.dequantize(torch.float32)
-                inputs = inputs_of(program, arch.family, name, weight.scheme, input_scale=weight.input_scale)
+                inputs: Callable[[Tensor], Tensor] | None
+                if program == "compress":
+                    inputs = own_inputs(weight)
+                else:
+                    inputs = inputs_of(
+                        program, arch.family, name, weight.scheme, input_scale=weight.input_scale
+                    )
                 if rounds and inputs is not None:
                     linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
     return decoder

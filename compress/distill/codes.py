@@ -5,9 +5,10 @@ A linear holds latent levels v, float32, and multiplies with what a consumer rea
 
     w = l(v) * s,   l(v) = code(v) - zero point, the nearest number of the scheme's grid,   s = s0 (1 + p r)
 
-v starts at the levels that a quantization method found, each in the middle of its rounding interval, so
-training begins at that very model, and noise in the gradients has half a step to cross before any code
-changes. r starts at 0; p is the learning rate of scales over that of levels, so that the loop has one rate.
+Training begins at the very model that a quantization method found. In the rounding interval of its code, v
+starts `TOWARDS_SOURCE` of the way from the middle to the source's weight, so that weights between two codes
+turn first, and all others have about half a step to cross before noise in the gradients changes them. r
+starts at 0; p is the learning rate of scales over that of levels, so that the loop has one rate.
 Scales are rounded to the stored dtype in the forward pass, too (and once more in the artifact if they are
 below 2^-17, see `numerics.storable`). Those of one byte (NVFP4, MXFP4) stay: a
 number of their grid next to theirs moves all weights of a group by a tenth, or to their double. Zero points
@@ -39,9 +40,16 @@ from torch import Tensor, nn
 
 from compress.kernels.operands.rows import ActivationQuant, input_quant, quantize
 from compress.models.decoder import Decoder
-from compress.models.weights import Weights
+from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.numerics import grouped, nearest_codes, storable, ungrouped
 from compress.quant.scheme import QuantizedWeight, Scheme
+
+TOWARDS_SOURCE = 0.8
+"""Where latent levels start: the share of the way from the middle of their rounding interval to the weight of
+the source, or to the interval's border if that comes first."""
+FOREIGN = 0.55
+"""Mean distance between codes and the source's weights, in steps, from which on they are not taken for the
+same numbers: rounding to nearest gives 0.25, GPTQ up to 0.35, descent on top of it up to 0.5."""
 
 
 class Levels(nn.Module):
@@ -112,6 +120,7 @@ class CodesLinear(nn.Module):
     ) -> None:
         super().__init__()
         zero_RG = weight.zero_point_OG
+        self.shape = weight.shape
         self.scheme = weight.scheme
         self.stored_dtype = weight.scale_OG.dtype
         self.levels = levels
@@ -148,6 +157,25 @@ class CodesLinear(nn.Module):
         if self.input_quant is not None:
             x = _rounded(x, self.input_quant)
         return F.linear(x, w_OI, self.bias_O)
+
+    @torch.no_grad()
+    def start_towards_(self, w_OI: Tensor) -> None:
+        """Move latent levels that are trained one by one towards dense weights [O, I], as far as all codes
+        stay; none where codes stand for other numbers, as behind AWQ's scales of columns."""
+        if not isinstance(self.levels, Levels):
+            return
+        latent_OI = self.levels.latent_OI
+        levels_RGN = _levels(latent_OI, self.scheme, self.zero_RG)
+        w_RGN = grouped(w_OI.to(latent_OI), self.scheme)
+        steps_RGN = w_RGN / self.before_RG.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        away_RGN = (steps_RGN - levels_RGN).clamp(-2, 2)
+        if not float(away_RGN.abs().mean()) < FOREIGN:
+            return
+        moved_RGN = levels_RGN + TOWARDS_SOURCE * away_RGN.clamp(-0.5, 0.5)
+        moved_OI = ungrouped(moved_RGN, self.scheme, latent_OI.shape)
+        stays_RGN = _levels(moved_OI, self.scheme, self.zero_RG) == levels_RGN
+        stays_OI = ungrouped(stays_RGN, self.scheme, latent_OI.shape)
+        latent_OI.copy_(torch.where(stays_OI, moved_OI, latent_OI))
 
     @torch.no_grad()
     def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
@@ -220,6 +248,17 @@ def levels_of(weight: QuantizedWeight) -> Tensor:
         members, dim=1
     )
     return levels_OI.to(torch.int8) if weight.scheme.num_bits < 8 else levels_OI
+
+
+def start_towards_source_(student: Decoder, source: WeightSource) -> None:
+    """Move the latent levels of a student towards the weights of its source. A linear of another shape, as
+    after pruning, stays as it is."""
+    for idx, layer in enumerate(student.layers):
+        weights = source.layer(idx)
+        for name, module in layer.named_modules():
+            weight = weights.get(f"{name}.weight")
+            if isinstance(module, CodesLinear) and weight is not None and weight.shape == module.shape:
+                module.start_towards_(dense(weight))
 
 
 def _rounded(x: Tensor, quant: ActivationQuant) -> Tensor:

@@ -20,7 +20,7 @@ Command = Callable[..., tuple[int, str, str]]
 def test_a_recipe_exports_a_decoder_that_onnx_runtime_runs_and_validate_measures(
     recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:
-    asked = [*stages("onnx", "W4A16_G128"), RECIPE["stages"][-1]]
+    asked = [*stages("onnx", scheme="W4A16_G128"), RECIPE["stages"][-1]]
     code, out, err = command("plan", recipe(stages=asked), "--json")
     assert code == 0, err
     (export,) = [stage for stage in json.loads(out)["stages"] if stage["kind"] == "export"]
@@ -50,6 +50,6 @@ def test_a_recipe_exports_a_decoder_that_onnx_runtime_runs_and_validate_measures
 def test_what_onnx_cannot_express_is_refused_when_planning(
     recipe: Callable[..., Path], command: Command
 ) -> None:
-    code, _, err = command("plan", recipe(stages=stages("onnx", "FP8_DYNAMIC")))
+    code, _, err = command("plan", recipe(stages=stages("onnx", scheme="FP8_DYNAMIC")))
     assert code == 2
     assert "[float-codes]" in err

@@ -79,6 +79,9 @@ EXPORTED = [
     ("qwen3", "MXFP8"),
     ("llama-tied", "W4A16_CHANNEL_ASYM"),
     ("qwen3-biases", "INT8_DYNAMIC"),
+    ("llama-gqa", "INT8_STATIC"),
+    ("qwen2", "INT8_STATIC_ASYM"),
+    ("llama-tied", "INT8_DYNAMIC_ASYM"),
     ("llama-all-biases", "FP8_BLOCK"),
     ("phi3-window-gqa", "W4A16_G128"),
     ("phi3-partial-tied", "FP8_STATIC"),
@@ -238,7 +241,7 @@ def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
     scheme = weight.scheme
     assert scheme.input_dtype is not None
     group_size = scheme.group_size if scheme.activation == "group" else None
-    if scheme.scale_type is not None:
+    if scheme.scale_type is not None or not scheme.input_symmetric:
         quant = input_quant([weight], torch.device("cpu"))
         assert quant is not None
         return lambda _, inputs: (

@@ -56,7 +56,7 @@ def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovere
 
 @STAGES.stage(
     "recover",
-    version=2,
+    version=3,
     takes=(Port.SOURCE, Port.QUANTIZED),
     gives=Port.QUANTIZED,
     spec=Recover,

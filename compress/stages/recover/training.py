@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
-from compress.distill.codes import CodesLinear, Levels, LevelsLora, trained_layer
+from compress.distill.codes import CodesLinear, Levels, LevelsLora, start_towards_source_, trained_layer
 from compress.distill.learn import Curve
 from compress.distill.norm_weights import train_norms_, trained_norms
 from compress.distill.objective import Teacher
@@ -110,6 +110,7 @@ def train_codes(
         dtype=dtype,
         device=device,
     )
+    start_towards_source_(student, source)
     if spec.scale_lr > 0:
         train_norms_(student, pace=spec.scale_pace)
     config = spec.train_config(torch.float32)  # the modules compute in their own dtype

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from compress.context import Context
 from compress.data.tokens import TokenSet
-from compress.distill.codes import CodesLinear, Levels, LevelsLora, levels_of
+from compress.distill.codes import TOWARDS_SOURCE, CodesLinear, Levels, LevelsLora, levels_of
 from compress.models.weights import MemorySource, Weights, WeightSource, build_decoder, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.numerics import nearest_weight
@@ -83,6 +83,35 @@ def test_the_product_is_that_of_the_artifact_before_and_after_a_step(scheme: Sch
     if scheme.scale_type is not None:
         assert torch.equal(linear(identity).t(), trained.dequantize().float())
         assert torch.equal(trained.scale_OG, weight.scale_OG)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_levels_start_towards_the_source_without_a_changed_code(scheme: Scheme) -> None:
+    generator = torch.Generator().manual_seed(8)
+    w_OI = torch.randn(40, 48, generator=generator)
+    weight = nearest_weight(w_OI, scheme, torch.float32)
+    linear = _linear(weight)
+    linear.start_towards_(w_OI)
+    assert isinstance(linear.levels, Levels)
+    latent_OI = linear.levels.latent_OI.detach()
+    assert torch.equal(linear.quantized(weight).codes_OI.float(), weight.codes_OI.float())
+    scale_OG = scheme.by_row(weight.scale_OG.float(), 40)
+    steps_OI = w_OI / scale_OG.repeat_interleave(48 // scale_OG.shape[1], dim=1)
+    levels_OI = levels_of(weight).float()
+    offset_OI = (steps_OI - levels_OI).clamp(-0.5, 0.5)
+    moved_OI = latent_OI != levels_OI
+    if scheme.type == "float" and scheme.num_bits == 8:
+        assert not moved_OI.any(), "codes of e4m3 are up to 32 steps apart"
+        return
+    assert moved_OI.float().mean() > 0.5
+    found_OI = (latent_OI - levels_OI)[moved_OI]
+    assert torch.allclose(found_OI, TOWARDS_SOURCE * offset_OI[moved_OI], rtol=1e-3, atol=1e-4)
+    foreign = _linear(weight)
+    foreign.start_towards_(w_OI * torch.linspace(0.2, 3, 48))
+    assert isinstance(foreign.levels, Levels)
+    assert scheme.num_bits == 2 or torch.equal(foreign.levels.latent_OI, levels_OI)
+    linear.start_towards_(torch.full_like(w_OI, torch.inf))
+    assert torch.equal(linear.levels.latent_OI, latent_OI)
 
 
 def _expected_gradients(

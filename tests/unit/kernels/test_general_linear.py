@@ -28,7 +28,7 @@ def kernel_of(
     name: str | None, dtype: torch.dtype, sizes: Sequence[int], k: int, phase: Any, activation: str | None
 ) -> Kernel:
     """Return the linear of every size, for decode rows or for prompts."""
-    device = KernelDevice("cpu", 90, dtype)
+    device = KernelDevice("cpu" if INTERPRETED else "cuda", 90, dtype)
     problem = device.problem("linear", n=sum(sizes), k=k, phase=phase, scheme=name, activation=activation)
     served = [each for each in candidates("linear") if each.refusal(problem) is None]
     return next(each for each in served if each.name.startswith(("triton.", "cuda.slices.")))

@@ -246,8 +246,9 @@ def test_a_format_may_be_named_without_a_list() -> None:
     named = Export.model_validate_json('{"formats": "gptq"}', strict=True)
     assert named == Export.model_validate_json('{"formats": ["gptq"]}', strict=True)
     assert named.model_dump(mode="json") == {"formats": ["gptq"]}
-    with pytest.raises(ValueError, match="one format"):
-        Export(formats=("gptq", "awq"))
+    for formats in ((), ("gptq", "gptq")):
+        with pytest.raises(ValueError, match="once, and at least one"):
+            Export(formats=formats)
 
 
 @pytest.mark.parametrize("kind", SPECS)
