@@ -45,8 +45,8 @@ from compress.quant.numerics import grouped, nearest_codes, storable, ungrouped
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 TOWARDS_SOURCE = 0.8
-"""Where latent levels start: the share of the way from the middle of their rounding interval to the weight of
-the source, or to the interval's border if that comes first."""
+"""Latent levels start at this share of the way from the middle of their rounding interval to the weight of the
+source, or to the interval's border if that comes first."""
 FOREIGN = 0.55
 """Mean distance between codes and the source's weights, in steps, from which on they are not taken for the
 same numbers: rounding to nearest gives 0.25, GPTQ up to 0.35, descent on top of it up to 0.5."""
@@ -160,8 +160,8 @@ class CodesLinear(nn.Module):
 
     @torch.no_grad()
     def start_towards_(self, w_OI: Tensor) -> None:
-        """Move latent levels that are trained one by one towards dense weights [O, I], as far as all codes
-        stay; none where codes stand for other numbers, as behind AWQ's scales of columns."""
+        """Move latent levels that are trained one by one towards dense weights [O, I] without a changed code.
+        All stay if the codes encode other numbers, as AWQ's scales of columns make them."""
         if not isinstance(self.levels, Levels):
             return
         latent_OI = self.levels.latent_OI
