@@ -45,8 +45,8 @@ from compress.quant.numerics import grouped, nearest_codes, storable, ungrouped
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 TOWARDS_SOURCE = 0.8
-"""Latent levels start at this share of the way from the middle of their rounding interval to the weight of the
-source, or to the interval's border if that comes first."""
+"""Latent levels start at this share of the way from the middle of their rounding interval to the weight of
+the source, or to the interval's border if that comes first."""
 FOREIGN = 0.55
 """Mean distance between codes and the source's weights, in steps, from which on they are not taken for the
 same numbers: rounding to nearest gives 0.25, GPTQ up to 0.35, descent on top of it up to 0.5."""
