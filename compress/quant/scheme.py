@@ -171,17 +171,8 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as JSON; newer fields are left out at their default, so that manifests of older
         schemes keep their digest."""
-        optional = {
-            "type": "int",
-            "activation": None,
-            "block_rows": 1,
-            "scale_type": None,
-            "activation_type": None,
-            "input_symmetric": True,
-        }
-        return {
-            key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
-        }
+        defaults = {each.name: each.default for each in fields(self)}
+        return {key: value for key, value in asdict(self).items() if value != defaults[key]}
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "Scheme":
@@ -259,89 +250,36 @@ def _input_symmetric(scheme: Fields) -> bool:
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("W4A16_G128", num_bits=4, symmetric=True, group_size=128),
-        Scheme("W4A16_G128_ASYM", num_bits=4, symmetric=False, group_size=128),
-        Scheme("W4A16_G64", num_bits=4, symmetric=True, group_size=64),
-        Scheme("W4A16_G64_ASYM", num_bits=4, symmetric=False, group_size=64),
-        Scheme("W4A16_G32", num_bits=4, symmetric=True, group_size=32),
-        Scheme("W4A16_G32_ASYM", num_bits=4, symmetric=False, group_size=32),
-        Scheme("W4A16_CHANNEL", num_bits=4, symmetric=True, group_size=None),
-        Scheme("W4A16_CHANNEL_ASYM", num_bits=4, symmetric=False, group_size=None),
-        Scheme("W3A16_G128", num_bits=3, symmetric=True, group_size=128),
-        Scheme("W3A16_G128_ASYM", num_bits=3, symmetric=False, group_size=128),
-        Scheme("W3A16_G64", num_bits=3, symmetric=True, group_size=64),
-        Scheme("W3A16_G64_ASYM", num_bits=3, symmetric=False, group_size=64),
-        Scheme("W2A16_G128", num_bits=2, symmetric=True, group_size=128),
-        Scheme("W2A16_G128_ASYM", num_bits=2, symmetric=False, group_size=128),
-        Scheme("W2A16_G64", num_bits=2, symmetric=True, group_size=64),
-        Scheme("W2A16_G64_ASYM", num_bits=2, symmetric=False, group_size=64),
-        Scheme("NVFP4", num_bits=4, symmetric=True, group_size=16, type="float", scale_type="e4m3"),
-        Scheme("MXFP4", num_bits=4, symmetric=True, group_size=32, type="float", scale_type="e8m0"),
-        Scheme(
-            "NVFP4_W4A4",
-            num_bits=4,
-            symmetric=True,
-            group_size=16,
-            type="float",
-            activation="group",
-            scale_type="e4m3",
-        ),
-        Scheme(
-            "MXFP4_W4A4",
-            num_bits=4,
-            symmetric=True,
-            group_size=32,
-            type="float",
-            activation="group",
-            scale_type="e8m0",
-        ),
-        Scheme(
-            "MXFP8",
-            num_bits=8,
-            symmetric=True,
-            group_size=32,
-            type="float",
-            activation="group",
-            scale_type="e8m0",
-        ),
-        Scheme(
-            "W4A8_FP8",
-            num_bits=4,
-            symmetric=True,
-            group_size=128,
-            activation="token",
-            activation_type="float",
-        ),
-        Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
-        Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
-        Scheme(
-            "INT8_DYNAMIC_ASYM",
-            num_bits=8,
-            symmetric=True,
-            group_size=None,
-            activation="token",
-            input_symmetric=False,
-        ),
-        Scheme("INT8_STATIC", num_bits=8, symmetric=True, group_size=None, activation="tensor"),
-        Scheme(
-            "INT8_STATIC_ASYM",
-            num_bits=8,
-            symmetric=True,
-            group_size=None,
-            activation="tensor",
-            input_symmetric=False,
-        ),
-        Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
-        Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
-        Scheme(
-            "FP8_BLOCK",
-            num_bits=8,
-            symmetric=True,
-            group_size=128,
-            type="float",
-            activation="group",
-            block_rows=128,
-        ),
+        Scheme("W4A16_G128", 4, True, 128),
+        Scheme("W4A16_G128_ASYM", 4, False, 128),
+        Scheme("W4A16_G64", 4, True, 64),
+        Scheme("W4A16_G64_ASYM", 4, False, 64),
+        Scheme("W4A16_G32", 4, True, 32),
+        Scheme("W4A16_G32_ASYM", 4, False, 32),
+        Scheme("W4A16_CHANNEL", 4, True, None),
+        Scheme("W4A16_CHANNEL_ASYM", 4, False, None),
+        Scheme("W3A16_G128", 3, True, 128),
+        Scheme("W3A16_G128_ASYM", 3, False, 128),
+        Scheme("W3A16_G64", 3, True, 64),
+        Scheme("W3A16_G64_ASYM", 3, False, 64),
+        Scheme("W2A16_G128", 2, True, 128),
+        Scheme("W2A16_G128_ASYM", 2, False, 128),
+        Scheme("W2A16_G64", 2, True, 64),
+        Scheme("W2A16_G64_ASYM", 2, False, 64),
+        Scheme("NVFP4", 4, True, 16, type="float", scale_type="e4m3"),
+        Scheme("MXFP4", 4, True, 32, type="float", scale_type="e8m0"),
+        Scheme("NVFP4_W4A4", 4, True, 16, type="float", activation="group", scale_type="e4m3"),
+        Scheme("MXFP4_W4A4", 4, True, 32, type="float", activation="group", scale_type="e8m0"),
+        Scheme("MXFP8", 8, True, 32, type="float", activation="group", scale_type="e8m0"),
+        Scheme("W4A8_FP8", 4, True, 128, activation="token", activation_type="float"),
+        Scheme("W8A16", 8, True, None),
+        Scheme("INT8_DYNAMIC", 8, True, None, activation="token"),
+        Scheme("INT8_DYNAMIC_ASYM", 8, True, None, activation="token", input_symmetric=False),
+        Scheme("INT8_STATIC", 8, True, None, activation="tensor"),
+        Scheme("INT8_STATIC_ASYM", 8, True, None, activation="tensor", input_symmetric=False),
+        Scheme("FP8_DYNAMIC", 8, True, None, type="float", activation="token"),
+        Scheme("FP8_STATIC", 8, True, None, type="float", activation="tensor"),
+        Scheme("FP8_BLOCK", 8, True, 128, type="float", activation="group", block_rows=128),
     )
 }
 
