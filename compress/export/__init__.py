@@ -283,7 +283,7 @@ def check_scales(name: str, source: WeightSource) -> None:
 def _check_one_scale(name: str, form: OneScaleFormat, source: WeightSource) -> None:
     """Raise UnsupportedFormat where linears that take one scale have several."""
     taking = (each for each in _quantized_weights(source) if form.takes_one_scale(each.scheme))
-    several = sum(not bool((each.scale_OG == each.scale_OG.flatten()[0]).all()) for each in taking)
+    several = sum(not each.has_one_scale for each in taking)
     if several:
         raise UnsupportedFormat(
             f"[one-scale] {name} stores one scale for all weights of a linear, and {several:,} linears have "

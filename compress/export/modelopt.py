@@ -117,7 +117,7 @@ class ModelOptCodec:
             return {"weight": _pack_rows(weight.codes_OI), "weight_scale": scale_OG}
         leaves = {"weight": weight.codes_OI, "weight_scale": scale_OG[:, 0].contiguous()}
         if algorithm == FP8:
-            if not has_one_scale(weight):
+            if not weight.has_one_scale:
                 raise UnsupportedFormat("[one-scale] the rows of a linear have several scales.")
             assert weight.input_scale is not None
             leaves |= {"weight_scale": scale_OG[0, 0].clone(), "input_scale": weight.input_scale.reshape(())}
@@ -225,11 +225,6 @@ def _names(pattern: str, module: str) -> bool:
     """Return whether an entry of the list of dense modules names this one: the module, one around it, or a
     shell pattern."""
     return module == pattern or module.startswith(f"{pattern}.") or fnmatchcase(module, pattern)
-
-
-def has_one_scale(weight: QuantizedWeight) -> bool:
-    """Return whether all codes of a weight have the same scale."""
-    return bool((weight.scale_OG == weight.scale_OG.flatten()[0]).all())
 
 
 def _pack_rows(codes_OI: Tensor) -> Tensor:

@@ -342,6 +342,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         return self.codes_OI.shape[0], self.codes_OI.shape[1]
 
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all codes have the same scale."""
+        return bool((self.scale_OG == self.scale_OG.flatten()[0]).all())
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights [O, I]: exact products in float32, rounded once to `dtype` (default: the
         scale's, as every consumer does)."""
