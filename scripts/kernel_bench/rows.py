@@ -1,9 +1,9 @@
-"""Ops of a row: norms, gated activation, quantization, rope with the cache's write, sampling; beside each the
-reference in torch ops.
+"""Ops of a row: norms, gated activation, quantization, the Hadamard transform of query heads, rope with the
+cache's write, sampling; beside each the reference in torch ops.
 
 Rows are warm in the caches, as they are behind the op that made them.
 
-Shapes: T rows, D hidden, F ffn, H heads, C head dimension, P positions, R requests, V vocabulary.
+Shapes: T rows, D hidden, F ffn, H query heads, C head dimension, P positions, R requests, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +36,10 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     """Row-wise ops, each as it is and with quantized output, beside the reference kernel in plain
     torch ops."""
     arch = bench.arch
+    layer = arch.layers[0]
     most = max(bench.rows)
     hidden_size = arch.hidden_size
-    ffn_size = arch.layers[0].intermediate_size
+    ffn_size = layer.intermediate_size
     x_TD = bench.randn(most, hidden_size)
     gate_up_TF = bench.randn(most, 2 * ffn_size)
     weight = bench.randn(hidden_size)
@@ -87,6 +88,17 @@ def row_cases(bench: Bench) -> Iterator[Case]:
         ("quantize_rows", hidden_size, int8, lambda m: (x_TD[:m], whole), (width + 1) * hidden_size),
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
     ]
+    if layer.head_dim.bit_count() == 1:
+        heads_THC = bench.randn(most, layer.num_heads, layer.head_dim)
+        calls.append(
+            (
+                "hadamard",
+                layer.head_dim,
+                bench.dense,
+                lambda m: (heads_THC[:m],),
+                2 * width * layer.num_heads * layer.head_dim,
+            )
+        )
     for op, size, scheme, arguments, row_bytes in calls:
         kernel = select(bench.target.kernel_device.problem(op, n=size))
         reference = KERNELS[op].get("reference")
