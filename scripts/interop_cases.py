@@ -9,13 +9,13 @@ because vLLM takes their dimension from the hidden size. Each mixture is also th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.export import FORMATS, Consumer, GraphFormat, write_format
+from compress.export import FORMATS, Consumer, GraphFormat, OneScaleFormat, write_format
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.overrides import linear_names
@@ -134,6 +134,20 @@ class DenseExperts(RandomSource):
         }
 
 
+class OneScale(RandomSource):
+    """Random weights of which each linear has one scale for all its rows."""
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return {name: with_one_scale(value) for name, value in super().layer(layer_idx).items()}
+
+
+def with_one_scale(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+    """Return a weight whose scales are all its first one; a dense one as it is."""
+    if not isinstance(value, QuantizedWeight):
+        return value
+    return replace(value, scale_OG=value.scale_OG[:1, :1].expand_as(value.scale_OG).contiguous())
+
+
 def is_expert(name: str) -> bool:
     return "moe.experts." in name
 
@@ -179,7 +193,11 @@ def cases_of(family: str, directory: Path) -> Iterator[Case]:
 
 def write(case: Case) -> None:
     """Write the checkpoint of a case, with random weights."""
-    drawn = DenseExperts if case.dense_experts else RandomSource
-    source = drawn(case.arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES.get(case.scheme))
+    drawn: type[RandomSource] = DenseExperts if case.dense_experts else RandomSource
+    scheme = SCHEMES.get(case.scheme)
+    form = FORMATS.get(case.form)
+    if scheme is not None and isinstance(form, OneScaleFormat) and form.takes_one_scale(scheme):
+        drawn = OneScale
+    source = drawn(case.arch, device=CPU, dtype=torch.bfloat16, scheme=scheme)
     case.path.mkdir()
     write_format(case.form, case.path, source, case.schemes)

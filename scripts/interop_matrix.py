@@ -40,7 +40,6 @@ PROGRAMS = ("compress", "vllm", "transformers", "onnxruntime", "onnxruntime_gena
 ROUTED_FRAC = 0.97
 """Share of the tokens of a mixture that the limit of a single token holds for: the last bit of a token's
 hidden state decides between two experts that its router likes equally, and another one computes it then."""
-FOUR_BIT_FLOATS = ("NVFP4", "MXFP4")
 WITHOUT_AMX = ("INT8_DYNAMIC",)
 """vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
 NUM_PROMPTS = 4
@@ -90,8 +89,6 @@ def dtype_of(program: str, case: Case) -> str:
         return "float16"  # its kernels of integer weights take 16 bits only, and float16 rounds less
     if case.form == "fp8" and program in ("vllm", "transformers"):
         return "bfloat16"  # of vLLM's kernel; transformers decompresses to it, whatever is asked for
-    if case.scheme in FOUR_BIT_FLOATS and program == "transformers":
-        return "bfloat16"  # to which it decompresses them, whatever is asked for
     return "float32"
 
 
