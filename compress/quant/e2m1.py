@@ -25,10 +25,16 @@ def nearest(x: Tensor) -> Tensor:
 
 def pack(codes_OI: Tensor) -> Tensor:
     """Pack e4m3 codes [O, I], all of which are numbers of e2m1, into bytes [O, I / 2]."""
-    halves = torch.zeros(256, dtype=torch.uint8)
-    halves[_numbers().view(torch.uint8).to(torch.int64)] = torch.arange(16, dtype=torch.uint8)
-    halves_OI = halves.to(codes_OI.device)[codes_OI.view(torch.uint8).to(torch.int64)]
+    halves_OI = halves(codes_OI)
     return halves_OI[..., ::2] | (halves_OI[..., 1::2] << 4)
+
+
+def halves(codes: Tensor) -> Tensor:
+    """Return the halves of bytes that e4m3 codes are, as uint8 from 0 to 15; all of them are numbers of
+    e2m1."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    table[_numbers().view(torch.uint8).to(torch.int64)] = torch.arange(16, dtype=torch.uint8)
+    return table.to(codes.device)[codes.view(torch.uint8).to(torch.int64)]
 
 
 def unpack(bytes_OI: Tensor) -> Tensor:

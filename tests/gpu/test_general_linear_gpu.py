@@ -40,6 +40,11 @@ CASES = [
     ("INT8_DYNAMIC", torch.float16, (40, 40), 144, "silu", True),
     ("INT8_DYNAMIC_ASYM", torch.bfloat16, (40, 40), 144, "silu", True),
     ("INT8_DYNAMIC", torch.bfloat16, (4096, 1021), 4096, None, False),
+    ("W8A16", torch.bfloat16, (4096, 1021), 4096, None, True),
+    ("W8A16", torch.float16, (40, 40), 144, "silu", False),
+    ("MXFP4", torch.bfloat16, (1024, 256, 256), 2880, None, True),
+    ("NVFP4", torch.bfloat16, (4096, 4096), 4096, "silu", False),
+    ("NVFP4", torch.float16, (304,), 720, None, True),
 ]
 
 

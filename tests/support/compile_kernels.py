@@ -82,7 +82,7 @@ def compile_all(sm: int) -> list[Any]:
             compile_attention(head_dim, kv_format)
     for linear in LINEARS:
         compile_linear(sm, *linear)
-    for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC"):
+    for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
         compile_mixture(scheme)
     return compiled
 
@@ -129,6 +129,9 @@ LINEARS = (
     ("FP8_BLOCK", 256),
     ("INT8_DYNAMIC", 144),
     ("INT8_STATIC_ASYM", 144),
+    ("W8A16", 80),
+    ("MXFP4", 160),
+    ("NVFP4", 80),
 )
 """Schemes and inputs of linears."""
 
@@ -180,7 +183,7 @@ def compile_mixture(name: str | None) -> None:
     x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
     ids, shares = router.route_many(x_TD, weights, facts)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
-    for num_rows in (1, 16, 64) if ready.format not in ("w4", "int8") else ():
+    for num_rows in (1, 16, 64) if ready.format not in packed.DECODED_IN_SLICES else ():
         few = [each[:num_rows].contiguous() for each in (x_TD, ids, shares)]
         experts.decode(few[0], ready, *few[1:], activation="silu", residual_TD=few[0])
 

@@ -57,6 +57,23 @@ static u32 numbers(u32 words, int i, u32 offset) {
     return pair;
 }
 """,
+    "scaled": """
+static u32 scaled(u32 words, int i, u32 scale) {
+    const float sizes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    u32 pair = 0;
+    for (int h = 0; h < 2; ++h) {
+        const u32 half = words >> (16 * h + 4 * i) & 15;
+        const float size = sizes[half & 7] * widen(scale >> 16 * h);
+        pair |= (u32)narrow(half & 8 ? -size : size) << 16 * h;
+    }
+    return pair;
+}
+""",
+    "widened": """
+static u32 widened(u32 word, int i) {
+    return narrow((signed char)(word >> 16 * i)) | (u32)narrow((signed char)(word >> 16 * i + 8)) << 16;
+}
+""",
 }
 """What slices.cu has in PTX."""
 

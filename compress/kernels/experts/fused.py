@@ -12,7 +12,13 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, Plan, run
-from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
+from compress.kernels.experts.packed import (
+    DECODED_IN_SLICES,
+    PackedExperts,
+    format_of_problem,
+    refusal,
+    repack,
+)
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.matrix_product import MIN_NATIVE_COLUMNS, Tile
@@ -47,7 +53,7 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
         gate_up = down = (64, 128 if many else 32, 4, 3)
     elif packed.format == "fp8_block":
         gate_up = down = (128, 32, 4, 3)
-    most = 64 if packed.format == "dense16" else 128
+    most = 64 if packed.format in ("dense16", "w8") else 128
 
     def tile(sizes: tuple[int, int, int, int], matrices: Matrices) -> Tile:
         bm, bn, warps, stages = sizes
@@ -101,7 +107,7 @@ def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | Non
         return "for decode rows" if few_rows else "a row's bits depend on the number of rows"
     if few_rows and problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
-    if few_rows and format_of_problem(problem) in ("w4", "int8"):
+    if few_rows and format_of_problem(problem) in DECODED_IN_SLICES:
         return "weights of four bits, and of int8, have a kernel of their own"
     return triton_refusal(problem) or refusal(problem)
 

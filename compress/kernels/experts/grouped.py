@@ -50,6 +50,7 @@ def gate_up(
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
+    outer_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     h_ptr: tl.tensor,
     K: tl.constexpr,
@@ -82,8 +83,8 @@ def gate_up(
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
         gate, up = product(
-            x_ptr, x_scale_ptr, pairs // K, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, F + rows,
-            start // 128, BLOCKS // 2 + start // 128,
+            x_ptr, x_scale_ptr, pairs // K, valid, w_ptr, scale_ptr, offset_ptr, outer_ptr, expert, rows,
+            F + rows, start // 128, BLOCKS // 2 + start // 128,
             2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, E4M3, INTERPRETED,
         )  # fmt: skip
         if BIAS:
@@ -103,6 +104,7 @@ def down(
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
+    outer_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -144,7 +146,7 @@ def down(
     if expert >= 0:
         rows = tl.minimum(outputs, D - 1)
         y, _ = product(
-            h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
+            h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, outer_ptr, expert, rows, rows,
             start // 128, start // 128,
             D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, E4M3, INTERPRETED,
         )  # fmt: skip

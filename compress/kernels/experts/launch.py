@@ -155,7 +155,7 @@ def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, ou
 
 
 def _operands(matrices: Matrices) -> tuple[Tensor | None, ...]:
-    return matrices.data, matrices.scale, matrices.offset, matrices.bias_EO
+    return matrices.data, matrices.scale, matrices.offset, matrices.outer, matrices.bias_EO
 
 
 def _constants(matrices: Matrices, tile: Tile) -> dict[str, int | bool]:

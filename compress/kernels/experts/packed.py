@@ -10,12 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
+from compress.kernels.operands.matrices import (
+    TILE,
+    Matrices,
+    MatrixFormat,
+    format_of,
+    pack_matrices,
+    refuse_powers,
+)
 from compress.kernels.operands.routing import ExpertWeights
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.quant.scheme import SCHEMES
 
 MIN_COLUMNS = 16
+DECODED_IN_SLICES: tuple[MatrixFormat, ...] = ("w4", "int8", "w8", "fp4")
+"""Formats of which `slices.py` serves decode rows; `fused.py` serves the others."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class PackedExperts:
         tensors = [
             each
             for matrices in (self.gate_up, self.down)
-            for each in (matrices.data, matrices.scale, matrices.offset, matrices.bias_EO)
+            for each in (matrices.data, matrices.scale, matrices.offset, matrices.outer, matrices.bias_EO)
         ]
         total = sum(each.numel() * each.element_size() for each in tensors if each is not None)
         return total // self.num_experts
@@ -73,13 +82,15 @@ def refusal(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
     if format_of_problem(problem) is None:
-        return "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales"
+        return "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales if any"
+    scheme = SCHEMES.get(problem.scheme)
+    if scheme is not None and (reason := refuse_powers(scheme, problem.dtype)):
+        return reason
     for name, size in (("D", problem.n), ("F", problem.k)):
         if size % MIN_COLUMNS:
             return f"{name} = {size} is no multiple of {MIN_COLUMNS}"
-        group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
-        if group_size is not None and size % group_size:
-            return f"{name} = {size} is no multiple of the group size {group_size}"
+        if scheme is not None and scheme.group_size is not None and size % scheme.group_size:
+            return f"{name} = {size} is no multiple of the group size {scheme.group_size}"
     return None
 
 

@@ -13,17 +13,20 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, add_choices, operand_of
-from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
+from compress.kernels.experts.packed import (
+    DECODED_IN_SLICES,
+    PackedExperts,
+    format_of_problem,
+    refusal,
+    repack,
+)
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
-from compress.kernels.operands.matrices import MatrixFormat
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
-FORMATS: tuple[MatrixFormat, ...] = ("w4", "int8")
-"""Formats of weights that no other kernel decodes."""
 MAX_PAIRED_CHOICES = 16
 PAIRED_DOWN = (
     Tile(1, 1, 6, 1, False, staged=True),
@@ -102,7 +105,7 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
         return "for decode rows"
     if problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
-    if format_of_problem(problem) not in FORMATS:
+    if format_of_problem(problem) not in DECODED_IN_SLICES:
         return "for weights of four bits, and of int8"
     return triton_refusal(problem) or refusal(problem)
 

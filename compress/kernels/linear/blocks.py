@@ -15,7 +15,15 @@ from compress.kernels.linear import dense16, fp8, int8
 from compress.kernels.linear.fp8 import PackedFp8
 from compress.kernels.linear.int8 import PackedInt8
 from compress.kernels.linear.launch import KernelWeight
-from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
+from compress.kernels.operands.matrices import (
+    IN_WORDS,
+    TILE,
+    Matrices,
+    MatrixFormat,
+    format_of,
+    pack_matrices,
+    refuse_powers,
+)
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Repack
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -96,6 +104,8 @@ REPACKS: dict[MatrixFormat, Repack] = {
     "fp8_block": repack,
     "w4": repack,
     "int8": int8.repack,
+    "w8": repack,
+    "fp4": repack,
 }
 
 
@@ -122,12 +132,14 @@ def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, de
         return "for decode rows" if decode else "a row's bits depend on the number of rows"
     if problem.k % MIN_COLUMNS:
         return f"K = {problem.k} is no multiple of {MIN_COLUMNS}"
-    group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
-    if group_size is not None and problem.k % group_size:
-        return f"K = {problem.k} is no multiple of the group size {group_size}"
+    scheme = SCHEMES.get(problem.scheme)
+    if scheme is not None and scheme.group_size is not None and problem.k % scheme.group_size:
+        return f"K = {problem.k} is no multiple of the group size {scheme.group_size}"
+    if scheme is not None and (reason := refuse_powers(scheme, problem.dtype)):
+        return reason
     if given == "int8" and (reason := int8.refuse_long_sums(problem)):
         return reason
     tile = 2 * TILE if activation and decode else TILE  # a tile of gates, and one of ups
-    if given == "w4" and problem.n % tile:
+    if given in IN_WORDS and problem.n % tile:
         return f"N = {problem.n} is no multiple of {tile}"
     return None

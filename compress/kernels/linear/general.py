@@ -34,7 +34,7 @@ def tile_of(matrices: Matrices) -> Tile:
     """Return the tile of the rows of a prompt."""
     if matrices.format == "fp8_block":
         return Tile(64, 128, matrices.step_columns(128), 4, 3)
-    return Tile(128, 128, matrices.step_columns(64 if matrices.format == "dense16" else 128), 8, 3)
+    return Tile(128, 128, matrices.step_columns(64 if matrices.format in ("dense16", "w8") else 128), 8, 3)
 
 
 @jit(varying=("num_rows",))
@@ -44,6 +44,7 @@ def _linear(
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
+    outer_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     y_ptr: tl.tensor,
@@ -74,7 +75,7 @@ def _linear(
     valid = tokens < num_rows
     blocks = (rows // SCALE_ROWS)[:, None]
     y, _ = product(
-        x_ptr, x_scale_ptr, tl.minimum(tokens, num_rows - 1), valid, w_ptr, scale_ptr, offset_ptr,
+        x_ptr, x_scale_ptr, tl.minimum(tokens, num_rows - 1), valid, w_ptr, scale_ptr, offset_ptr, outer_ptr,
         tl.program_id(0) * 0, rows, rows, blocks, blocks,
         OUT, IN, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, E4M3, INTERPRETED,
     )  # fmt: skip
@@ -115,6 +116,7 @@ def linear(
         matrices.data,
         matrices.scale,
         matrices.offset,
+        matrices.outer,
         bias_O,
         None if residual_TO is None else residual_TO.contiguous(),
         y_TO,

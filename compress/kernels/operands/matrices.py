@@ -8,13 +8,18 @@
     w4           int16 words [E, O / 16, I / 128, 16, 32], scales [E, O / 16, N, 16] in the model's dtype for
                  N scale groups along I, and for an asymmetric scheme offsets likewise; I is rounded up to
                  whole blocks of 128 columns, with codes and scales of zero
+    w8           int8 codes [E, O, I], float32 scales [E, O]; rows stay numbers of 16 bits
+    fp4          words as of w4 and scales likewise, of which a product with a code is exact; `outer`, float32
+                 [E, O], multiplies outputs where the scales are not the whole scale
 
 Matrices that share their input are stacked along O, and blocks of fp8_block begin with the first row of each.
 Codes of two and three bits are stored as nibbles, too: they are read as fast as four bits, not faster.
 Nibble i of word j of w4 holds column 32 i + j of its 128, stored + 8: a product of 128 columns is four of 32,
 each of whose factors is a nibble of the same words, so nothing is shuffled. The bits 0x4300 | code are the
 bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly (in float16 0x6400 and 1032): an
-offset is - 136 - zero point.
+offset is - 136 - zero point. A nibble of fp4 is a number of e2m1 (`quant/e2m1.py`), zero where I ends. Its
+scale is a power of two, or an e4m3 number over a global scale g: then 2^e is stored in place of g, and
+`outer` has 2^e / g, between a half and 1.
 
 Shapes: E matrices, O out, I in.
 """
@@ -27,10 +32,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.quant import e2m1
+from compress.quant.scale_grid import global_scale_of, to_e4m3
 from compress.quant.scheme import QuantizedWeight, Scheme
 
-MatrixFormat = Literal["dense16", "w4", "fp8", "fp8_block", "int8"]
-FORMATS: tuple[MatrixFormat, ...] = ("dense16", "w4", "fp8", "fp8_block", "int8")
+MatrixFormat = Literal["dense16", "w4", "fp8", "fp8_block", "int8", "w8", "fp4"]
+FORMATS: tuple[MatrixFormat, ...] = ("dense16", "w4", "fp8", "fp8_block", "int8", "w8", "fp4")
+IN_WORDS: tuple[MatrixFormat, ...] = ("w4", "fp4")
+"""Formats of four bits, whose outputs lie in tiles of 16 and whose columns in blocks of 128."""
 BLOCK = 128
 """Columns of words of w4, and columns and rows of a block of fp8_block."""
 TILE = 16
@@ -40,7 +49,7 @@ OFFSETS = {torch.bfloat16: 136, torch.float16: 1032}
 
 @dataclass(frozen=True)
 class Matrices:
-    """E matrices [O, I]; `group_size` is that of w4, and at least I where a channel has one scale."""
+    """E matrices [O, I]; `group_size` is that of four bits, and at least I where a channel has one scale."""
 
     format: MatrixFormat
     data: Tensor
@@ -50,12 +59,13 @@ class Matrices:
     out_features: int
     in_features: int
     group_size: int
+    outer: Tensor | None = None
 
     def step_columns(self, most: int) -> int:
         """Return the columns of one step of a product: at most `most`, and a divisor of I as it is stored."""
         if self.format == "w4":
             return 2 * BLOCK if most > BLOCK and whole_blocks(self.in_features) % (2 * BLOCK) == 0 else BLOCK
-        if self.format in ("fp8_block", "int8"):  # what int8 lacks of a step is not read
+        if self.format in ("fp8_block", "int8", "fp4"):  # what int8 lacks of a step is not read
             return BLOCK
         return next(step for step in (128, 64, 32, 16) if step <= most and self.in_features % step == 0)
 
@@ -64,17 +74,26 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
     """Return the format of a scheme, None where there is none."""
     if scheme is None:
         return "dense16"
-    if scheme.type == "int" and scheme.num_bits <= 4 and scheme.activation is None:
-        return "w4"
+    if scheme.activation is None and scheme.num_bits <= 4:
+        return "w4" if scheme.type == "int" else "fp4"
+    if scheme.activation is None and scheme.type == "int" and scheme.symmetric and scheme.group_size is None:
+        return "w8"
     if scheme.type == "float" and scheme.scale_type is None and scheme.activation in ("token", "group"):
         return "fp8" if scheme.activation == "token" else "fp8_block"
     rounds_to_int8 = scheme.type == "int" and scheme.num_bits == 8 and scheme.activation == "token"
     return "int8" if rounds_to_int8 and scheme.input_symmetric else None
 
 
+def refuse_powers(scheme: Scheme, dtype: torch.dtype) -> str | None:
+    """Return why a dtype has no numbers for codes times the scales of a scheme; None where it has."""
+    if scheme.scale_type == "e8m0" and dtype == torch.float16:
+        return "float16 does not hold every power of two that is a scale"
+    return None
+
+
 Weight = Tensor | QuantizedWeight
-Parts = tuple[Tensor, Tensor | None, Tensor | None]
-"""Data, scales and offsets of one matrix."""
+Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Data, scales, offsets and outer scales of one matrix."""
 Pack = Callable[[Sequence[Weight], torch.dtype, torch.device], Parts]
 
 
@@ -90,7 +109,16 @@ def pack_matrices(
     one = weights[0][0]
     given = format_of(one.scheme if isinstance(one, QuantizedWeight) else None)
     assert given is not None, "no kernel reads this scheme"
-    pack = {"dense16": _dense, "w4": _w4, "fp8": _fp8, "fp8_block": _fp8_block, "int8": _int8}[given]
+    packs: dict[MatrixFormat, Pack] = {
+        "dense16": _dense,
+        "w4": _w4,
+        "fp8": _fp8,
+        "fp8_block": _fp8_block,
+        "int8": _int8,
+        "w8": _int8,
+        "fp4": _fp4,
+    }
+    pack = packs[given]
     whole: list[Tensor | None] = []
     for idx, stack in enumerate(weights):
         parts = pack(stack, dtype, device)
@@ -106,7 +134,7 @@ def pack_matrices(
                 all_of_them[idx].copy_(part)
     in_features = one.shape[1]
     group_size = one.scheme.group_size if isinstance(one, QuantizedWeight) else None
-    data, scale, offset = whole
+    data, scale, offset, outer = whole
     assert data is not None
     return Matrices(
         given,
@@ -117,6 +145,7 @@ def pack_matrices(
         sum(weight.shape[0] for weight in weights[0]),
         in_features,
         group_size or whole_blocks(in_features),
+        outer,
     )
 
 
@@ -136,7 +165,7 @@ def _quantized(weights: Sequence[Weight]) -> list[QuantizedWeight]:
 
 def _dense(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
     dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
-    return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense]), None, None
+    return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense]), None, None, None
 
 
 def _byte_codes(weights: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
@@ -147,12 +176,12 @@ def _fp8(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) ->
     del dtype
     quantized = _quantized(weights)
     scale = torch.cat([each.scale_OG.to(device=device, dtype=torch.float32) for each in quantized])
-    return _byte_codes(quantized, device), scale.flatten(), None
+    return _byte_codes(quantized, device), scale.flatten(), None, None
 
 
 def _int8(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
-    codes, scale, _ = _fp8(weights, dtype, device)
-    return codes.view(torch.int8), scale, None
+    codes, scale, _, _ = _fp8(weights, dtype, device)
+    return codes.view(torch.int8), scale, None, None
 
 
 def _fp8_block(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
@@ -160,26 +189,46 @@ def _fp8_block(weights: Sequence[Weight], dtype: torch.dtype, device: torch.devi
     quantized = _quantized(weights)
     assert all(each.scheme.block_rows == BLOCK and each.scheme.group_size == BLOCK for each in quantized)
     scale = torch.cat([each.scale_OG.to(device=device, dtype=torch.float32) for each in quantized])
-    return _byte_codes(quantized, device), scale, None
+    return _byte_codes(quantized, device), scale, None, None
 
 
 def _w4(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
     quantized = _quantized(weights)
-    in_features = quantized[0].shape[1]
-    columns = whole_blocks(in_features)
+    columns = whole_blocks(quantized[0].shape[1])
     groups = columns // (quantized[0].scheme.group_size or columns)
-
-    def stacked(parts: Sequence[Tensor], size: int) -> Tensor:
-        stack = torch.cat([part.to(device) for part in parts])
-        return F.pad(stack, (0, size - stack.shape[1]))
-
-    codes_OI = stacked([each.codes_OI for each in quantized], columns)
-    scale_OG = stacked([each.scale_OG for each in quantized], groups).to(dtype)
+    codes_OI = _stacked([each.codes_OI for each in quantized], columns, device)
+    scale_OG = _stacked([each.scale_OG for each in quantized], groups, device).to(dtype)
     zeros = [each.zero_point_OG for each in quantized if each.zero_point_OG is not None]
     offset = None
     if zeros:
-        offset = _tiled((-OFFSETS[dtype] - stacked(zeros, groups).to(torch.float32)).to(dtype))
-    return w4_words(codes_OI), _tiled(scale_OG), offset
+        offset = _tiled((-OFFSETS[dtype] - _stacked(zeros, groups, device).to(torch.float32)).to(dtype))
+    return w4_words(codes_OI), _tiled(scale_OG), offset, None
+
+
+def _fp4(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
+    quantized = _quantized(weights)
+    scheme = quantized[0].scheme
+    assert scheme.group_size is not None, "codes of e2m1 have scale groups"
+    columns = whole_blocks(quantized[0].shape[1])
+    halves_OI = _stacked([e2m1.halves(each.codes_OI.to(device)) for each in quantized], columns, device)
+    scales = []
+    outer = []
+    for each in quantized:
+        scale_OG = each.scale_OG.to(device=device, dtype=torch.float32)
+        if scheme.scale_type == "e4m3":
+            g = global_scale_of(scale_OG) if each.global_scale is None else each.global_scale.to(device)
+            mantissa, exponent = torch.frexp(g.to(torch.float32))
+            outer.append((0.5 / mantissa).expand(len(scale_OG)))
+            scale_OG = torch.ldexp(to_e4m3(scale_OG, g).to(torch.float32), 1 - exponent)
+        scales.append(scale_OG.to(dtype))
+    scale_OG = _stacked(scales, columns // scheme.group_size, device)
+    return _words(halves_OI), _tiled(scale_OG), None, torch.cat(outer) if outer else None
+
+
+def _stacked(parts: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
+    """Stack along O, and fill up with zeros to `size` columns."""
+    stack = torch.cat([part.to(device) for part in parts])
+    return F.pad(stack, (0, size - stack.shape[1]))
 
 
 def whole_blocks(in_features: int) -> int:
@@ -194,7 +243,11 @@ def _tiled(values_OG: Tensor) -> Tensor:
 
 def w4_words(codes_OI: Tensor) -> Tensor:
     """Return int16 words [O / 16, I / 128, 16, 32] of int8 codes."""
-    nibbles = (codes_OI.to(torch.int32) + 8).view(codes_OI.shape[0] // TILE, TILE, -1, 4, 32)
+    return _words(codes_OI.to(torch.int32) + 8)
+
+
+def _words(nibbles_OI: Tensor) -> Tensor:
+    nibbles = nibbles_OI.to(torch.int32).view(nibbles_OI.shape[0] // TILE, TILE, -1, 4, 32)
     words = nibbles[..., 0, :]
     for i in range(1, 4):
         words = words | (nibbles[..., i, :] << (4 * i))

@@ -3,7 +3,8 @@
 //
 //     slice s of the steps of I (128 columns; 64 of 16-bit numbers) is [s per, (s + 1) per), per = ceil(steps / 8)
 //     sum of a slice    steps ascend; columns of a step by matrix instructions in one order. Four bits: a group of 128 columns, or a smaller
-//                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales
+//                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales;
+//                       numbers of e2m1 are multiplied by their scales first, exactly
 //     y                 slices ascend, in float32
 //
 // Sums of int8 are whole numbers of 32 bits, exact in any order, until both scales multiply them; before that, the product of a row's zero point and
@@ -19,8 +20,8 @@
 // instructions would keep 14 bits of a sum.
 //
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
-// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks, 4 = int8 with a scale for each output and row; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
-// group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
+// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks, 4 = int8 with a scale for each output and row, 5 = int8 with a scale for each
+// output, and rows of 16 bits, 6 = e2m1; SUBGROUPS scale groups in 128 columns of four bits (1 also where a group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
 // matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
 // rows of x are pairs; COMBINE = the choices of a token, a warp each, which the block adds; OUT32 = y is float32; SPLIT; STAGED;
 // TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
@@ -28,6 +29,7 @@
 #ifndef ZEROS
 #define ZEROS 0
 #endif
+#define NIBBLES (FORMAT == 1 || FORMAT == 6)
 #if FORMAT == 4
 typedef int Sum;
 #else
@@ -39,8 +41,9 @@ struct alignas(16) Sums {
 
 constexpr bool FP8 = FORMAT == 2 || FORMAT == 3, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
 constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
-constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
-constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
+constexpr int W_VECTORS = NIBBLES ? 1 : 2, X_VECTORS = NIBBLES || FORMAT == 5 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
+constexpr int W_STEP = NIBBLES ? 1024 : 128, X_STEP = 64 * X_VECTORS;  // bytes from a step to the next
+constexpr int SCALES = FORMAT == 6 ? 4 : SUBGROUPS;  // that a thread needs of an output in 128 columns of four bits
 constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
 constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
 static_assert(!COMBINE || (!SPLIT && FORMAT != 3), "a warp for each choice, whose rows have no scales in shared memory");
@@ -65,6 +68,7 @@ struct Args {
     int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
     const int* x_zero;  // ZEROS
     const int* w_sum;
+    const float* outer;  // of each output, NULL where there are none
 };
 
 // 16 bytes of a weight, or zeros past the end of its row: without a branch, so that loads stay one after another.
@@ -131,13 +135,40 @@ __device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
     return v;
 }
 
+// The numbers of e2m1 that nibbles i of two words are, times their scale, exactly. Bits of exponent and mantissa alone are 2^-126 (float16: 2^-14) of it.
+__device__ __forceinline__ u32 scaled(u32 words, int i, u32 scale) {
+    u32 v = words >> (4 * i);
+#if F16
+    v = (v & 0x00070007) << 9 | (v << 12 & 0x80008000);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(0x74007400));
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(scale));
+#else
+    v = (v & 0x00070007) << 6 | (v << 12 & 0x80008000);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(0x7E807E80), "r"(0x80008000));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(scale), "r"(0x80008000));
+#endif
+    return v;
+}
+// Bytes 2 i and 2 i + 1 of a word, int8, as numbers. Of bfloat16 the low seven bits are added to 128, of which 256 or 128 is taken off: the sign is the
+// last bit of that exponent. Of float16 byte + 128 is added to 1024.
+__device__ __forceinline__ u32 widened(u32 word, int i) {
+    const u32 bytes = __byte_perm(word, 0, i ? 0x4342 : 0x4140);
+    u32 v;
+#if F16
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"((bytes ^ 0x00800080) | 0x64006400), "r"(0xE480E480));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"((bytes & 0x007F007F) | 0x43004300), "r"(0x3F803F80), "r"((bytes & 0x00800080) | 0xC300C300));
+#endif
+    return v;
+}
+
 // What a thread holds of a step: outputs g and g + 8 of each tile of 16, row g of each tile of 8, and quarter t of their columns.
 struct Step {
 #if !STAGED
     uint4 w[TILES][2][W_VECTORS], x[X_AHEAD ? NT : 1][X_VECTORS];
 #endif
-#if FORMAT == 1
-    u16 scale[TILES][2][SUBGROUPS];
+#if NIBBLES
+    u16 scale[TILES][2][SCALES];
 #if OFFSETS
     u16 offset[TILES][2][SUBGROUPS];
 #endif
@@ -152,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     float* sums = shared_sums + warp * OWN;
     uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
-    const int size = args.out / MATRICES, row_bytes = args.in * (FORMAT >= 2 ? 1 : 2), unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
+    const int w_bytes = args.in * (FORMAT == 0 ? 2 : 1), x_bytes = args.in * (FP8 || FORMAT == 4 ? 1 : 2);  // of a row; w_bytes not of four bits
+    const int size = args.out / MATRICES, unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
     const int tile = SPLIT || COMBINE ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
     __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
@@ -165,9 +197,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     const long long scales = expert * args.expert_scales;
 
     // Where the next step of this warp begins, and in it the tiles, or, of other formats than four bits, their halves.
-    constexpr int HALVES = FORMAT == 1 ? 1 : 2;
+    constexpr int HALVES = NIBBLES ? 1 : 2;
     const char* w = args.w + expert * args.expert_bytes + (long long)first * W_STEP + t * 16;
-#if FORMAT == 1
+#if NIBBLES
     const int first_group = SUBGROUPS > 1 ? first * SUBGROUPS : first / args.scale_steps;
     const u16 *scale = (const u16*)args.scale + scales + first_group * 16, *offset = args.offset + scales + first_group * 16;
     int group_left = args.scale_steps - first % args.scale_steps;  // steps
@@ -182,12 +214,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 u32 &at = w_at[m * MT + i][h], &own_scale = scale_at[m * MT + i][h];
-#if FORMAT == 1
+#if NIBBLES
                 const int block = min(tile * MT + i, size / 16 - 1) + m * (size / 16);
                 at = block * (args.steps * 64u) + g * 4, own_scale = block * (args.num_scales * 16) + g;
 #else
                 const int own = min(first_output + 16 * i + 8 * h + g, size - 1);
-                at = (m * size + own) * (row_bytes / 16u);
+                at = (m * size + own) * (w_bytes / 16u);
                 own_scale = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps;
 #endif
             }
@@ -198,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             for (int h = 0; h < 2; ++h) {
 #pragma unroll
                 for (int v = 0; v < W_VECTORS; ++v) {
-                    const bool inside = FORMAT == 1 || (first + step) * 128 + v * 64 + t * 16 < row_bytes;
+                    const bool inside = NIBBLES || (first + step) * 128 + v * 64 + t * 16 < w_bytes;
                     const char* at = w + (u64)w_at[i][h % HALVES] * 16 + (h / HALVES * 512 + v * 64);
 #if STAGED
                     copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside);
@@ -206,10 +238,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                     to.w[i][h][v] = load_weight(at, inside);
 #endif
                 }
-#if FORMAT == 1
+#if NIBBLES
 #pragma unroll
-                for (int s = 0; s < SUBGROUPS; ++s) {
-                    to.scale[i][h][s] = (scale + scale_at[i][0])[h * 8 + s * 16];
+                for (int s = 0; s < SCALES; ++s) {
+                    const int group = SUBGROUPS == 8 ? 2 * s + t / 2 : s;  // quarter t of 32 columns lies in one of two groups of 16
+                    to.scale[i][h][s] = (scale + scale_at[i][0])[h * 8 + group * 16];
 #if OFFSETS
                     to.offset[i][h][s] = (offset + scale_at[i][0])[h * 8 + s * 16];
 #endif
@@ -219,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #endif
             }
         w += W_STEP;
-#if FORMAT == 1
+#if NIBBLES
         if (SUBGROUPS > 1 || --group_left == 0) group_left = args.scale_steps, scale += 16 * SUBGROUPS, offset += 16 * SUBGROUPS;
 #else
         scale += 1;
@@ -249,17 +282,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     for (int n = 0; n < NT; ++n) {
         const int pair = pair_of(8 * n + g);
         there[n] = pair >= 0;
-        x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
+        x[n] = args.x + (long long)row_of(max(pair, 0)) * x_bytes + first * X_STEP;
     }
-    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes; };
-    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + v * 64, there[n] && inside(step, v)); };
+    // Where vector v of this thread is: 16 bytes of codes beside 16-bit rows are the columns of two vectors next to one another.
+    auto x_at = [&](int v) { return FORMAT == 5 ? v / 2 * 128 + t * 32 + v % 2 * 16 : v * 64 + t * 16; };
+    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + x_at(v) < x_bytes; };
+    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + x_at(v), there[n] && inside(step, v)); };
     auto load_rows = [&](Step& to, int step, int place) {  // of one step after the other
 #pragma unroll
         for (int n = 0; n < (X_AHEAD ? NT : 0); ++n) {
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v)
 #if STAGED
-                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + v * 64, inside(step, v));
+                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + x_at(v), inside(step, v));
 #else
                 load_x(to.x[n][v], n, step, v);
 #endif
@@ -314,8 +349,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                     u32 a[4];
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const uint4 words = weights(h, FORMAT == 1 ? 0 : v);
-#if FORMAT == 1
+                        const uint4 words = weights(h, NIBBLES ? 0 : FORMAT == 5 ? v / 2 : v);
+#if FORMAT == 6
+                        const u32 scale = from.scale[i][h][v] * 0x10001u;
+                        a[h] = scaled(word_of(words, 2 * k), v, scale), a[2 + h] = scaled(word_of(words, 2 * k + 1), v, scale);
+#elif FORMAT == 5
+                        const u32 word = word_of(words, v % 2 * 2 + k);
+                        a[h] = widened(word, 0), a[2 + h] = widened(word, 1);
+#elif FORMAT == 1
                         u32 offset = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
 #if OFFSETS
                         offset = from.offset[i][h][v * SUBGROUPS / 4] * 0x10001u;
@@ -423,6 +464,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 const float x_scale = load_float(args.x_scale + row_of(pair)) * (FP8 ? E4M3_FACTOR : 1.0f);
                 v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[own_expert * args.expert_scales + output]);
             }
+            if (FORMAT == 5) v = __fmul_rn(v, ((const float*)args.scale)[own_expert * args.expert_scales + output]);
+            if (FORMAT == 6 && args.outer) v = __fmul_rn(v, args.outer[(long long)own_expert * args.out + output]);
             if (args.bias) v += widen(args.bias[(long long)own_expert * args.out + output]);
             value[m] = v;
         }

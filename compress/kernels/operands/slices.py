@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
-from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat, whole_blocks
+from compress.kernels.operands.matrices import FORMATS, IN_WORDS, Matrices, MatrixFormat, whole_blocks
 
 SLICES = 8
 ITEMS = 4
@@ -112,7 +112,8 @@ class Variant:
         tile = self.tile
         tiles = tile.output_tiles * (1 if self.activation is None else 2)
         scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
-        w, x = (1, 4) if self.format == "w4" else (2, 2)
+        w = 1 if self.format in IN_WORDS else 2
+        x = 4 if self.format in (*IN_WORDS, "w8") else 2
         staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
         sums = tiles * tile.row_tiles * 512
         return self.warps * (max(staged, sums) if tile.split else staged + sums) + scales
@@ -133,7 +134,7 @@ def variant_of(
     return Variant(
         format=matrices.format,
         dtype=dtype,
-        subgroups=max(1, 128 // matrices.group_size) if matrices.format == "w4" else 1,
+        subgroups=max(1, 128 // matrices.group_size) if matrices.format in IN_WORDS else 1,
         offsets=matrices.offset is not None,
         tail=matrices.in_features % _columns(matrices) != 0,
         activation=activation,
@@ -191,7 +192,7 @@ class _Arguments(ctypes.Structure):
                 "choices",
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("x_zero", "w_sum")),
+        *((name, ctypes.c_void_p) for name in ("x_zero", "w_sum", "outer")),
     ]
 
 
@@ -223,7 +224,7 @@ def multiply(
     device = matrices.data.device
     steps = steps_of(matrices)
     per = -(-steps // SLICES)
-    is_w4 = matrices.format == "w4"
+    in_words = matrices.format in IN_WORDS
     group = matrices.group_size
     scale = matrices.scale
     variant = variant_of(
@@ -258,12 +259,13 @@ def multiply(
         matrices.in_features,
         steps,
         per,
-        max(1, group // 128) if is_w4 else 1,
+        max(1, group // 128) if in_words else 1,
         scale_rows,
-        whole_blocks(matrices.in_features) // group if is_w4 else 0,
+        whole_blocks(matrices.in_features) // group if in_words else 0,
         num_rows,
         1 if chosen is None else chosen.top_k,
         *((None, None) if zeros is None else (each.data_ptr() for each in zeros)),
+        None if matrices.outer is None else matrices.outer.data_ptr(),
     )
     size = matrices.out_features if activation is None else matrices.out_features // 2
     tiles = -(-size // (16 * tile.output_tiles))

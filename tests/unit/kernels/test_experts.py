@@ -29,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
+IN_SLICES = ("W4A16", "INT8", "W8A16", "NVFP4", "MXFP4")
+"""Beginnings of the schemes whose decode rows `slices.py` serves."""
 ROUTINGS = (
     Experts(8, 2, 16, renormalize=True),
     Experts(12, 3, 16, scale=2.5),
@@ -150,7 +152,7 @@ def _emulated_kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> None:
     """The kernel that is selected gives the sum; decode rows keep their bits."""
     kernel = select(problem(phase, name, dtype, given))
-    in_slices = phase == "decode" and name is not None and name.startswith(("W4A16", "INT8"))
+    in_slices = phase == "decode" and name is not None and name.startswith(IN_SLICES)
     assert kernel.name.startswith(("cuda.slices" if in_slices else "triton") if INTERPRETED else "reference")
     assert kernel.repack_experts is not None
     packed = kernel.repack_experts(given.experts, dtype=dtype, device=CPU)
@@ -208,6 +210,8 @@ def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
         slow("W4A16_G64_ASYM", torch.float16),
         slow("FP8_DYNAMIC", torch.bfloat16),
         ("INT8_DYNAMIC", torch.float16),
+        ("W8A16", torch.float16),
+        ("NVFP4", torch.float16),
     ],
 )
 def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +227,8 @@ def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: 
         slow("W4A16_CHANNEL_ASYM", 80, 176),
         ("FP8_DYNAMIC", 48, 80),
         ("INT8_DYNAMIC", 80, 144),
+        ("W8A16", 80, 144),
+        ("NVFP4", 48, 80),
         slow("W4A16_G64", 192, 320),
         slow("W4A16_G32", 416, 32),
         slow("W4A16_CHANNEL", 16, 272),
@@ -280,10 +286,15 @@ def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
         ("W4A16_G32", {"k": 48}, "F = 48 is no multiple of the group size 32"),
         ("FP8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
         ("INT8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
-        ("W8A16", {}, "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales"),
+        (
+            "MXFP8",
+            {},
+            "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales if any",
+        ),
+        ("MXFP4", {}, "float16 does not hold every power of two that is a scale"),
     ):
         why = refusals(problem("decode", name, torch.float16, given, **sizes))
-        in_slices = name is not None and name.startswith(("W4A16", "INT8"))
+        in_slices = name is not None and name.startswith(IN_SLICES)
         assert why["cuda.slices.silu" if in_slices else "triton.decode.silu"] == reason
 
 

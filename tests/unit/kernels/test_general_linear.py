@@ -74,6 +74,11 @@ def in_float64(
         ("FP8_BLOCK", torch.float16, (144, 48, 16), 256, True),
         ("FP8_STATIC", torch.float16, (21,), 48, False),
         ("INT8_DYNAMIC", torch.float16, (21, 16), 144, True),
+        ("W8A16", torch.float16, (21, 16), 144, True),
+        ("MXFP4", torch.bfloat16, (16, 32), 160, True),
+        ("NVFP4", torch.float16, (48,), 208, False),
+        slow("NVFP4", torch.bfloat16, (16, 16), 384, True),
+        slow("W8A16", torch.bfloat16, (37,), 384, False),
         slow("W4A16_CHANNEL", torch.bfloat16, (16,), 80, False),
         slow("W4A16_G128", torch.bfloat16, (300, 4), 384, True),
         slow("FP8_BLOCK", torch.bfloat16, (136, 136), 128, False),
@@ -136,7 +141,10 @@ def test_int8_in_one_pass_has_the_bits_of_the_reference(
         ("W2A16_G64_ASYM", 6144, 4096, "cuda.slices.w4", "triton.w4.prefill"),
         ("BF16", 5120, 2880, "cuda.slices.dense16", "dense16.cublas"),
         ("BF16", 49155, 2048, "cuda.slices.dense16", "dense16.cublas"),
-        ("W8A16", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
+        ("W8A16", 6144, 4096, "cuda.slices.w8", "triton.w8.prefill"),
+        ("MXFP4", 6144, 2880, "cuda.slices.fp4", "triton.fp4.prefill"),
+        ("NVFP4", 6144, 4096, "cuda.slices.fp4", "triton.fp4.prefill"),
+        ("NVFP4_W4A4", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
     ],
 )
 def test_what_no_tuned_kernel_serves_it_serves(

@@ -3,6 +3,7 @@ row alone: on a CPU, by `cuda_emulator.py`. It compiles for every format and til
 device."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from compress.kernels.compilers import nvrtc
 from compress.kernels.linear.blocks import as_blocks
 from compress.kernels.linear.slices import tile_of
 from compress.kernels.operands.slices import SLICES, Tile, Variant, steps_of, variant_of
+from compress.quant.scale_grid import from_e4m3, to_e4m3
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 from tests.support.slow import slow
@@ -35,11 +37,16 @@ CASES = [
     ("FP8_BLOCK", torch.bfloat16, (128, 128), 1280, "silu"),
     ("FP8_BLOCK", torch.float16, (40,), 4096, None),
     ("W3A16_G64_ASYM", torch.bfloat16, (16,), 192, None),
+    ("W8A16", torch.bfloat16, (21,), 336, None),
+    ("W8A16", torch.float16, (24, 24), 1296, "silu"),
+    ("MXFP4", torch.bfloat16, (16, 16), 2880, None),
+    ("NVFP4", torch.bfloat16, (16, 16), 208, "silu"),
+    ("NVFP4", torch.float16, (32,), 1152, None),
 ]
 each_case = pytest.mark.parametrize(("name", "dtype", "sizes", "k", "activation"), CASES)
 few_cases = pytest.mark.parametrize(
     ("name", "dtype", "sizes", "k", "activation"),
-    [case if idx in (0, 3, 7, 9) else slow(*case) for idx, case in enumerate(CASES)],
+    [case if idx in (0, 3, 7, 9, 13, 16) else slow(*case) for idx, case in enumerate(CASES)],
 )
 
 
@@ -116,6 +123,26 @@ def test_products_and_bits(
     for start, stop in ((0, 1), (10, 11), (2, 10)):
         part = kernel.fn(some(rows, start, stop), packed, bias_O, residual_TO=residual[start:stop])
         assert same_bits(part, y_TO[start:stop])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("emulated")
+def test_global_scales_of_other_programs_multiply_outputs() -> None:
+    """They are no powers of two, so a scale divided by one is no number of 16 bits."""
+    dtype = torch.bfloat16
+    weights = []
+    for idx, number in enumerate((700.0, 1234.5)):
+        made = weight((32, 208), "NVFP4", dtype, idx)
+        global_scale = torch.tensor(number)
+        scale_OG = from_e4m3(to_e4m3(made.scale_OG, global_scale), global_scale)
+        weights.append(replace(made, scale_OG=scale_OG, global_scale=global_scale))
+    kernel = kernel_of("NVFP4", dtype, (32, 32), 208, "decode", None)
+    assert kernel.repack is not None
+    packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=False)
+    x_TI = randn(5, 208, seed=1).to(dtype)
+    expected = in_float64(x_TI.double(), weights, None, None)
+    exact = kernel.fn(x_TI, packed, None, out_dtype=torch.float32)
+    assert float((exact.double() - expected).norm() / expected.norm()) < 1e-5
 
 
 @needs_nvrtc
