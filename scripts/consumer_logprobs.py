@@ -103,9 +103,8 @@ def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise ValueError(f"not every tensor found its place: {wrong}")
     if compressor := getattr(getattr(model, "hf_quantizer", None), "compressor", None):
-        # Some weights become bfloat16 whatever is asked for; a model with those alone runs in no other dtype.
         compressor.decompress_model(model)
-        model.to(getattr(torch, question["dtype"]))
+    model.to(getattr(torch, question["dtype"]))  # some weights become bfloat16, whatever is asked for
     answers = []
     num_new = question["max_tokens"]
     for prompt in question["prompts"]:

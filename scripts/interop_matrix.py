@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from compress.quant.scheme import SCHEMES
 from scripts.check_interop import LIMITS, Answer, Question, Reply, ask_all, ask_runtime
 from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, cases_of, write
 from scripts.interop_families import FAMILIES, MIXTURES, SMALL
@@ -40,8 +41,8 @@ PROGRAMS = ("compress", "vllm", "transformers", "onnxruntime", "onnxruntime_gena
 ROUTED_FRAC = 0.97
 """Share of the tokens of a mixture that the limit of a single token holds for: the last bit of a token's
 hidden state decides between two experts that its router likes equally, and another one computes it then."""
-WITHOUT_AMX = ("INT8_DYNAMIC",)
-"""vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
+INT8 = tuple(name for name in SCHEMES if name.startswith("INT8"))
+"""Schemes of vLLM's INT8 kernels, of which the one for AMX takes no float32; the one for other CPUs does."""
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 48
 MAX_TOKENS = 16
@@ -69,11 +70,13 @@ class Machine:
         """Return why a program cannot be asked of a case on this CPU, None where it can."""
         if program != "vllm":
             return None
+        if case.form == "modelopt" and case.scheme == "FP8_DYNAMIC":
+            return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
         if case.scheme == "FP8_BLOCK" and not self.has_amx:
             return "its CPU kernel for FP8 blocks needs AMX"
         if case.family in MIXTURES and not case.dense_experts and not self.has_amx:
             return "its CPU kernels for codes of experts need AMX ('No WNA16 MoE backend supports ...')"
-        if case.scheme == "INT8_DYNAMIC" and not self.has_vnni:
+        if case.scheme in INT8 and not self.has_vnni:
             # Its kernel alone (oneDNN, AVX2) is exact for codes up to 63, and wrong for codes up to 127.
             return "its INT8 kernel adds pairs of products in 16 bits without VNNI, and they overflow"
         if case.scheme.startswith("W4A16") and not self.has_avx512:
@@ -85,10 +88,10 @@ def dtype_of(program: str, case: Case) -> str:
     """Return the dtype in which a program computes a case: float32 where it can."""
     if case.form == "onnx-float16" and program in GRAPH_READERS:
         return "float16"
-    if program == "vllm" and "A16" in case.scheme:
-        return "float16"  # its kernels of integer weights take 16 bits only, and float16 rounds less
-    if case.form == "fp8" and program in ("vllm", "transformers"):
-        return "bfloat16"  # of vLLM's kernel; transformers decompresses to it, whatever is asked for
+    if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
+        return "float16"  # it takes 16 bits only, and float16 rounds less
+    if program == "vllm" and case.form == "fp8":
+        return "bfloat16"
     return "float32"
 
 
@@ -184,7 +187,7 @@ def ask(
                 dtype_of(program, case),
                 MAX_TOKENS,
                 prompts,
-                without_amx=case.scheme in WITHOUT_AMX,
+                without_amx=case.scheme in INT8,
             )
             for case in cases
         ]

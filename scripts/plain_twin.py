@@ -46,8 +46,12 @@ def rounding(
 
 
 def twin(path: Path, program: str) -> Decoder:
-    """The model at `path` as `program` computes it; not rounded to the model's dtype, but for experts that
-    `transformers` computes in it (`_merge`)."""
+    """The model at `path` as `program` computes it, in float32.
+
+    `transformers` makes one tensor of all experts of a layer when it loads a checkpoint that keeps them
+    apart: their inputs are not rounded, and integer codes become weights in the dtype of their scales. So do
+    codes whose inputs keep 16 bits in this runtime, for prompts.
+    """
     checkpoint = open_checkpoint(path)
     arch = checkpoint.arch
     stated = json.loads((path / "config.json").read_text()).get("quantization_config") or {}
@@ -55,35 +59,18 @@ def twin(path: Path, program: str) -> Decoder:
     decoder = build_decoder(checkpoint, dtype=torch.float32, device=CPU)
     for idx in range(arch.num_layers):
         for name, weight in checkpoint.layer(idx).items():
-            merged = program == "transformers" and ".experts." in name and arch.family not in STACKED
-            if not merged and not isinstance(weight, QuantizedWeight):
+            if not isinstance(weight, QuantizedWeight):
                 continue
             linear = decoder.get_submodule(f"layers.{idx}.{name.removesuffix('.weight')}")
             assert isinstance(linear, torch.nn.Linear)
-            if merged:
-                _merge(linear, weight)
-            elif isinstance(weight, QuantizedWeight):
-                linear.weight.data = weight.dequantize(torch.float32)
-                inputs = rounding(program, arch.family, name, weight)
-                if rounds and inputs is not None:
-                    linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
+            merged = program == "transformers" and ".experts." in name and arch.family not in STACKED
+            ours = program == "compress" and weight.scheme.activation is None
+            in_16_bits = ours or (merged and weight.scheme.type == "int")
+            linear.weight.data = weight.dequantize(None if in_16_bits else torch.float32).float()
+            inputs = rounding(program, arch.family, name, weight)
+            if rounds and not merged and inputs is not None:
+                linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
     return decoder
-
-
-def _merge(linear: torch.nn.Linear, weight: Tensor | QuantizedWeight) -> None:
-    """Let a linear of an expert compute as in `transformers`, which makes one tensor of all experts of a
-    layer when it loads a quantized checkpoint that keeps them apart.
-
-    Their inputs are not rounded to codes. Float codes become weights of the dtype that was asked for;
-    integer codes those of the scales' dtype, and dense experts keep the file's, and both of these
-    compute in it.
-    """
-    if isinstance(weight, QuantizedWeight):
-        exact = weight.scheme.type == "float"
-        linear.weight.data = weight.dequantize(torch.float32 if exact else None)
-    else:
-        linear.weight.data = weight
-    linear.register_forward_pre_hook(lambda module, x: x[0].to(module.weight.dtype))
 
 
 @torch.no_grad()

@@ -51,7 +51,10 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
         return None
     if one is None and all(map(_is_channel_fp8, scheme.all)):
         return None
-    return "takes experts of one symmetric packed scheme, or of FP8 with channel scales"
+    return (
+        "takes experts of one symmetric packed scheme, or of FP8 with channel scales and without static ones "
+        "of inputs"
+    )
 
 
 def _is_packed(scheme: Scheme) -> bool:
@@ -61,5 +64,6 @@ def _is_packed(scheme: Scheme) -> bool:
 
 
 def _is_channel_fp8(scheme: Scheme | None) -> bool:
-    facts = None if scheme is None else (scheme.type, scheme.num_bits, scheme.block_rows, scheme.scale_type)
-    return facts == ("float", 8, 1, None)
+    if scheme is None or scheme.has_static_inputs:
+        return False
+    return (scheme.type, scheme.num_bits, scheme.block_rows, scheme.scale_type) == ("float", 8, 1, None)

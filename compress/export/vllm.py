@@ -48,10 +48,6 @@ def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:
         return Consumer(
             name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
         )
-    if any(each.activation == "tensor" or not each.input_symmetric for each in scheme.all):
-        return Consumer(
-            name, loads=True, note="its INT8 kernel takes static and asymmetric inputs; not tried here"
-        )
     if any(each.type == "int" and each.activation is not None for each in scheme.all):
         return Consumer(
             name,
