@@ -127,6 +127,24 @@ def _factors(
 
 
 @jit()
+def _rows(
+    x_at: tl.tensor,
+    block: tl.tensor,
+    i: tl.constexpr,
+    words: tl.tensor,
+    there: tl.tensor,
+    IN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tl.tensor:
+    """Return quarter i of the columns of a block of 128, transposed, and zeros past the end of I, where codes
+    are zero, too."""
+    if IN % 128 != 0:
+        there = there & (words < IN - block * 128 - i * 32)[None, :]
+    x = tl.load(x_at + block * 128 + i * 32, mask=there, other=0.0)
+    return tl.trans(x.to(tl.float32) if INTERPRETED else x)
+
+
+@jit()
 def prefetch(
     w_ptr: tl.tensor,
     first: tl.tensor,
@@ -199,11 +217,7 @@ def product(
                 if TWO:
                     b_words = tl.load(b_at + block * 512)
                 for i in tl.static_range(4):
-                    in_row = there
-                    if IN != COLUMNS:  # beyond it are codes of zero
-                        in_row = there & (words < IN - block * 128 - i * 32)[None, :]
-                    x = tl.load(x_at + block * 128 + i * 32, mask=in_row, other=0.0)
-                    x = tl.trans(x.to(tl.float32) if INTERPRETED else x)
+                    x = _rows(x_at, block, i, words, there, IN, INTERPRETED)
                     group = ((block * 128 + i * 32 + words) // GROUP * 16)[None, :]
                     a_scale = tl.load(scale_ptr + a_first[:, None] + group)
                     a = tl.dot(_floats(a_words, a_scale, 4 * i, DTYPE, INTERPRETED), x, a)
@@ -246,11 +260,7 @@ def product(
                     a_sum = tl.zeros([BM, BN], dtype=tl.float32)
                     b_sum = tl.zeros([BM, BN], dtype=tl.float32)
                     for i in tl.static_range(4):
-                        in_row = there
-                        if IN != COLUMNS:  # beyond it are codes of zero
-                            in_row = there & (words < IN - block * 128 - i * 32)[None, :]
-                        x = tl.load(x_at + block * 128 + i * 32, mask=in_row, other=0.0)
-                        x = tl.trans(x.to(tl.float32) if INTERPRETED else x)
+                        x = _rows(x_at, block, i, words, there, IN, INTERPRETED)
                         group = (block * 128 + i * 32) // GROUP * 16
                         if ASYMMETRIC:
                             a_offset = tl.load(offset_ptr + a_first + group)[:, None].broadcast_to([BM, 32])
