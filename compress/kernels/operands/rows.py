@@ -208,7 +208,8 @@ def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
             f"{x_TK.shape[1]} features are no whole groups of {quant.group_size}"
         )
         parts = quantize(x_f32.reshape(-1, quant.group_size), replace(quant, group_size=None))
-        return QuantizedRows(parts.values_TK.view(x_TK.shape), parts.scale_T.view(x_TK.shape[0], -1))
+        num_groups = x_TK.shape[1] // quant.group_size
+        return QuantizedRows(parts.values_TK.view(x_TK.shape), parts.scale_T.view(-1, num_groups))
     if quant.dtype == INT8 and (quant.static_scale is not None or not quant.symmetric):
         return _whole_range(x_f32, quant)
     if quant.static_scale is None:

@@ -43,6 +43,7 @@ constexpr bool FP8 = FORMAT == 2 || FORMAT == 3, HALF = F16 || FP8, FROM_ZERO = 
 constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
 constexpr int W_VECTORS = NIBBLES ? 1 : 2, X_VECTORS = NIBBLES || FORMAT == 5 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
 constexpr int W_STEP = NIBBLES ? 1024 : 128, X_STEP = 64 * X_VECTORS;  // bytes from a step to the next
+constexpr int X_QUARTER = FORMAT == 5 ? 32 : 16;  // bytes from a thread to the next: 16 codes beside 16-bit rows go with two vectors
 constexpr int SCALES = FORMAT == 6 ? 4 : SUBGROUPS;  // that a thread needs of an output in 128 columns of four bits
 constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
 constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
@@ -282,11 +283,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     for (int n = 0; n < NT; ++n) {
         const int pair = pair_of(8 * n + g);
         there[n] = pair >= 0;
-        x[n] = args.x + (long long)row_of(max(pair, 0)) * x_bytes + first * X_STEP;
+        x[n] = args.x + (long long)row_of(max(pair, 0)) * x_bytes + first * X_STEP + t * X_QUARTER;
     }
-    // Where vector v of this thread is: 16 bytes of codes beside 16-bit rows are the columns of two vectors next to one another.
-    auto x_at = [&](int v) { return FORMAT == 5 ? v / 2 * 128 + t * 32 + v % 2 * 16 : v * 64 + t * 16; };
-    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + x_at(v) < x_bytes; };
+    auto x_at = [](int v) { return FORMAT == 5 ? v / 2 * 128 + v % 2 * 16 : v * 64; };  // vector v of a thread
+    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + x_at(v) + t * X_QUARTER < x_bytes; };
     auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + x_at(v), there[n] && inside(step, v)); };
     auto load_rows = [&](Step& to, int step, int place) {  // of one step after the other
 #pragma unroll
