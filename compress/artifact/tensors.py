@@ -9,6 +9,7 @@ that was ever looked at, and a disk error would end the process with a signal, w
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,7 @@ from compress.untrusted.parse import Malformed, read_json
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ELSEWHERE = "Free space there, or give another place such as another --workspace."
+_NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # In the order of the reference implementation, whose files start with the last of these.
@@ -121,7 +123,7 @@ def load_tensors(
 
 class TensorFiles:
     """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index.
-    No file stays open.
+    A tensor that is in a shard and not in the index counts, as it does to `transformers`. No file stays open.
 
     Raises:
         UsageError: there is no such file or directory, or a tensor of that name is not in it.
@@ -134,6 +136,7 @@ class TensorFiles:
         self._headers: dict[str, TensorHeader] = {}
         self._file_of: dict[str, Path] = {}
         wanted = _indexed(path) if (path / INDEX_NAME).exists() else dict.fromkeys(_files(path), None)
+        placed = {name for names in wanted.values() for name in names or ()}
         for file, names in wanted.items():
             if file != path:
                 check_within(path, file)
@@ -143,11 +146,11 @@ class TensorFiles:
                     f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the "
                     f"checkpoint again."
                 )
-            for name in headers if names is None else names:
+            for name in [*(names or ()), *(headers.keys() - placed)]:
                 if name in self._file_of:
                     raise UnsupportedFormat(
                         f"{path} holds the tensor '{name}' in {self._file_of[name].name} and in "
-                        f"{file.name}, without an index."
+                        f"{file.name}, without an index that says which counts."
                     )
                 self._headers[name] = headers[name]
                 self._file_of[name] = file
@@ -216,6 +219,7 @@ def _files(path: Path) -> list[Path]:
     if (path / SINGLE_NAME).exists():
         return [path / SINGLE_NAME]
     if found := sorted(path.glob("*.safetensors")):
+        _check_numbered(path, {file.name for file in found})
         return found
     if pickles := sorted(entry for entry in path.iterdir() if entry.suffix in _PICKLE_SUFFIXES):
         raise _pickle_error(pickles[0], path)
@@ -223,6 +227,15 @@ def _files(path: Path) -> list[Path]:
         f"{path} holds no safetensors file; a checkpoint is a directory with {SINGLE_NAME} or {INDEX_NAME} "
         f"and its shards."
     )
+
+
+def _check_numbered(path: Path, names: set[str]) -> None:
+    """Check that all files are there of those that state how many they are: `model-00001-of-00003`."""
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
+        for number in range(1, int(match["total"]) + 1):
+            shard = f"{match['stem']}-{number:05d}-of-{match['total']}.safetensors"
+            if shard not in names:
+                raise StorageError(f"{path} lacks the shard '{shard}'; copy the checkpoint again.")
 
 
 def _pickle_error(pickle: Path, directory: Path) -> UnsupportedFormat:
@@ -236,30 +249,40 @@ def _pickle_error(pickle: Path, directory: Path) -> UnsupportedFormat:
 
 def _indexed(path: Path) -> dict[Path, list[str] | None]:
     """Return the tensors of each shard, from the index. A shard is a plain name in the directory of the
-    index.
+    index. An index none of whose shards is left is that of an earlier save, which `transformers` leaves where
+    it writes a single file: the file counts.
     """
     index = path / INDEX_NAME
     try:
         check_within(path, index)
         stated = Fields(read_json(index), str(index), UnsupportedFormat)
-        places = stated.mapping("weight_map").items()
+        places = stated.mapping("weight_map")
     except Malformed as error:
         raise UnsupportedFormat(f"{index} is not an index of safetensors shards: {error}.") from None
     except OSError as error:
         raise StorageError(f"{index} cannot be read: {error.strerror or error}.") from error
     shards: dict[Path, list[str] | None] = {}
-    for name, file in places:
+    for name, file in places.items():
         if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
             raise UnsupportedFormat(
                 f"{index} places the tensor '{name}' in '{file}', which is no safetensors file there."
             )
-        if path / file not in shards and not (path / file).exists():
-            raise StorageError(
-                f"{path} lacks the shard '{file}' that {INDEX_NAME} names; copy the checkpoint again."
-            )
         names = shards.setdefault(path / file, [])
         assert names is not None
         names.append(name)
+    single = path / SINGLE_NAME
+    absent = next((file for file in shards if not file.exists()), None)
+    if single.exists() and single not in shards:
+        if shards and not any(file.exists() for file in shards):
+            return {single: None}
+        raise UnsupportedFormat(
+            f"{path} holds {SINGLE_NAME} and the shards of {INDEX_NAME}, two checkpoints of which some "
+            "programs load the one, others the other. Remove the one that is out of date."
+        )
+    if absent is not None:
+        raise StorageError(
+            f"{path} lacks the shard '{absent.name}' that {INDEX_NAME} names; copy the checkpoint again."
+        )
     return shards
 
 

@@ -61,6 +61,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _is_dense(dtype: torch.dtype) -> bool:
+    """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def _read_object(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from a file of a model directory.
 
@@ -273,10 +278,10 @@ class Checkpoint:
                     f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says "
                     f"{list(shape)}."
                 )
-            if shape is not None and not self._files.dtype(name).is_floating_point:
+            if shape is not None and not _is_dense(self._files.dtype(name)):
                 raise UnsupportedFormat(
                     f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
-                    "no quantization by which whole numbers would be weights."
+                    "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""

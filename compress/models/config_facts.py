@@ -47,10 +47,16 @@ IDLE_FIELDS = frozenset(
         "problem_type",
         "classifier_dropout",
         "quantization_config",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
     ]
 )
-"""Fields that programs read, but not for the forward pass of a causal language model: for training, token
-ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
+"""Fields that programs read, but not for what a causal language model computes: for training, token ids,
+classifiers, the form of the output, the kernels of `transformers`, and the codes of the weights, which
+`checkpoint.py` decodes."""
 TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
 """Fields of mixtures of experts that only training reads."""
 HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}

@@ -33,7 +33,7 @@ from compress.models.layer_types import (
     no_window,
 )
 from compress.models.mixture import ExpertLayout, Mixture
-from compress.models.rope_config import read_rope
+from compress.models.rope_config import check_one_rope, read_rope
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
 from compress.quant.kv import KV_SCALES
@@ -156,6 +156,7 @@ class Family:
                 the message names it.
         """
         self._table_fields.check(raw)
+        check_one_rope(raw, self._where)
         config = Fields(self.completed(raw), self._where, UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
@@ -394,8 +395,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a `config.json`.
 
     Raises:
-        UnsupportedArch: no family is registered for this `model_type`.
+        UnsupportedArch: no family is registered for this `model_type`, or the config names none.
     """
+    if config.get("model_type") is None:
+        raise UnsupportedArch(
+            "config.json has no model_type, the field that names the architecture; state the one that the "
+            f"checkpoint was made for. Known: {', '.join(FAMILIES.names())}."
+        )
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES.names():
         classes = Fields(config, "config.json", UnsupportedArch).texts("architectures", default=())

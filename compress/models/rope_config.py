@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
+from compress.models.config_fields import field_name
 from compress.models.layer_shape import Rope
 from compress.untrusted.fields import Fields
 
@@ -33,6 +34,7 @@ ROPE_FIELDS = frozenset(
 )
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
+_NAMES = ("rope_parameters", "rope_scaling")
 
 
 def rope_of_text(config: Fields) -> dict[str, Any]:
@@ -46,6 +48,31 @@ def rope_of_text(config: Fields) -> dict[str, Any]:
     return {"rope_parameters": plain or {"rope_type": "default"}}
 
 
+def check_one_rope(raw: Mapping[str, Any], where: str) -> None:
+    """Check that a config with both `rope_parameters` and `rope_scaling` states the same rope by both names.
+
+    Raises:
+        UnsupportedArch: they differ, so that programs compute different ropes of the config.
+    """
+    config = Fields(raw, where, UnsupportedArch)
+    stated = [config.mapping(name) for name in _NAMES if config.has(name)]
+    if not all(stated) or len(stated) < 2:
+        return
+    newer, older = ({**rope, "rope_type": rope.get("rope_type", rope.get("type"))} for rope in stated)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        for rope in (newer, older):
+            rope.setdefault(name, raw.get(name))
+    differ = sorted(
+        name for name in (newer.keys() | older.keys()) - {"type"} if newer.get(name) != older.get(name)
+    )
+    if differ:
+        raise UnsupportedArch(
+            f"{where} has rope_parameters and rope_scaling, which differ in "
+            f"{', '.join(field_name(name) for name in differ)}: some programs compute the one, others the "
+            "other. Write what is meant into one of them and remove the other."
+        )
+
+
 def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     """Read the rope of one layer from `rope_parameters` (flat, or one mapping per layer type) or the older
     `rope_theta` + `rope_scaling`.
@@ -53,8 +80,7 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     Raises:
         UnsupportedArch: a field is missing, unknown, of another type or out of range.
     """
-    names = ("rope_parameters", "rope_scaling")
-    name = next((each for each in names if config.has(each) and config.mapping(each)), None)
+    name = next((each for each in _NAMES if config.has(each) and config.mapping(each)), None)
     rope = Fields({}, f"the rope of {config.where}", UnsupportedArch) if name is None else config.fields(name)
     values = {} if name is None else config.mapping(name)
     by_layer_type = any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS)

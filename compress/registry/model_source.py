@@ -48,7 +48,7 @@ TEXT_FILES = (
 )
 DOCUMENT_FILES = tuple(
     f"{name}{suffix}"
-    for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+    for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "SYSTEM_PROMPT")
     for suffix in ("", ".md", ".txt")
 )
 """Files that travel with a model and decide neither its function nor its text, so that its digest leaves them
@@ -60,6 +60,7 @@ SOURCE_README_NAME = "SOURCE_README.md"
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
 FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 _MAX_CONFIG_BYTES = 16 << 20
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
 
@@ -149,8 +150,13 @@ def locate_model(
     if scheme == "hf":
         return _fetch(name, revision, offline=offline)
     path = Path(name)
+    if path.is_file():
+        raise UsageError(
+            f"{path} is a file; a model is the directory that holds its config.json and tensors."
+        )
     if not path.is_dir():
-        raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).")
+        of_hub = f" For the model of the hub write hf://{name}." if _HUB_NAME.fullmatch(name) else ""
+        raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).{of_hub}")
     if required is not None:
         check_directory(path, required.verifier, signature=required.signature)
     return path, None

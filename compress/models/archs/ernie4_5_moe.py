@@ -40,9 +40,6 @@ FAMILIES.add(
     Family(
         model_type="ernie4_5_moe",
         architecture="Ernie4_5_MoeForCausalLM",
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        ffn_bias="use_bias",
         interleaved_rotary=True,
         mixture=Mixture(
             {"num_experts": "moe_num_experts", "top_k": "moe_k", "expert_size": "moe_intermediate_size"},
@@ -71,7 +68,6 @@ FAMILIES.add(
         ),
         known_fields=frozenset(
             {
-                "use_bias",
                 "moe_num_experts",
                 "moe_k",
                 "moe_intermediate_size",
@@ -81,7 +77,10 @@ FAMILIES.add(
                 "moe_layer_interval",
             }
         ),
-        fixed_fields={"moe_norm_min": 1e-12},  # far below any sum of weights that float32 tells from zero
+        fixed_fields={
+            "moe_norm_min": 1e-12,  # far below any sum of weights that float32 tells from zero
+            "use_bias": False,  # the head would have one, too
+        },
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": True,

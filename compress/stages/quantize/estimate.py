@@ -32,7 +32,7 @@ from compress.stages.quantize.schemes import (
     possible_schemes,
 )
 from compress.stages.quantize.spec import Quantize
-from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
+from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune, check_num_samples
 
 COLUMNS_PER_LAUNCH = 128
 """Columns that one launch rounds, or descends, on a GPU (`kernels/columns`)."""
@@ -57,6 +57,8 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     if not spec.needs_activations:
         return _data_free(spec, scheme, facts)
     calib = calibration_of(facts)
+    if spec.tune is not None:
+        check_num_samples(spec.tune, calib.num_samples)
     work = Workload(
         arch,
         calib.num_samples,

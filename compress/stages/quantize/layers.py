@@ -26,7 +26,7 @@ from compress.stages.budget.choose import choose
 from compress.stages.budget.spec import Mixed
 from compress.stages.quantize.schemes import mixed_schemes, model_scheme, outer_bytes
 from compress.stages.quantize.spec import Quantize
-from compress.stages.quantize.tune import tune_scales
+from compress.stages.quantize.tune import check_num_samples, tune_scales
 
 
 def quantization_passes(
@@ -72,6 +72,8 @@ def quantize_layers(
         return scheme, {}, []
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
     tokens_NS = tokens.tokens_NS
+    if spec.tune is not None:
+        check_num_samples(spec.tune, len(tokens_NS))  # before the layers, which may take hours
     chosen, explained = ctx.ranks.from_lead(lambda: _schemes(spec, source, tokens, ctx))
     scheme = None if chosen is None else ModelScheme.from_json(chosen)
     in_dtype = compute_dtype(ctx.device, stored_dtype)

@@ -4,6 +4,7 @@
 An eighth of the samples is held out. The tuned scales are kept only where they lower the KL on those.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -68,11 +69,7 @@ def tune_scales(
     counted_NS = tokens.counted_NS
     held_out_counted_NS = None if counted_NS is None else counted_NS[::HELD_OUT]
     training_counted_NS = None if counted_NS is None else _without(counted_NS, HELD_OUT)
-    if len(training_NS) < spec.batch_size:
-        raise UsageError(
-            f"tuning scales takes at least {spec.batch_size} calibration samples besides those held out; "
-            "give more samples."
-        )
+    check_num_samples(spec, len(tokens.tokens_NS))
 
     def layer(idx: int) -> Weights:
         return load_weights(ctx.scratch / layer_name(idx), schemes, prefix=f"layers.{idx}.")
@@ -135,6 +132,19 @@ def tuned_directory(scratch: Path, facts: Mapping[str, Any]) -> Path:
     """Return the directory of the stage's final layers: the tuned ones where tuning kept them, else the
     scratch directory."""
     return scratch / DIRECTORY if facts.get("tuning", {}).get("kept") else scratch
+
+
+def check_num_samples(spec: Tune, num_samples: int) -> None:
+    """Refuse fewer samples than one step of training takes.
+
+    Raises:
+        UsageError: besides those held out, there are fewer than a batch.
+    """
+    if num_samples - math.ceil(num_samples / HELD_OUT) < spec.batch_size:
+        raise UsageError(
+            f"tuning scales takes at least {spec.batch_size} calibration samples besides those held out, one "
+            f"in {HELD_OUT}, and there are {num_samples}; give more samples."
+        )
 
 
 def _without(tokens_NS: torch.Tensor, every: int) -> torch.Tensor:

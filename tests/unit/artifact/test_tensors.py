@@ -146,3 +146,38 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map, error) -> Non
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(error):
         TensorFiles(tmp_path)
+
+
+def test_a_tensor_in_a_shard_counts_though_the_index_leaves_it_out(tmp_path: Path) -> None:
+    """It is what `transformers` loads: all tensors of the files that the index names."""
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    save_tensors(tmp_path / shards[0], {"w": torch.ones(1), "left_out": torch.full((1,), 3.0)})
+    save_tensors(tmp_path / shards[1], {"v": torch.zeros(1), "w": torch.zeros(1)})
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": shards[0], "v": shards[1]}}))
+    found = load_tensors(tmp_path)
+    assert {name: float(tensor) for name, tensor in found.items()} == {"left_out": 3, "v": 0, "w": 1}
+    save_tensors(tmp_path / shards[1], {"v": torch.zeros(1), "left_out": torch.zeros(1)})
+    with pytest.raises(UnsupportedFormat, match=r"'left_out' in .*00001.* and in .*00002"):
+        TensorFiles(tmp_path)
+
+
+def test_the_index_of_an_earlier_save_does_not_matter(tmp_path: Path) -> None:
+    """`transformers` removes the shards of an earlier save and leaves their index."""
+    shard = tmp_path / "model-00001-of-00001.safetensors"
+    save_tensors(tmp_path / "model.safetensors", {"w": torch.ones(1)})
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": shard.name}}))
+    assert torch.equal(load_tensors(tmp_path)["w"], torch.ones(1))
+    save_tensors(shard, {"w": torch.zeros(1)})
+    with pytest.raises(UnsupportedFormat, match="Remove the one that is out of date"):
+        TensorFiles(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    assert torch.equal(load_tensors(tmp_path)["w"], torch.ones(1))
+
+
+def test_a_numbered_shard_that_is_absent_is_named_without_an_index(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_tensors(tmp_path / f"model-{number:05d}-of-00003.safetensors", {f"w{number}": torch.ones(1)})
+    with pytest.raises(StorageError, match=r"lacks the shard 'model-00002-of-00003\.safetensors'"):
+        TensorFiles(tmp_path)
+    save_tensors(tmp_path / "model-00002-of-00003.safetensors", {"w2": torch.ones(1)})
+    assert TensorFiles(tmp_path).names() == ["w1", "w2", "w3"]

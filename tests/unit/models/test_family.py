@@ -22,12 +22,16 @@ from compress.models.family import Family, family_of, unread_note
 from compress.models.initialise import INIT_STD, fresh_decoder
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedArch, match=r"'mamba' \(MambaForCausalLM\).*known: .*llama.*qwen3"):
         family_of({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    for config in ({"architectures": ["LlamaForCausalLM"]}, {"model_type": None}):
+        with pytest.raises(UnsupportedArch, match=r"has no model_type.*Known: .*llama.*qwen3"):
+            family_of(config)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,22 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",
         ),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN},
+            "rope_parameters and rope_scaling, which differ in factor, original_max_position_embeddings, "
+            "rope_theta, rope_type:",
+        ),
+        (
+            QWEN3,
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "default"},
+                "rope_theta": 1e4,
+            },
+            "which differ in rope_theta:",
+        ),
+        ({"model_type": "ernie4_5_moe"}, {"use_bias": True}, "use_bias = True.*False only"),
         (LLAMA, {"hidden_act": "relu2"}, "'relu2'.*silu"),
         (LLAMA, {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         (
@@ -81,6 +101,7 @@ HARMLESS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (LLAMA, {"sliding_window": None}, None),
     (LLAMA, {"initializer_range": 0.5, "attention_dropout": 0.1, "use_cache": False}, None),
     (LLAMA, {"rope_interleaved": False}, None),
+    (LLAMA, {"_attn_implementation": "flash_attention_2", "attn_implementation": "sdpa"}, None),
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
     (LLAMA, {"unsloth_fixed": True, "is_llama_config": True}, "is_llama_config, unsloth_fixed"),
     (LLAMA, {"is_encoder_decoder": False}, "is_encoder_decoder"),
@@ -98,6 +119,15 @@ def test_fields_that_nobody_reads_or_that_have_the_default_change_nothing_and_ar
     assert arch.config == base | changes
     note = unread_note(arch)
     assert note is None if named is None else note is not None and note.endswith(f"are not read: {named}.")
+
+
+def test_one_rope_may_be_stated_by_both_names() -> None:
+    newer = {"rope_parameters": {**YARN, "rope_theta": 1e6}}
+    older = {"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 1e6}
+    alone = tiny_arch(LLAMA, **newer).replace(config={})
+    assert tiny_arch(LLAMA, **newer, **older).replace(config={}) == alone
+    for nothing in ({}, None):
+        assert tiny_arch(LLAMA, **newer, rope_scaling=nothing).replace(config={}) == alone
 
 
 def test_a_note_is_one_line_of_bounded_length_whatever_the_names_are() -> None:

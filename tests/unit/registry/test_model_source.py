@@ -32,13 +32,18 @@ def test_a_directory_is_a_model(model: Path) -> None:
     assert (source.path, source.name, source.revision) == (model, str(model), None)
     assert source.digest == model_digest(model)
     assert [file.name for file in source.text_files()] == ["chat_template.jinja", "tokenizer.json"]
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match=r"does not exist \(looked from .*\)\.$"):
         resolve_model("path", str(model / "no"), None)
+    with pytest.raises(UsageError, match=r"config\.json is a file; a model is the directory"):
+        resolve_model("path", str(model / "config.json"), None)
+    with pytest.raises(UsageError, match="For the model of the hub write hf://Qwen/Qwen3-8B"):
+        resolve_model("path", "Qwen/Qwen3-8B", None)
 
 
 def test_licences_and_notes_travel_without_being_the_model(model: Path, tmp_path: Path) -> None:
     before = model_digest(model)
     (model / "LICENSE.txt").write_text("terms")
+    (model / "SYSTEM_PROMPT.txt").write_text("You are a model.")
     assert model_digest(model) == before
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
@@ -52,6 +57,7 @@ def test_licences_and_notes_travel_without_being_the_model(model: Path, tmp_path
     assert sorted(each.relative_to(copy).as_posix() for each in copy.rglob("*") if each.is_file()) == [
         "LICENSE.txt",
         "SOURCE_README.md",
+        "SYSTEM_PROMPT.txt",
         "additional_chat_templates/rag.jinja",
         "chat_template.jinja",
         "tekken.json",

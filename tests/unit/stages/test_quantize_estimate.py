@@ -7,6 +7,7 @@ import pytest
 
 from compress.calibrate.estimate import Workload, flops, host_bytes, num_columns, peak_bytes
 from compress.cli.plan import seconds_of
+from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.family import family_of
@@ -92,3 +93,12 @@ def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured
     settings = {"scheme": row["scheme"], **methods.METHODS[str(row["method"])]}
     spec = stage.spec.model_validate({**settings, "measure_error": True})  # as every method was when measured
     assert seconds_of(stage.estimate(spec, facts), "cpu") == pytest.approx(row["seconds"], rel=0.3)
+
+
+def test_too_few_samples_to_tune_scales_are_refused_before_any_layer_is_rounded() -> None:
+    stage = STAGES.get("quantize")
+    spec = stage.spec.model_validate({"scheme": "W8A16", "tune": {"batch_size": 4}})
+    arch = tiny_arch()
+    with pytest.raises(UsageError, match=r"at least 4 calibration samples besides those held out.* are 4;"):
+        stage.estimate(spec, PlanFacts(arch, "cpu", {"calibrate": Calibrate(num_samples=4, seq_len=16)}))
+    stage.estimate(spec, PlanFacts(arch, "cpu", {"calibrate": Calibrate(num_samples=5, seq_len=16)}))
