@@ -32,7 +32,7 @@ CODE_LEAVES = frozenset(
     {"qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "absmax"}
 )
 """Last parts of names that only tensors of quantized checkpoints have."""
-_EMBEDDING = re.compile(r"embed|^(wte|wpe|shared|relative_attention_bias|codebook|lookup_table)$")
+_EMBEDDING = re.compile(r"embed|^(emb|wte|wpe|shared|relative_attention_bias|codebook|lookup_table)$")
 _HEAD = re.compile(r"lm_head")
 _OUTER_HEAD = re.compile(r"^(embed_out|output|head|heads|score|classifier|qa_outputs|cls|out_head)$")
 """Parts of names that mean a head outside of the numbered layers alone."""

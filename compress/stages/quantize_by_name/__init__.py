@@ -47,7 +47,7 @@ def _depends(spec: QuantizeByName, device: str) -> dict[str, str]:
 
 @STAGES.stage(
     "quantize_by_name",
-    version=1,
+    version=2,
     takes=(Port.SOURCE,),
     gives=Port.CHECKPOINT,
     spec=QuantizeByName,

@@ -53,6 +53,7 @@ def test_a_linear_is_quantized(name: str, shape: tuple[int, ...]) -> None:
     [
         ("model.embed_tokens.weight", (512, 128), "embedding"),
         ("transformer.wte.weight", (512, 128), "embedding"),
+        ("emb.weight", (512, 128), "embedding"),
         ("shared.weight", (512, 128), "embedding"),
         ("backbone.embeddings.weight", (512, 128), "embedding"),
         ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (64, 64), "embedding"),
