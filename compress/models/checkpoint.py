@@ -278,22 +278,8 @@ class Checkpoint:
                     f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says "
                     f"{list(shape)}."
                 )
-            if shape is not None and not _is_dense(self._files.dtype(name)):
-                raise UnsupportedFormat(
-                    f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
-                    "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
-                )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
-        if tied in self._files and not torch.equal(
-            self._files.get(tied), self._files.get(self._disk_embed())
-        ):
-            raise UnsupportedArch(
-                f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is "
-                "another matrix. Set "
-                "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if "
-                "it is not."
-            )
         for name in self._files.names():
             if (
                 name not in expected
@@ -306,6 +292,21 @@ class Checkpoint:
                     f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does "
                     "not know."
                 )
+        for name, shape in expected.items():
+            if shape is not None and not _is_dense(self._files.dtype(name)):
+                raise UnsupportedFormat(
+                    f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
+                    "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
+                )
+        if tied in self._files and not torch.equal(
+            self._files.get(tied), self._files.get(self._disk_embed())
+        ):
+            raise UnsupportedArch(
+                f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is "
+                "another matrix. Set "
+                "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if "
+                "it is not."
+            )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they
