@@ -75,6 +75,13 @@ class ModelSource:
     revision: str | None
     digest: str
 
+    @property
+    def portable_name(self) -> str:
+        """Return the name for a manifest: that of a directory without its place, so that the digest of what
+        is made from it depends neither on the place nor on how a recipe, or the lock of its run, spells it.
+        """
+        return self.path.resolve().name if Path(self.name) == self.path else self.name
+
     def text_files(self) -> list[Path]:
         """Return the tokenizer and generation files, which every checkpoint made from this model gets."""
         return _matching(self.path, TEXT_FILES)

@@ -96,6 +96,22 @@ def test_killed_and_resumed_the_curve_and_the_codes_have_the_same_bits(
     assert digests[0] == digests[1]
 
 
+def test_the_digest_does_not_depend_on_how_the_model_is_spelled(
+    recipe: Recipe,
+    command: Command,
+    work: Path,
+    model_dir: Path,  # noqa: F811
+) -> None:
+    (work / "here").symlink_to(model_dir.parent, target_is_directory=True)
+    spelled = {
+        "absolute": str(model_dir),
+        "relative": f"./here/{model_dir.name}",
+    }  # the lock spells it absolutely
+    for name, model in spelled.items():
+        facts(command, recipe(model=model, stages=stages(tokens=256)), name)
+    assert recovered(work / "absolute").digest == recovered(work / "relative").digest
+
+
 @pytest.mark.slow
 def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages(eval_samples=1))

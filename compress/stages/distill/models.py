@@ -58,7 +58,7 @@ def _resolved(ref: str, ctx: Context) -> ModelSource:
 def teacher_of(spec: Distill, inputs: Inputs, ctx: Context) -> NamedTeacher:
     """Return the teacher that the recipe names, downloaded if it is on the hub."""
     source = inputs.source if spec.teacher == SOURCE else _resolved(spec.teacher, ctx)
-    return NamedTeacher(source.name, source.digest, source.path, open_weights(source.path))
+    return NamedTeacher(source.portable_name, source.digest, source.path, open_weights(source.path))
 
 
 def build_student(

@@ -71,7 +71,7 @@ def recover(spec: Recover, inputs: Inputs, out: ArtifactWriter, ctx: Context) ->
     save_token_set(text.training, out.path / TOKENS_NAME)
     # the errors of single linears were those of the codes before
     carried = {key: value for key, value in before.facts.items() if key != "layers"}
-    teacher = {"name": inputs.source.name, "digest": inputs.source.digest}
+    teacher = {"name": inputs.source.portable_name, "digest": inputs.source.digest}
     facts = {
         **recovery_facts(spec, recovered, teacher),
         "data": text.facts,

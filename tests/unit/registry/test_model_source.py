@@ -40,6 +40,15 @@ def test_a_directory_is_a_model(model: Path) -> None:
         resolve_model("path", "Qwen/Qwen3-8B", None)
 
 
+def test_the_portable_name_is_that_of_the_model_however_its_directory_is_spelled(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model)
+    spellings = (".", f"../{model.name}", str(model))
+    assert {resolve_model("path", each, None).portable_name for each in spellings} == {"model"}
+    assert resolve_model("builtin", "reference", None).portable_name == "builtin://reference"
+
+
 def test_licences_and_notes_travel_without_being_the_model(model: Path, tmp_path: Path) -> None:
     before = model_digest(model)
     (model / "LICENSE.txt").write_text("terms")
