@@ -22,7 +22,9 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            "--to", help="compressed-tensors, fp8, gptq, awq, onnx or onnx-float16.", show_default=False
+            "--to",
+            help="compressed-tensors, fp8, gptq, awq, modelopt, onnx or onnx-float16.",
+            show_default=False,
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="New directory for the checkpoint.", show_default=False)],

@@ -173,10 +173,11 @@ class Family:
         rotated = self.rotated_layers(config, num_layers)
         own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
         ropes = {kind: read_rope(config, kind, own["head_dim"]) for kind, own in own_widths.items()}
-        if "partial_rotary_factor" not in self.known_fields and any(
-            each.rotary_dim for each in ropes.values()
-        ):
-            raise config.wrong("partial_rotary_factor", "a part of each head", "1 in this family")
+        partial = [
+            each.rotary_dim / own_widths[kind]["head_dim"] for kind, each in ropes.items() if each.rotary_dim
+        ]
+        if partial and "partial_rotary_factor" not in self.known_fields:
+            raise config.wrong("partial_rotary_factor", partial[0], "1 in this family")
         if self.heads_span_hidden and widths["head_dim"] * num_heads != hidden_size:
             raise config.wrong("head_dim", widths["head_dim"], f"{hidden_size} / {num_heads} in this family")
         dtype = config.text("dtype", default=config.text("torch_dtype", default="float32"))

@@ -140,7 +140,8 @@ class Scheme:
         if in_features % self.group_size:
             raise UsageError(
                 f"scheme {self.name} needs every K to be a multiple of {self.group_size}, but a linear has "
-                f"K = {in_features}. Choose a smaller group size or a channel scheme."
+                f"K = {in_features}. Take a scheme whose groups divide it or one of channels, or keep those "
+                "linears `dense` by overrides."
             )
         return in_features // self.group_size
 

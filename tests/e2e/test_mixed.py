@@ -133,7 +133,7 @@ def test_a_budget_of_time_counts_the_kernels_of_the_device(
             {},
             r"cost 0\.9\d+ of what they do in 16 bits, and 0\.500 is",
         ),
-        ({"size_ratio": 0.5, "latency_us": 1}, {}, "size_ratio and latency_us is given"),
+        ({"size_ratio": 0.5, "latency_us": 1}, {}, "size_ratio and latency_us are given"),
         ({}, {}, "none is given"),
         ({"size_gb": 1, "rows": 4}, {}, "size_gb is a budget of bytes"),
         ({"latency_us": 1, "device": "NVIDIA H20"}, {}, "Did you mean 'NVIDIA H200'"),

@@ -77,8 +77,8 @@ class Budget(Spec):
         given = [name for name in (*_SIZES, *_LATENCIES) if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"a budget is one of {', '.join((*_SIZES, *_LATENCIES))}; {' and '.join(given) or 'none'} is "
-                "given."
+                f"a budget is one of {', '.join((*_SIZES, *_LATENCIES))}; {' and '.join(given) or 'none'} "
+                f"{'are' if len(given) > 1 else 'is'} given."
             )
         if given[0] in _SIZES and (self.rows != 1 or self.device is not None):
             raise ValueError(

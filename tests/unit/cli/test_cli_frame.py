@@ -5,6 +5,7 @@ no pipeline.
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ from compress.errors import (
     StorageError,
     UsageError,
 )
+from compress.export import FORMATS
 from compress.pipeline import build_steps
 from compress.recipe import Spec, load_cases, load_recipe, parse_model_ref
 
@@ -112,6 +114,12 @@ def test_artifact_commands_import_nothing_heavy(artifact: Path, tmp_path: Path) 
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert str(app_module.COMMANDS[command].__doc__).split()[0] in capsys.readouterr().out
+
+
+def test_convert_names_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "--help"]) == 0
+    words = set(re.split(r"[^a-z0-9-]+", capsys.readouterr().out))
+    assert set(FORMATS.names()) <= words
 
 
 def test_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:

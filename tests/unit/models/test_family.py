@@ -54,7 +54,7 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
+            "partial_rotary_factor = 0.5; it must be 1 in this family",
         ),
         (
             LLAMA,
