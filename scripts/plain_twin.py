@@ -25,8 +25,6 @@ from scripts.interop_families import STACKED
 from scripts.program_inputs import inputs_of
 
 CPU = torch.device("cpu")
-
-
 WEIGHTS_ONLY = (("transformers", "fp8"),)
 """(program, quant_method) of which a CPU rounds no inputs: transformers decompresses blocks of fp8."""
 

@@ -3,8 +3,8 @@
     y = act(gate(x)) * up(x) or W x, rounded to the model's dtype after the bias, plus the residual
 
 They serve what no tuned kernel does: e4m3 weights in blocks of 128 x 128, codes of four bits in groups of 32
-or 64 columns or with one scale a channel, I that is no multiple of 128 (gpt-oss has 2,880), heads of an odd
-vocabulary.
+or 64 columns or with one scale a channel, numbers of e2m1, int8 weights of rows in 16 bits, I that is no
+multiple of 128 (gpt-oss has 2,880), heads of an odd vocabulary.
 """
 
 from functools import partial
