@@ -1,5 +1,6 @@
 """An EAGLE-3 head in the layout of `speculators`, as vLLM loads it: with method `eagle3` in its speculative
-config and the directory as model, or the directory alone, which names its target model.
+config and the directory as model, or the directory alone, which names its target model (one that was read
+from a directory by that directory's name, which vLLM finds beside the place where it is started).
 
     config.json         speculators_model_type, speculators_config {algorithm, proposal_methods,
                         default_proposal_method, verifier}, transformer_layer_config (a Llama config),
@@ -64,8 +65,8 @@ def is_eagle3(path: Path) -> bool:
 def write_speculators(
     directory: Path, head: Eagle3Head, *, verifier: str, architectures: list[str], k: int
 ) -> None:
-    """Write a head. `verifier` is the target model as its users call it, with its architectures; `k` tokens
-    are proposed by default.
+    """Write a head. `verifier` is the target model as its users call it, without its place on this machine,
+    with its architectures; `k` tokens are proposed by default.
 
     Raises:
         UnsupportedFormat: codes that the layout cannot express.

@@ -216,7 +216,11 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
     if facts["kind"] == "eagle3":
         architectures = family_of({"model_type": target.family}).write_config(target).get("architectures", [])
         write_speculators(
-            directory, draft_head(artifact), verifier=source.name, architectures=architectures, k=PROPOSED
+            directory,
+            draft_head(artifact),
+            verifier=source.portable_name,
+            architectures=architectures,
+            k=PROPOSED,
         )
     else:
         store = CanonicalStore(artifact)

@@ -2,6 +2,8 @@
 and what it refuses.
 """
 
+import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.export import open_weights
+from compress.export import DRAFT_FOLDER, open_weights
 from compress.models.eagle3 import draft_head
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
@@ -20,7 +22,7 @@ from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
 from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
-from tests.e2e.test_draft import by_role, drafted, facts_of, stages
+from tests.e2e.test_draft import EXPORT, by_role, drafted, facts_of, stages
 from tests.support.processes import run_alone
 
 Recipe = Callable[..., Path]
@@ -72,6 +74,27 @@ def test_killed_and_resumed_the_head_has_the_same_bits(recipe: Recipe, command: 
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert drafted(command, path, "killed").digest == undisturbed.digest
+
+
+def test_the_exported_head_names_its_verifier_without_its_place(
+    recipe: Recipe,
+    command: Command,
+    work: Path,
+    model_dir: Path,  # noqa: F811
+) -> None:
+    (work / "here").symlink_to(model_dir.parent, target_is_directory=True)
+    shutil.copytree(model_dir, work / "there" / model_dir.name)
+    models = (model_dir, f"./here/{model_dir.name}", work / "there" / model_dir.name)
+    digests = set()
+    for idx, model in enumerate(models):
+        path = recipe(model=str(model), stages=[*stages(**HEAD, tokens=256), EXPORT])
+        code, _, err = command("run", path, "--workspace", f"workspace{idx}", "--json")
+        assert code == 0, err
+        checkpoint = by_role(work / f"workspace{idx}", "checkpoint")
+        config = json.loads((checkpoint.path / DRAFT_FOLDER / "config.json").read_text())
+        assert config["speculators_config"]["verifier"]["name_or_path"] == model_dir.name
+        digests.add(checkpoint.digest)
+    assert len(digests) == 1
 
 
 REFUSALS = [
