@@ -21,6 +21,7 @@ from compress.models.weights import MemorySource, build_decoder
 from tests.e2e.test_ranks import launch
 from tests.support.processes import run_alone
 from tests.support.slow import slow
+from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -242,6 +243,16 @@ def test_a_plateau_ends_it(recipe: Recipe, command: Command, work: Path) -> None
     assert found["num_steps"] == 3
 
 
+def test_a_rank_that_a_checkpoint_of_the_student_cannot_have_is_refused(
+    recipe: Recipe, command: Command, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    small = write_tiny_model(tmp_path_factory.mktemp("small"), num_key_value_heads=1)
+    student = {"checkpoint": str(small)}
+    code, _, err = command("run", recipe(stages=stages(student=student, lora={"rank": 33})))
+    assert code == 2
+    assert "lora.rank 33 is more than 32, the smaller side of layers.0.attn.k (32 x 128)" in err
+
+
 REFUSALS = [
     ([DISTILL], "its own teacher"),
     ([{**DISTILL, "student": {"layers": 9}}], "between 1 and the teacher's 3"),
@@ -249,6 +260,10 @@ REFUSALS = [
     ([{**DISTILL, "student": {}}], "name what is smaller"),
     ([{**DISTILL, "tokens": 64}], "fewer than a batch"),
     ([{**DISTILL, "student": {"layers": 2}, "teacher": "hf://some/model"}], "Name the commit"),
+    (
+        [{**DISTILL, "student": {"hidden": 64, "heads": 2, "kv_heads": 1}, "lora": {"rank": 33}}],
+        "distill: lora.rank 33 is more than 32, the smaller side of layers.0.attn.k (32 x 64)",
+    ),
     ([CALIBRATE, PRUNE, {**DISTILL, "seq_len": 256, "tokens": 4096}], "has 128 positions"),
     (
         [CALIBRATE, PRUNE, {**DISTILL, "data": "builtin://python-eval"}, *RECIPE["stages"][1:]],

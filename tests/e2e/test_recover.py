@@ -134,6 +134,7 @@ REFUSALS = [
     (stages(tokens=64), "fewer than a batch"),
     (stages(seq_len=256, tokens=4096), "has 128 positions"),
     (stages(scale_lr=1.0, lr=1e-4), "more than 1,000 times"),
+    (stages(lora={"rank": 65}), "recover: lora.rank 65 is more than 64, the smaller side of layers.0.attn.k"),
     ([*stages(data="builtin://python-eval"), EXPORT, VALIDATE], "judges on the same text"),
 ]
 

@@ -70,7 +70,8 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
     """Train the student on all ranks. Rank 0 reads the text and writes the training state.
 
     Raises:
-        UsageError: too little text, models that do not belong to each other, or a loss that is not finite.
+        UsageError: too little text, models that do not belong to each other, a LoRA's rank above that of a
+            linear, or a loss that is not finite.
         Interrupted: the run was asked to stop.
     """
     device = torch.device(ctx.device)
@@ -79,6 +80,8 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
     student = build_student(
         spec, inputs, teacher_source, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
     )
+    if spec.lora is not None:
+        spec.lora.check_rank(student.arch, "distill", is_trained=lambda _: True)
     check_pair(teacher_source, student.arch, inputs)
     teacher_device = torch.device(spec.teacher_device or device)
     text = shared_text(spec, inputs.source, teacher_source.weights, ctx, device=teacher_device)

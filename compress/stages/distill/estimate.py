@@ -54,6 +54,9 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     student = reshape(spec, facts.arch)
     check_seq_len(spec.seq_len, "distill: seq_len", student)
     check_seq_len(spec.seq_len, "distill: seq_len", teacher)
+    is_read_later = spec.student is not None and spec.student.checkpoint is not None
+    if spec.lora is not None and not is_read_later:
+        spec.lora.check_rank(student, "distill", is_trained=lambda _: True)
     num_trained = student.num_params if spec.lora is None else lora_params(student, spec.lora.rank)
     width = 4 if facts.device == "cpu" else 2
     frozen = 0 if spec.lora is None else width * student.num_params

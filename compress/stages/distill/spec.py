@@ -1,6 +1,6 @@
 """The recipe keys of `distill`: teacher and student, and those that every training has (`learning.py`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -32,6 +32,29 @@ class Lora(Spec):
         le=MAX_SIZE,
         description="size of the terms, divided by the rank; twice the rank by default",
     )
+
+    def check_rank(self, arch: Arch, stage: str, *, is_trained: Callable[[str], bool]) -> None:
+        """Refuse a rank that no matrix of a linear can have. `is_trained` returns whether the linear of a
+        name (`layers.0.attn.q`) gets a term.
+
+        Raises:
+            UsageError: the rank is more than the smaller side of such a linear.
+        """
+        shapes = {
+            f"layers.{idx}.{name}": layer.linear_shape(name, arch.hidden_size)
+            for idx, layer in enumerate(arch.layers)
+            for name in layer.linears
+            if is_trained(f"layers.{idx}.{name}")
+        }
+        smallest = min(shapes, key=lambda name: min(shapes[name]), default=None)
+        if smallest is None or self.rank <= min(shapes[smallest]):
+            return
+        rows, columns = shapes[smallest]
+        raise UsageError(
+            f"{stage}: lora.rank {self.rank} is more than {min(rows, columns)}, the smaller side of "
+            f"{smallest} ({rows} x {columns}). Give a rank of at most {min(rows, columns)}, or leave out "
+            "`lora` to train every weight."
+        )
 
 
 class Student(Spec):

@@ -19,6 +19,7 @@ from compress.data.model_tokens import TOKENS_NAME, data_identity
 from compress.data.tokens import save_token_set
 from compress.errors import UsageError
 from compress.export import open_weights
+from compress.models.canonical import CanonicalStore
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.text import TrainingText, shared_text
@@ -40,13 +41,20 @@ def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovere
     """Train codes, scales and norms on all ranks. Rank 0 reads the text and writes the training state.
 
     Raises:
-        UsageError: no weight has codes, too little text, or a loss that is not finite.
+        UsageError: no weight has codes, a LoRA's rank is above that of a linear, too little text, or a loss
+            that is not finite.
         Interrupted: the run was asked to stop.
     """
-    if open_artifact(inputs[Port.QUANTIZED].path).manifest.scheme is None:
+    store = CanonicalStore(open_artifact(inputs[Port.QUANTIZED].path))
+    scheme = store.scheme
+    if scheme is None:
         raise UsageError(
             "recover: every weight of the quantized model stayed in 16 bits, so there are no codes to train. "
             "Leave out `recover`."
+        )
+    if spec.lora is not None:
+        spec.lora.check_rank(
+            store.arch, "recover", is_trained=lambda name: scheme.for_linear(name) is not None
         )
     source = open_weights(inputs.source.path)
     quantized = open_weights(inputs[Port.QUANTIZED].path)

@@ -23,7 +23,7 @@ def estimate(spec: Recover, facts: PlanFacts) -> Estimate:
     """Return what one rank needs.
 
     Raises:
-        UsageError: the quantization rounds no weight.
+        UsageError: the quantization rounds no weight, or a LoRA's rank is above that of a linear.
     """
     quantize = facts.specs["quantize"]
     assert isinstance(quantize, Quantize)
@@ -35,6 +35,12 @@ def estimate(spec: Recover, facts: PlanFacts) -> Estimate:
         raise UsageError(
             "recover: `quantize` keeps every weight in 16 bits, so there are no codes to train. Leave out "
             "`recover`."
+        )
+    if spec.lora is not None:
+        spec.lora.check_rank(
+            arch,
+            "recover",
+            is_trained=lambda name: any(each.for_linear(name) is not None for each in schemes),
         )
     most = max(_quantized_params(arch, each) for each in schemes)
     width = 4 if facts.device == "cpu" else 2
