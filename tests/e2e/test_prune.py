@@ -345,7 +345,8 @@ def test_a_group_that_does_not_divide_what_is_left_is_refused_by_the_plan(
 ) -> None:
     path = recipe(stages=[*stages(ffn={"keep": 0.7}, multiple=32), {**QUANTIZE, "scheme": "W4A16_G128"}])
     assert re.search(
-        r"W4A16_G128 needs every K to be a multiple of 128, but a linear has K = 192.*`dense` by overrides",
+        r"quantize: W4A16_G128 needs K to be a multiple of 128, and layers.0.ffn.down "
+        r"\(one of 3 such linears\) has K = 192\..*`dense` by overrides",
         refused(command, path),
     )
 

@@ -21,6 +21,7 @@ from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import QuantizedWeight
+from compress.stages.budget.spec import scheme_or_dense
 from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
@@ -49,19 +50,21 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
             "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and "
             "overrides."
         )
-    found = possible_schemes(spec, facts.arch)[0]
-    if found is None or found.layers.has_static_inputs or found.layers.block_rows > 1:
+    scheme = None if spec.only_cache else scheme_or_dense(spec.scheme)
+    if scheme is None or scheme.has_static_inputs or scheme.block_rows > 1:
         raise UsageError(
             f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have "
             "their own scales."
         )
     for linear in INPUTS:
         columns = parameter_shapes(facts)[f"{linear}.weight"][1]
-        if found.layers.group_size is not None and columns % found.layers.group_size:
+        if columns % (scheme.group_size or 1):
             raise UnsupportedFormat(
-                f"draft: {linear} has {columns} columns, no multiple of {found.layers.group_size} as "
-                f"{spec.scheme} wants."
+                f"draft: {linear} has {columns} columns, no multiple of {scheme.group_size} as "
+                f"{spec.scheme} wants. Take a scheme whose groups divide it or one of channels."
             )
+    found = possible_schemes(spec, facts.arch)[0]
+    assert found is not None, "the scheme is not dense"
     return found
 
 

@@ -1,7 +1,9 @@
 """The scheme that each linear gets, as far as a recipe and the shapes of a model decide it, and the bytes
 that follow."""
 
-from compress.errors import UnsupportedFormat
+from collections.abc import Iterable
+
+from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.overrides import decide, overridden
 from compress.quant.model_scheme import ModelScheme, commonest
@@ -34,21 +36,58 @@ def model_scheme(spec: Quantize, arch: Arch) -> ModelScheme | None:
     """Return the schemes of a recipe without mixed precision, None where all weights stay dense.
 
     Raises:
-        UsageError: an override decides nothing, or linears of one group would differ.
+        UsageError: an override decides nothing, linears of one group would differ, or scale groups do not
+            divide the inputs of a linear.
     """
     assert isinstance(spec.scheme, str), "the schemes of mixed precision are chosen while the stage runs"
     if spec.only_cache:
         return None
-    return overridden(scheme_or_dense(spec.scheme), spec.patterns, arch, head=spec.head_scheme)
+    found = overridden(scheme_or_dense(spec.scheme), spec.patterns, arch, head=spec.head_scheme)
+    if found is not None:
+        linears = [f"layers.{idx}.{name}" for idx, layer in enumerate(arch.layers) for name in layer.linears]
+        _check_whole_groups(arch, [(each, found.for_linear(each)) for each in linears], head=found.head)
+    return found
 
 
 def mixed_schemes(spec: Quantize, mixed: Mixed, arch: Arch) -> list[GroupSchemes]:
     """Return every linear group with the schemes that mixed precision chooses from.
 
     Raises:
-        UsageError: an override decides nothing, or linears of one group would differ.
+        UsageError: an override decides nothing, linears of one group would differ, or scale groups do not
+            divide the inputs of a linear.
     """
-    return schemes_by_group(mixed, decide(spec.patterns, arch), arch)
+    groups = schemes_by_group(mixed, decide(spec.patterns, arch), arch)
+    choices = [(linear, scheme) for each in groups for linear in each.linears for scheme in each.schemes]
+    _check_whole_groups(arch, choices, head=spec.head_scheme)
+    return groups
+
+
+def _check_whole_groups(
+    arch: Arch, choices: Iterable[tuple[str, Scheme | None]], *, head: Scheme | None
+) -> None:
+    """Check that scale groups divide the inputs of every linear, given schemes that linears may get.
+
+    Raises:
+        UsageError: those of some do not; the message names the first.
+    """
+    broken = []
+    for linear, scheme in choices:
+        _, idx, name = linear.split(".", 2)
+        in_features = arch.layers[int(idx)].linear_shape(name, arch.hidden_size)[1]
+        if scheme is not None and in_features % (scheme.group_size or 1):
+            broken.append((linear, scheme, in_features))
+    if head is not None and arch.hidden_size % (head.group_size or 1):
+        broken.append(("head", head, arch.hidden_size))
+    if not broken:
+        return
+    linear, scheme, in_features = broken[0]
+    num_broken = len({name for name, _, _ in broken})
+    also = f" (one of {num_broken} such linears)" if num_broken > 1 else ""
+    dense = "leave out `head`" if linear == "head" else "keep those linears `dense` by overrides"
+    raise UsageError(
+        f"quantize: {scheme.name} needs K to be a multiple of {scheme.group_size}, and {linear}{also} has "
+        f"K = {in_features}. Take a scheme whose groups divide it or one of channels, or {dense}."
+    )
 
 
 def possible_schemes(spec: Quantize, arch: Arch) -> list[ModelScheme | None]:
@@ -56,7 +95,8 @@ def possible_schemes(spec: Quantize, arch: Arch) -> list[ModelScheme | None]:
     them in turn.
 
     Raises:
-        UsageError: an override decides nothing, or linears of one group would differ.
+        UsageError: an override decides nothing, linears of one group would differ, or scale groups do not
+            divide the inputs of a linear.
     """
     if not isinstance(spec.scheme, Mixed):
         return [model_scheme(spec, arch)]

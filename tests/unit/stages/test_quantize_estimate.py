@@ -15,6 +15,7 @@ from compress.models.known import known_config
 from compress.pipeline import resolve_source
 from compress.stages import STAGES, PlanFacts
 from compress.stages.calibrate import Calibrate
+from compress.stages.quantize.schemes import possible_schemes
 from scripts import bench_quantize
 from scripts.quality_bench import methods
 from tests.support.tiny_decoder import tiny_arch
@@ -36,6 +37,33 @@ def known(name: str) -> Arch:
     config = known_config(name)
     assert config is not None
     return family_of(config).read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "linear"),
+    [
+        (
+            {"scheme": "W4A16_G128"},
+            "W4A16_G128 .* layers.0.attn.q .one of 12 such linears. has K = 192.*`dense` by overrides",
+        ),
+        ({"scheme": "W4A16_G64"}, "multiple of 64, and layers.0.attn.o .one of 2 .* has K = 96.*`dense`"),
+        (
+            {"scheme": {"kind": "mixed", "schemes": ["W4A16_G64", "W8A16"], "budget": {"size_ratio": 0.4}}},
+            "multiple of 64, and layers.0.attn.o",
+        ),
+        ({"scheme": "W4A16_G32", "head": "FP8_BLOCK"}, "and head has K = 192.*leave out `head`"),
+    ],
+)
+def test_a_linear_that_groups_do_not_divide_is_named_with_the_way_out(
+    keys: dict[str, object], linear: str
+) -> None:
+    spec = STAGES.get("quantize").spec.model_validate(keys)
+    arch = tiny_arch(
+        hidden_size=192, intermediate_size=256, num_hidden_layers=2, num_attention_heads=6, head_dim=16
+    )
+    with pytest.raises(UsageError, match=linear):
+        possible_schemes(spec, arch)
+    assert possible_schemes(spec, arch.replace(hidden_size=256, layers=known("llama-3.1-8b").layers[:2]))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
