@@ -166,6 +166,8 @@ DRAFT_FOLDER = "draft"
 GRAPH_SHARD_BYTES = 1_000_000_000
 """Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
 own."""
+WIDEST = "compressed-tensors"
+"""The format that takes most schemes."""
 TAKE_ONE_SCALE = "Quantize with `round: {kind: rtn, scale: matrix}`, or export compressed-tensors."
 """The advice of errors about a format that stores one scale for a linear."""
 PROPOSED = 4
@@ -225,18 +227,33 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
     in most formats.
 
     Raises:
-        UnsupportedFormat: naming every broken rule.
+        UnsupportedFormat: naming every broken rule, and the formats that have none.
         EnvironmentUnfit: a package that the format needs is not installed.
     """
     form = FORMATS.get(name)
-    broken = [] if scheme is None else form.broken_rules(arch, scheme)
-    has_graph = isinstance(form, GraphFormat)
     if isinstance(form, GraphFormat):
         form.check()
-        broken += form.broken_facts(arch)
-        if kv_format is not None:
-            problem = f"the graph keeps keys and values as they are, not in {kv_format}."
-            broken.append(Rule("kv-cache", problem))
+    broken = _broken_rules(form, name, arch, scheme, kv_format)
+    if broken:
+        others = _other_formats(name, broken, arch, scheme, kv_format)
+        raise UnsupportedFormat(
+            f"scheme {DENSE if scheme is None else scheme.name} cannot be exported as {name}: "
+            f"{_in_one_line(broken)}{others}"
+        )
+
+
+def _broken_rules(
+    form: ExportFormat, name: str, arch: Arch, scheme: ModelScheme | None, kv_format: str | None
+) -> list[Rule]:
+    """Return the broken rules of a format; where a graph does not express the model, those alone, because no
+    other scheme would help."""
+    has_graph = isinstance(form, GraphFormat)
+    if isinstance(form, GraphFormat) and (facts := form.broken_facts(arch)):
+        return facts
+    broken = [] if scheme is None else form.broken_rules(arch, scheme)
+    if has_graph and kv_format is not None:
+        problem = f"the graph keeps keys and values as they are, not in {kv_format}."
+        broken.append(Rule("kv-cache", problem))
     if scheme is None and not has_graph and (form.static_kv is None or form.static_kv.alone is None):
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
     if kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
@@ -245,11 +262,39 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
                 "kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."
             )
         )
-    if broken:
-        reasons = " ".join(f"[{rule.name}] {rule.problem}" for rule in broken)
-        raise UnsupportedFormat(
-            f"scheme {DENSE if scheme is None else scheme.name} cannot be exported as {name}: {reasons}"
-        )
+    return broken
+
+
+def _in_one_line(rules: Sequence[Rule]) -> str:
+    return " ".join(f"[{rule.name}] {rule.problem}" for rule in rules)
+
+
+def _other_formats(
+    refused: str, broken: Sequence[Rule], arch: Arch, scheme: ModelScheme | None, kv_format: str | None
+) -> str:
+    """Return the sentence that names the formats that can hold a model which `refused` cannot, whose broken
+    rules these are; where there is none, the sentence with those of the widest format, if they are others."""
+    rules = {
+        name: _broken_rules(form, name, arch, scheme, kv_format)
+        for name, form in sorted(FORMATS.items(), key=lambda item: item[0] != WIDEST)
+        if name != refused and not _takes_one_scale(form, scheme)
+    }
+    able = [name for name, its in rules.items() if not its]
+    if able:
+        return f" {' and '.join(filter(None, (', '.join(able[:-1]), able[-1])))} can hold it."
+    remaining = [rule for rule in rules.get(WIDEST, ()) if rule not in broken]
+    if not remaining:
+        return ""
+    return f" No other format can hold it as it is; in {WIDEST} this remains: {_in_one_line(remaining)}"
+
+
+def _takes_one_scale(form: ExportFormat, scheme: ModelScheme | None) -> bool:
+    """Return whether a format has one scale for each linear of some of these schemes, which may have more."""
+    return (
+        isinstance(form, OneScaleFormat)
+        and scheme is not None
+        and any(form.takes_one_scale(each) for each in scheme.all)
+    )
 
 
 def check_scales(name: str, source: WeightSource) -> None:

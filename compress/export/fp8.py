@@ -168,8 +168,7 @@ class Fp8:
             rules.append(
                 Rule(
                     "blocks",
-                    f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use "
-                    "compressed-tensors.",
+                    f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8.",
                 )
             )
         for name, (out_features, in_features) in sorted(shapes(arch).items()):

@@ -209,8 +209,7 @@ class Gptq:
             rules.append(
                 Rule(
                     "symmetric",
-                    "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use "
-                    "awq.",
+                    "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous.",
                 )
             )
         if scheme.dense and family_of({"model_type": arch.family}).untouched:

@@ -68,20 +68,28 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
 
 
 def whole_group_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
-    """Return a broken rule for each quantized linear whose K is no multiple of the group size of its own
-    scheme; vLLM would floor the number of groups."""
-    found = {(name, size, each.group_size) for name, size, each in quantized_linears(arch, scheme)}
+    """Return a broken rule for each K of quantized linears that is no multiple of the group size of their
+    scheme, with the name of the first of them; vLLM would floor the number of groups."""
+    found = [(name, size, each.group_size) for name, size, each in quantized_linears(arch, scheme)]
     if scheme.head is not None:
-        found.add(("head", arch.hidden_size, scheme.head.group_size))
-    broken = sorted(
-        (name, size, group_size)
-        for name, size, group_size in found
-        if group_size is not None and size % group_size
-    )
+        found.append(("head", arch.hidden_size, scheme.head.group_size))
+    broken: dict[tuple[int, int], dict[str, None]] = {}
+    for name, size, group_size in found:
+        if group_size is not None and size % group_size:
+            broken.setdefault((size, group_size), {})[name] = None
     return [
-        Rule("whole-groups", f"{name} has K = {size}, not a multiple of {group_size}.")
-        for name, size, group_size in broken
+        Rule(
+            "whole-groups",
+            f"{next(iter(names))} has K = {size}, {_like(names)}not a multiple of {group_size}.",
+        )
+        for (size, group_size), names in broken.items()
     ]
+
+
+def _like(names: Collection[str]) -> str:
+    """Return how a sentence counts linears but the first, with its comma."""
+    others = len(names) - 1
+    return f"like {others} other linear{'s' if others > 1 else ''}, " if others else ""
 
 
 def layout_rules(arch: Arch, scheme: ModelScheme, quant_method: str) -> list[Rule]:
