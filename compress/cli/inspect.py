@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from compress.artifact.manifest import Manifest
 
 
+ByDtype = dict[str, dict[str, int]]
+"""dtype -> numbers of tensors and elements, and bytes."""
+
+
 def inspect(
     target: Annotated[str, typer.Argument(help="Directory of an artifact, or a registry reference.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -35,13 +39,16 @@ def inspect(
 
 
 def describe(manifest: "Manifest", target: str) -> dict[str, Any]:
-    """Return the manifest itself, and sums over its files and tensors."""
+    """Return the manifest itself, and sums over its files and tensors: `by_dtype` of the artifact's own
+    tensors, `folders` of those of the checkpoints in its folders."""
     size_bytes = sum(record.size_bytes for record in manifest.files)
+    own, folders = _by_dtype(manifest)
     return {
         "target": target,
         "digest": manifest.digest,
         "size_bytes": size_bytes,
-        "by_dtype": _by_dtype(manifest),
+        "by_dtype": own,
+        **({"folders": folders} if folders else {}),
         "manifest": asdict(manifest),
     }
 
@@ -74,13 +81,10 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
     ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
-    if manifest.tensors:
-        rows = [("dtype", "tensors", "elements", "size")]
-        rows += [
-            (dtype, str(row["tensors"]), f"{row['elements']:,}", size_text(row["size_bytes"]))
-            for dtype, row in _by_dtype(manifest).items()
-        ]
-        sections.append("tensors\n" + _indented(table(rows, right=(1, 2, 3))))
+    own, folders = _by_dtype(manifest)
+    if own:
+        sections.append(_sums("tensors", own))
+    sections += [_sums(f"tensors in {folder}", sums) for folder, sums in folders.items()]
     if list_tensors:
         rows_all = [
             (record.name, record.dtype, "x".join(map(str, record.shape)) or "scalar", record.file)
@@ -106,17 +110,30 @@ def _without_rows(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_dtype(manifest: "Manifest") -> dict[str, dict[str, int]]:
+def _sums(title: str, by_dtype: ByDtype) -> str:
+    rows = [("dtype", "tensors", "elements", "size")]
+    rows += [
+        (dtype, str(row["tensors"]), f"{row['elements']:,}", size_text(row["size_bytes"]))
+        for dtype, row in by_dtype.items()
+    ]
+    return f"{title}\n" + _indented(table(rows, right=(1, 2, 3)))
+
+
+def _by_dtype(manifest: "Manifest") -> tuple[ByDtype, dict[str, ByDtype]]:
+    """Return sums over the artifact's own tensors, and over those of each folder of it: a further format, or
+    a draft."""
     from compress.artifact.header import BITS_OF_DTYPE
 
-    sums: dict[str, dict[str, int]] = {}
+    folders: dict[str, ByDtype] = {}
     for record in manifest.tensors:
+        sums = folders.setdefault(record.file.rpartition("/")[0], {})
         row = sums.setdefault(record.dtype, {"tensors": 0, "elements": 0, "size_bytes": 0})
         elements = math.prod(record.shape)
         row["tensors"] += 1
         row["elements"] += elements
         row["size_bytes"] += elements * BITS_OF_DTYPE[record.dtype] // 8
-    return dict(sorted(sums.items()))
+    ordered = {folder: dict(sorted(sums.items())) for folder, sums in sorted(folders.items())}
+    return ordered.pop("", {}), ordered
 
 
 def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -109,6 +109,11 @@ def test_one_export_writes_the_same_codes_in_several_formats(
         assert (written / "tokenizer.json").is_file()
         for name in ("model.safetensors", "config.json"):
             assert (written / name).read_bytes() == (work / form / name).read_bytes()
+    shown = json.loads(command("inspect", exported, "--json")[1])
+    alone = {form: json.loads(command("inspect", work / form, "--json")[1])["by_dtype"] for form in forms}
+    assert shown["by_dtype"] == alone[forms[0]]
+    assert shown["folders"] == {f"formats/{form}": alone[form] for form in forms[1:]}
+    assert "\ntensors in formats/gptq\n" in command("inspect", exported)[1]
     options = ("--num-samples", 2, "--seq-len", 32, "--no-latency", "--gate", "kl_mean=1e-4")
     code, _, err = command(
         "validate",
