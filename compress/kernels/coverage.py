@@ -6,7 +6,7 @@ The kernels are those that `select` takes for the problems that a loader poses. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
@@ -15,6 +15,7 @@ from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
 from compress.models.layer_shape import LINEAR_GROUPS
+from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
 from compress.quant.scheme import SCHEMES
 
 LINEARS = (*LINEAR_GROUPS, "head")
@@ -24,20 +25,22 @@ LINEARS = (*LINEAR_GROUPS, "head")
 @dataclass(frozen=True)
 class Served:
     """One problem and the kernel that serves it, None where all refuse; `refused` has the reasons of the
-    faster candidates."""
+    faster candidates. `kv_format` is the format of a KV cache whose pages the problem is posed for, where it
+    is not the format of the pages itself."""
 
     name: str
     phase: Phase
     problem: Problem
     kernel: str | None
     refused: dict[str, str]
+    kv_format: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         problem = self.problem
         return {
             "op": problem.op,
             "linear": self.name,
-            "scheme": problem.scheme,
+            "scheme": self.kv_format or problem.scheme,
             "n": problem.n,
             "k": problem.k,
             "m_range": [problem.m_min, problem.m_max],
@@ -104,25 +107,21 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("attention_decode", "decode"),
         ("attention_prefill", "prefill"),
     )
+    transformed = (INT4_HADAMARD,) if layer.head_dim in HADAMARD_HEAD_DIMS else ()
+    kv_formats = (device.dense, *TOKEN_HEAD_FORMATS, *transformed, FP8_STATIC)
     for op, phase in cached:
-        for kv_format in (device.dense, *TOKEN_HEAD_FORMATS, FP8_STATIC):
-            rows.append(
-                _served(
-                    op,
-                    phase,
-                    [
-                        device.problem(
-                            op,
-                            n=layer.head_dim,
-                            k=repeat,
-                            phase=phase,
-                            scheme=kv_format,
-                            softcap=arch.attn_softcap is not None and op != "rope_store",
-                            sinks=arch.attn_sinks and op != "rope_store",
-                        )
-                    ],
-                )
+        for kv_format in kv_formats:
+            problem = device.problem(
+                op,
+                n=layer.head_dim,
+                k=repeat,
+                phase=phase,
+                scheme=page_format(kv_format),
+                softcap=arch.attn_softcap is not None and op != "rope_store",
+                sinks=arch.attn_sinks and op != "rope_store",
             )
+            own = kv_format if transforms_heads(kv_format) else None
+            rows.append(replace(_served(op, phase, [problem]), kv_format=own))
     row_wise: list[tuple[Op, int]] = [
         ("rms_norm", arch.hidden_size),
         ("post_norm", arch.hidden_size),

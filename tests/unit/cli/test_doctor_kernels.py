@@ -7,6 +7,7 @@ import pytest
 from compress.cli.app import main
 from compress.cli.doctor import kernel_text
 from compress.kernels.problem import EXPERT_OPS, OPS
+from compress.quant.kv import INT4_HADAMARD, INT4_TOKEN_HEAD, KV_CACHES
 
 
 def row(
@@ -47,6 +48,19 @@ def test_the_document_has_every_op_and_the_text_its_kernels(capsys: pytest.Captu
     main(["doctor"])
     text = capsys.readouterr().out
     assert all(each["kernel"] in text for each in served["rows"])
+
+
+def test_every_format_of_a_cache_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    rows = json.loads(capsys.readouterr().out)["kernels"]["rows"]
+    formats = {"rope_store": set[str](), "attention_decode": set[str](), "attention_prefill": set[str]()}
+    kernels = {(each["op"], each["scheme"]): each["kernel"] for each in rows if each["op"] in formats}
+    for op, kv_format in kernels:
+        formats[op].add(kv_format)
+    dense = next(each["scheme"] for each in rows if each["op"] == "rms_norm")
+    for op, listed in formats.items():
+        assert listed == {dense, *KV_CACHES.values()}
+        assert kernels[op, INT4_HADAMARD] == kernels[op, INT4_TOKEN_HEAD]
 
 
 def test_a_model_of_experts_has_its_ops_and_sinks(capsys: pytest.CaptureFixture[str]) -> None:
