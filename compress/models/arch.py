@@ -25,6 +25,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 MAX_SIZE = 1 << 24
 """Largest width, number of heads, and vocabulary that is read: 100 times those of the largest models, and
 small enough that no product of two overflows."""
+NO_TOKEN = -1
+"""The id by which some configs state that there is no such token."""
 MAX_LAYERS = 4096
 MAX_POSITIONS = 1 << 31
 THETAS = (1.01, 1e15)
@@ -128,10 +130,16 @@ class Arch:
         return any(layer.experts is not None for layer in self.layers)
 
     @property
+    def stated_eos(self) -> Any:
+        """What the config states as end-of-sequence id: one, a list, or None or `NO_TOKEN` for none."""
+        text = self.config.get("text_config")
+        inside = text.get("eos_token_id") if isinstance(text, Mapping) else None
+        return self.config.get("eos_token_id", inside)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        text = self.config.get("text_config") or {}
-        eos = self.config.get("eos_token_id", text.get("eos_token_id"))
-        return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        eos = self.stated_eos
+        return tuple(eos) if isinstance(eos, list) else () if eos in (None, NO_TOKEN) else (eos,)
 
     @property
     def num_linear_params(self) -> int:

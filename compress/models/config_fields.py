@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.config_facts import facts_of, is_same
+from compress.models.layer_types import FULL
 from compress.untrusted.fields import shown
 from compress.untrusted.text import one_line
 
@@ -20,11 +21,13 @@ class TableFields:
         model_type: the family; its facts decide which other fields change nothing.
         names: the fields.
         fixed: field -> the only value of it that the decoder computes.
+        attends_fully: whether every layer of the family sees all positions.
     """
 
     model_type: str
     names: Set[str]
     fixed: Mapping[str, Any]
+    attends_fully: bool = False
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Check that the fields that are not read change nothing, and that fixed ones have their value.
@@ -32,8 +35,7 @@ class TableFields:
         Raises:
             UnsupportedArch: a field may change what the model computes; the message names it.
         """
-        facts = facts_of(self.model_type)
-        refused = {name: value for name, value in self._others(config) if not facts.is_inert(name, value)}
+        refused = {name: value for name, value in self._others(config) if not self._is_inert(name, value)}
         if refused:
             stated = [f"{field_name(name)} = {shown(refused[name])}" for name in sorted(refused)]
             raise UnsupportedArch(
@@ -49,8 +51,16 @@ class TableFields:
 
     def inert_others(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of the fields that the table does not read and that change nothing, sorted."""
-        facts = facts_of(self.model_type)
-        return sorted(name for name, value in self._others(config) if facts.is_inert(name, value))
+        return sorted(name for name, value in self._others(config) if self._is_inert(name, value))
+
+    def _is_inert(self, name: str, value: Any) -> bool:
+        """Return whether a field of that value changes nothing: by the facts of the family, or because it
+        states what the decoder computes."""
+        if name == "auto_map" and value == {}:  # names no code
+            return True
+        if name == "layer_types" and self.attends_fully and isinstance(value, list):
+            return all(kind == FULL for kind in value)
+        return facts_of(self.model_type).is_inert(name, value)
 
     def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the fields, other than `null`, that the table does not read."""

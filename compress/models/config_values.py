@@ -1,6 +1,6 @@
 """Values that `config.json` states in more than one way, the same for all families."""
 
-from compress.models.arch import MAX_SIZE
+from compress.models.arch import MAX_SIZE, NO_TOKEN
 from compress.untrusted.fields import Fields
 
 SAME_ACTIVATIONS = {
@@ -20,11 +20,15 @@ def activation_of(config: Fields) -> str:
 
 
 def eos_token_ids(config: Fields) -> list[int]:
-    """Return the end-of-sequence ids of a config, which states none, one or a list."""
+    """Return the end-of-sequence ids of a config, which states none (`null` or `NO_TOKEN`), one or a
+    list."""
     name = "eos_token_id"
     if not config.has(name):
         return []
-    return config.integers(name, 0, MAX_SIZE) if config.is_list(name) else [config.integer(name, 0, MAX_SIZE)]
+    if config.is_list(name):
+        return config.integers(name, 0, MAX_SIZE)
+    stated = config.integer(name, NO_TOKEN, MAX_SIZE)
+    return [] if stated == NO_TOKEN else [stated]
 
 
 def head_dim_of(config: Fields, hidden_size: int, num_heads: int) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, NO_TOKEN, Arch
 from compress.models.config_facts import (
     HONOURED_FIELDS,
     IDLE_FIELDS,
@@ -374,19 +374,24 @@ class Family:
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | fixed.keys()
         read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
         read = (read - self.spelled.keys()) | set(self.spelled.values())
-        return TableFields(self.model_type, read, fixed)
+        return TableFields(self.model_type, read, fixed, attends_fully=self.windows is no_window)
 
 
 def unread_note(arch: Arch) -> str | None:
-    """Return the sentence that names the fields of a model's `config.json` that change nothing; None where
-    there is none."""
+    """Return the sentences that name the fields of a model's `config.json` that change nothing, or that are
+    read as none; None where there is none."""
     names = family_of({"model_type": arch.family}).unread_fields(arch.config)
-    if not names:
-        return None
-    return (
-        f"config.json has fields that change nothing in a {arch.family} model and are not read: "
-        f"{listed([field_name(name) for name in names], MAX_NAMED)}."
-    )
+    sentences = []
+    if arch.stated_eos == NO_TOKEN:
+        sentences.append(
+            f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
+        )
+    if names:
+        sentences.append(
+            f"config.json has fields that change nothing in a {arch.family} model and are not read: "
+            f"{listed([field_name(name) for name in names], MAX_NAMED)}."
+        )
+    return " ".join(sentences) or None
 
 
 FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")

@@ -40,7 +40,9 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         (LLAMA, {"sliding_window": 512}, "llama model has sliding_window = 512"),
         (LLAMA, {"attention_chunk_size": 8192}, "attention_chunk_size = 8192"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (LLAMA, {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types"),
+        (LLAMA, {"layer_types": ["full_attention"] * 2}, "a list of 3 layer types"),
+        (LLAMA, {"layer_types": "full_attention"}, "layer_types"),
         (LLAMA, {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
         (LLAMA, {"rope_interleaved": True}, "rope_interleaved = True.*False only"),
         (LLAMA, {"rope_interleaved": 0}, "rope_interleaved = 0.*False only"),
@@ -101,6 +103,9 @@ HARMLESS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (LLAMA, {"sliding_window": None}, None),
     (LLAMA, {"initializer_range": 0.5, "attention_dropout": 0.1, "use_cache": False}, None),
     (LLAMA, {"rope_interleaved": False}, None),
+    (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (LLAMA, {"auto_map": {}}, "auto_map"),
+    (QWEN3, {"auto_map": {}, "layer_types": ["full_attention"] * 3}, "auto_map"),
     (LLAMA, {"_attn_implementation": "flash_attention_2", "attn_implementation": "sdpa"}, None),
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
     (LLAMA, {"unsloth_fixed": True, "is_llama_config": True}, "is_llama_config, unsloth_fixed"),
@@ -296,6 +301,10 @@ def test_end_of_text_ids_are_read_in_every_spelling() -> None:
     assert tiny_arch().eos_token_ids == (2, 3)
     assert tiny_arch(eos_token_id=7).eos_token_ids == (7,)
     assert tiny_arch(eos_token_id=None).eos_token_ids == ()
+    assert tiny_arch(eos_token_id=-1).eos_token_ids == ()
+    assert unread_note(tiny_arch(eos_token_id=-1)) == (
+        "config.json has eos_token_id = -1, which is read as no end-of-sequence token."
+    )
 
 
 def test_fresh_weights_have_the_stated_spread_and_depend_on_the_generator_only() -> None:
