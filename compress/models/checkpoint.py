@@ -17,7 +17,9 @@ from torch import Tensor
 
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.config_fields import listed
+from compress.models.experts import FLOAT32_PARAMETERS
+from compress.models.family import MAX_NAMED, family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
@@ -151,6 +153,22 @@ class Checkpoint:
             if each[0] != "head" or not self._arch.tied_head
         ]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
+
+    def rounding_note(self) -> str | None:
+        """Return the sentence that counts the float32 tensors of a model of 16 bits, which are rounded to its
+        dtype; None where there is none."""
+        if getattr(torch, self._arch.dtype).itemsize >= torch.float32.itemsize:
+            return None
+        kept = {self.family.tensor(name) for name in self._parameters() if name.endswith(FLOAT32_PARAMETERS)}
+        expected = {name for name, shape in self._expected().items() if shape is not None} - kept
+        rounded = [name for name in sorted(expected) if self._files.dtype(name) == torch.float32]
+        if not rounded:
+            return None
+        are = "tensors are" if len(rounded) > 1 else "tensor is"
+        return (
+            f"{len(rounded)} {are} float32 in this {self._arch.dtype} checkpoint and rounded to "
+            f"{self._arch.dtype}: {listed(rounded, MAX_NAMED)}."
+        )
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         own = {name: self._read(name, {}) for name in self._names[0]}
@@ -319,12 +337,8 @@ class Checkpoint:
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its
         codec checks, and for scalars."""
-        outer, layers = self._names
-        named = dict(outer)
-        for idx, layer in enumerate(layers):
-            named.update({f"layers.{idx}.{name}": shape for name, shape in layer.items()})
         expected: dict[str, tuple[int, ...] | None] = {}
-        for name in named:
+        for name in self._parameters():
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module) if leaf == "weight" else ""
             stored = self.family.tensor(name)
@@ -343,6 +357,11 @@ class Checkpoint:
                 else:
                     expected[stored] = shape or None  # a scalar may be [] or [1]
         return expected
+
+    def _parameters(self) -> list[str]:
+        """Return the canonical names of all parameters."""
+        outer, layers = self._names
+        return [*outer, *(f"layers.{idx}.{name}" for idx, layer in enumerate(layers) for name in layer)]
 
     def _check_blocks(self, name: str, shape: tuple[int, ...]) -> None:
         """Check the shapes of the blocks of a weight and of their scales."""

@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
 from compress.models.family import unread_note
+from compress.models.weights import WeightSource
 from compress.pipeline.bom import bill_of_materials
 from compress.pipeline.cache import RunCache, opened
 from compress.pipeline.evidence import REPORT_NAME, read_report
@@ -82,7 +85,8 @@ def execute(job: Job, watch: Watch) -> Result:
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline, signed_by=recipe.signed_by)
-    shapes = shapes_of(lambda: open_weights(source.path).arch)
+    weights = cache(lambda: open_weights(source.path))
+    shapes = shapes_of(lambda: weights().arch)
     estimates(steps, shapes, job.device, source=source.path)
     workspace = Workspace(job.workspace)
     directory.check()
@@ -101,7 +105,7 @@ def execute(job: Job, watch: Watch) -> Result:
         directory.link_workspace(job.workspace)
         started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
         directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")
-        if isinstance(shapes, Arch) and (sentence := unread_note(shapes)) is not None:
+        for sentence in _model_notes(weights()) if isinstance(shapes, Arch) else ():
             directory.log(f"note: {sentence}")
             job.note(sentence)
         options = RunOptions(
@@ -129,6 +133,12 @@ def execute(job: Job, watch: Watch) -> Result:
     status = "gate_failed" if failed else "done" if result.complete else "stopped"
     seconds = time.perf_counter() - started_s
     return Result(status, result, directory, pushed, seconds, champion=champion)
+
+
+def _model_notes(weights: WeightSource) -> list[str]:
+    """Return the notes on a model: what of its config is not read, and what of its tensors is rounded."""
+    notes = [unread_note(weights.arch), weights.rounding_note() if isinstance(weights, Checkpoint) else None]
+    return [each for each in notes if each is not None]
 
 
 def _signatures(push: Push, directory: RunDir) -> RunSignatures:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from compress.models.family import family_of
 from compress.models.known import known_config, known_models
@@ -150,6 +152,27 @@ def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
     assert any("pinned host memory" in note for note in alone["notes"])
     assert "planned for 4 GPUs" in command("plan", path, "--offline", "--device", "cuda", "--ranks", 4)[1]
     assert "planned for 1 GPU" in command("plan", path, "--offline", "--device", "cuda")[1]
+
+
+def test_a_run_counts_float32_tensors_that_it_rounds_once(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    file = work / "model" / "model.safetensors"
+    tensors = load_file(file)
+    wide = [name for name in sorted(tensors) if name.endswith("input_layernorm.weight")]
+    save_file({name: each.float() if name in wide else each for name, each in tensors.items()}, file)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    code, _, err = command("run", recipe(model="./model", stages=stages))
+    assert code == 0, err
+    note = f"3 tensors are float32 in this bfloat16 checkpoint and rounded to bfloat16: {', '.join(wide)}."
+    assert err.count(note) == 1
+    (log,) = (work / "runs").rglob("*.log")
+    assert log.read_text().count(note) == 1
+    layers = list((work / ".compress").glob("store/*/layer-00000.safetensors"))
+    assert [load_file(each)["attn_norm.weight"].dtype for each in layers] == [torch.bfloat16]
+    shutil.copyfile(model_dir / "model.safetensors", file)
+    assert "float32" not in command("run", recipe(model="./model", stages=stages))[2]
 
 
 def test_plan_and_run_name_fields_that_change_nothing_once(
