@@ -10,6 +10,7 @@ selection.py   what will be written
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from compress.artifact.tensors import INDEX_NAME, SINGLE_NAME
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.layer_files import check_finite
 from compress.context import Context
+from compress.errors import UnsupportedFormat
 from compress.models.checkpoint import CONFIG_NAME
 from compress.models.named_linears import Choice
 from compress.quant.model_scheme import ModelScheme
@@ -37,6 +39,8 @@ NOT_VALIDATED = (
     "Quantized by the names of its tensors and not validated on the bundled runtime: no kernel was "
     "measured, and there is no latency."
 )
+PARAMETERS = ("weight", "bias")
+"""Last parts of the names of tensors that are parameters."""
 ROW_BLOCK = 128
 """Rows that are rounded at once are a multiple of this, so that no block of rows is cut."""
 
@@ -59,7 +63,7 @@ def quantize_by_name(spec: QuantizeByName, inputs: Inputs, out: ArtifactWriter, 
 
     Raises:
         UsageError, UnsupportedFormat, StorageError: as `select`.
-        UnsupportedFormat: a weight is NaN or infinite.
+        UnsupportedFormat: a weight is NaN or infinite, also of those that stay dense.
         Interrupted: between two shards; those that are written are resume points.
     """
     selection = select(spec, inputs.source.path)
@@ -112,6 +116,7 @@ def _write_shard(
         for name in names:
             tensor = selection.files.get(name)
             if name not in codes:
+                _check_copied(tensor, name)
                 stream.write(name, tensor)
                 continue
             ctx.progress.update(done, total, codes[name].module)
@@ -120,6 +125,23 @@ def _write_shard(
             for leaf, each in codec.encode(weight).items():
                 stream.write(f"{codes[name].module}.{leaf}", each)
             done += 1
+
+
+def _check_copied(tensor: Tensor, name: str) -> None:
+    """Check a tensor that is written as it is: no NaN, and in a parameter no infinity, which other tensors
+    may hold, as a mask of attention does. Numbers of 8 bits are left to the scales beside them.
+
+    Raises:
+        UnsupportedFormat: it holds one.
+    """
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():
+        return
+    ends = [float(end) for end in tensor.aminmax()]
+    is_parameter = name.rpartition(".")[2] in PARAMETERS
+    if any(math.isnan(end) or (is_parameter and math.isinf(end)) for end in ends):
+        raise UnsupportedFormat(
+            f"the tensor '{name}' of the model holds NaN or infinity: the checkpoint is damaged."
+        )
 
 
 def _rounded(w_OI: Tensor, choice: Choice, scheme: Scheme, device: torch.device) -> QuantizedWeight:

@@ -159,6 +159,25 @@ def test_a_run_that_was_stopped_goes_on_after_the_last_shard(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["layers.1.norm.weight", "layers.0.attn.bias", "embed.weight"])
+def test_a_tensor_that_is_copied_is_finite(name: str, bad: float, tmp_path: Path) -> None:
+    tensors = model()
+    tensors[name].view(-1)[-1] = bad
+    with pytest.raises(UnsupportedFormat, match=rf"'{name}' of the model holds NaN or infinity"):
+        quantized(write(tmp_path / "m", tensors), QuantizeByName(), tmp_path / "o")
+
+
+def test_a_mask_may_be_infinite_and_no_tensor_holds_nan(tmp_path: Path) -> None:
+    mask = torch.full((4, 4), -float("inf")).triu(1)
+    tensors = {**model(), "layers.0.mask": mask, "layers.0.none": torch.empty(0)}
+    out, _ = quantized(write(tmp_path / "m", tensors), QuantizeByName(), tmp_path / "o")
+    assert torch.equal(load_tensors(out)["layers.0.mask"], mask)
+    mask[0, 0] = float("nan")
+    with pytest.raises(UnsupportedFormat, match=r"'layers\.0\.mask' of the model holds NaN"):
+        quantized(write(tmp_path / "damaged", tensors), QuantizeByName(), tmp_path / "p")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_refused_by_name(bad: float, tmp_path: Path) -> None:
     tensors = model()
     tensors["layers.1.attn.weight"][7, 5] = bad
