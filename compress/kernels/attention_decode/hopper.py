@@ -10,7 +10,7 @@ is not launched as a programmatic dependent is complete as a whole.
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -151,10 +151,9 @@ def attention_decode(
     assert sinks_H is None
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
-    row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
-    slicing = slicing_of(kv.format, head_dim)
-    coded = kv.k.element_size() == 1
-    cluster = cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim, slicing, coded=coded)
+    rows_each = q_len * num_heads // num_kv_heads
+    row_eights = row_eights_of(rows_each)
+    slicing, cluster = spread_of(num_rows // q_len * num_kv_heads, rows_each, kv.format, head_dim)
     return attend(
         q_THC,
         kv,
@@ -180,6 +179,18 @@ def row_bytes_of(kv_format: str, head_dim: int) -> int:
     return {INT4_TOKEN_HEAD: head_dim // 2}.get(
         kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim
     )
+
+
+def spread_of(pairs: int, num_rows: int, kv_format: str, head_dim: int) -> tuple[Slicing, int]:
+    """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
+    head, and of query rows of each. Keys of four bits arrive faster than eight warps of a multiprocessor work
+    them off: where two blocks for each pair are there at once, they have eight warps each."""
+    slicing = slicing_of(kv_format, head_dim)
+    cluster = cluster_of(pairs, row_eights_of(num_rows), head_dim, slicing, coded=kv_format in CODED_FORMATS)
+    small = head_dim <= 128 and num_rows <= 4  # two blocks fit, with room for the sums of all warps
+    if kv_format == INT4_TOKEN_HEAD and small and cluster == 2 and pairs <= 2 * CLUSTERS[2]:
+        slicing = replace(slicing, warps=8)
+    return slicing, cluster
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:

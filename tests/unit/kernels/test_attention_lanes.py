@@ -15,6 +15,7 @@ from compress.kernels.attention_decode.hopper import (
     cluster_of,
     row_eights_of,
     slicing_of,
+    spread_of,
 )
 from compress.kernels.compilers import nvrtc
 from compress.kernels.problem import Problem
@@ -23,6 +24,8 @@ from compress.kernels.select import refusals, select
 HOPPER = Problem("attention_decode", 128, 4, 1, 128, True, "BF16", torch.bfloat16, "cuda", 90)
 SLICING = slicing_of("BF16", 128)
 VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_lens=True, slicing=SLICING)
+STATIC_BYTES, RESERVED_BYTES, MULTIPROCESSOR_BYTES = 512, 1024, 233472
+"""Shared memory: a block's own static variables, what the driver takes of each block, and all there is."""
 ALL_FORMATS = ("BF16", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
 
 
@@ -66,10 +69,11 @@ def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
     for head_dim in head_dims(kv_format):
         for num_rows in (1, 8, 9, 32, 64):
             eights = row_eights_of(num_rows)
-            slicing = slicing_of(kv_format, head_dim)
-            for pairs in (1, 1024):
-                cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format != "BF16")
-                each = variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster)
+            for pairs in (1, 128, 1024):
+                slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim)
+                each = replace(
+                    variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster), slicing=slicing
+                )
                 assert each.shared_bytes(8 * eights) < 220 * 1024
 
 
@@ -87,6 +91,22 @@ def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> No
     assert [coded(8 * rows, 2, 128) for rows in (1, 7, 8, 128)] == [4, 4, 2, 2]
 
 
+def test_keys_of_four_bits_have_sixteen_warps_where_two_blocks_for_each_pair_fill_the_machine() -> None:
+    def dealt(pairs: int, num_rows: int = 4, kv_format: str = "INT4_TOKEN_HEAD") -> tuple[int, int]:
+        slicing, cluster = spread_of(pairs, num_rows, kv_format, 128)
+        assert replace(slicing, warps=4) == slicing_of(kv_format, 128), "the bits are the same"
+        return slicing.warps, cluster
+
+    assert [dealt(8 * rows) for rows in (1, 11, 12, 16, 17, 24, 25)] == [
+        (4, 4), (4, 4), (8, 2), (8, 2), (4, 2), (4, 2), (4, 1)
+    ]  # fmt: skip
+    assert [dealt(128, num_rows) for num_rows in (1, 5, 9)] == [(8, 2), (4, 2), (4, 2)]
+    assert dealt(128, kv_format="INT8_TOKEN_HEAD") == (4, 2)
+    slicing, cluster = spread_of(128, 4, "INT4_TOKEN_HEAD", 128)
+    each = replace(variant_of("INT4_TOKEN_HEAD", 128, cluster=cluster), slicing=slicing)
+    assert 2 * (each.shared_bytes(4) + STATIC_BYTES + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
+
+
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> None:
     for head_dim in head_dims(kv_format):
@@ -97,7 +117,7 @@ def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> 
 
 
 def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
-    reserved, static, total = 1024, 512, 233472  # the driver's bytes of each block, ours, and all there are
+    static, reserved, total = STATIC_BYTES, RESERVED_BYTES, MULTIPROCESSOR_BYTES
     assert 2 * (TWO_BLOCKS_BYTES + static + reserved) <= total < 3 * (TWO_BLOCKS_BYTES + reserved)
     for kv_format, cluster in (
         ("BF16", 1),
