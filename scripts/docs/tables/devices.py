@@ -25,7 +25,7 @@ REFERENCE = "reference"
 UNTESTABLE = "not testable here"
 DENSE_SHAPE = "meta-llama/Llama-3.1-8B"
 MIXTURE_SHAPE = "Qwen/Qwen3-30B-A3B"
-CAPABILITIES: Mapping[str, int] = {"NVIDIA H200": 90}
+CAPABILITIES: Mapping[str, int] = {"NVIDIA H200": 90, "NVIDIA H100 80GB HBM3": 90}
 """Device of a result file -> compute capability times ten; a file whose device is its host's CPU has 0."""
 DEVICES: Mapping[str, KernelDevice] = {
     "Hopper (sm_90)": KernelDevice("cuda", 90, torch.bfloat16),

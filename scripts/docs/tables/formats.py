@@ -1,5 +1,5 @@
-"""Tables of formats that were measured beside one another: serving by scheme, and attention by format of the
-cache."""
+"""Tables of formats that were measured beside one another: serving and linears by scheme, and attention by
+format of the cache."""
 
 from scripts.docs.markdown import bold, fixed, table
 from scripts.docs.result_files import Row, Run, result_file
@@ -39,12 +39,40 @@ def first_token_ms(run: Run, scheme: str) -> float:
     return float(next(row["ttft_ms_p50"] for row in run.where(scheme=scheme) if "ttft_floor_ms" in row))
 
 
-def attention_run() -> Run:
-    """Return the run that times decode attention by format of the cache."""
-    return result_file("h200/kv_attention").run
+def linears_run() -> Run:
+    """Return the run that times linears in formats that no whole model was timed in."""
+    return result_file("h100/kernels_formats").run
 
 
-def attention() -> str:
+def linears() -> str:
+    """Return the table of the gate and up projections by format: time of decode rows, rate of a prompt."""
+    run = linears_run()
+    decoded = (1, 16, 64)
+    header = ["weights", *(f"{each} row{'s' if each > 1 else ''}" for each in decoded), "2,048 rows"]
+    found = {
+        (row["scheme"], row["m"]): row for row in run.where(tool="compress", op="linear", name="gate_up")
+    }
+    rows = [
+        [
+            scheme_text(scheme),
+            *(
+                f"{bold(fixed(found[scheme, each]['us'], 1))} us, "
+                f"{100 * found[scheme, each]['bandwidth_frac']:.0f} %"
+                for each in decoded
+            ),
+            f"{fixed(found[scheme, 2048]['tflop_per_s'])} TFLOP/s",
+        ]
+        for scheme in dict.fromkeys(scheme for scheme, _ in found)
+    ]
+    return table(header, rows, align="lrrrr")
+
+
+def attention_runs() -> list[Run]:
+    """Return the runs that time decode attention by format of the cache, one for each GPU, the newest first."""
+    return [result_file(name).run for name in ("h100/kv_attention", "h200/kv_attention")]
+
+
+def attention(run: Run) -> str:
     """Return the table of decode attention by format, context and requests."""
     rows = [
         [
@@ -55,12 +83,12 @@ def attention() -> str:
             fixed(row["tb_per_s"], 2),
             f"{100 * row['bandwidth_frac']:.0f} %",
         ]
-        for row in attention_run().rows
+        for row in run.rows
     ]
     return table(["cache", "context", "requests", "median", "TB/s", "of the bandwidth"], rows, align="lrrrrr")
 
 
 def bandwidth_percent(cache: str, context: int, requests: int) -> str:
-    """Return the share of the bandwidth that attention reaches, in percent."""
-    row = attention_run().one(scheme=cache, name=f"context {context}", m=requests)
+    """Return the share of the bandwidth that attention reaches in the newest run, in percent."""
+    row = attention_runs()[0].one(scheme=cache, name=f"context {context}", m=requests)
     return f"{100 * row['bandwidth_frac']:.0f}"
