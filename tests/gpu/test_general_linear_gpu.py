@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import general, slices
+from compress.kernels.linear import general, prefill_widened, slices
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import Tile
 from compress.quant.scheme import QuantizedWeight
@@ -57,6 +57,39 @@ def on_gpu(rows: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
 
 def moved(each: Tensor | QuantizedWeight) -> Tensor:
     return each.to(CUDA) if isinstance(each, Tensor) else each.dequantize(torch.float32).to(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "k", "activation", "bias"),
+    [each for each in CASES if (each[0] or "").startswith(("W4", "W8", "MXFP4", "NVFP4"))],
+)
+def test_prompts_that_dequantize_first(
+    name: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    k: int,
+    activation: str | None,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every weight is the nearest number of 16 bits; with pieces, a bias, a residual, and float32 results."""
+    del activation
+    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    packed = prefill_widened.repack(weights, dtype=dtype, device=CUDA, gated=False)
+    exact = torch.cat([moved(each) for each in weights]).double()
+    found = prefill_widened.dequantize(packed, 0, sum(sizes))
+    assert bool(((found.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 * 1.001).all())
+    monkeypatch.setattr(prefill_widened, "MIN_PIECE_ROWS", 1024)
+    monkeypatch.setattr(prefill_widened, "SCRATCH_BYTES", 0)
+    bias_O = randn(sum(sizes), seed=4).to(CUDA, dtype) if bias else None
+    x_TI = randn(prefill_widened.MIN_ROWS + 13, k, seed=1).to(CUDA, dtype)
+    residual = randn(len(x_TI), sum(sizes), seed=2).to(CUDA, dtype)
+    expected = x_TI.double() @ exact.t() + (0 if bias_O is None else bias_O.double())
+    for out_dtype, added in ((None, residual), (torch.float32, None)):
+        y_TO = prefill_widened.linear(x_TI, packed, bias_O, residual_TO=added, out_dtype=out_dtype)
+        wanted = expected if added is None else expected + added.double()
+        assert y_TO.dtype == (out_dtype or dtype)
+        assert float((y_TO.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("by_bits", [False, True])

@@ -16,7 +16,8 @@ from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
-from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes
+from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
+from compress.kernels.linear.blocks import Blocks
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.routing import ExpertWeights, router_weights
@@ -63,7 +64,7 @@ def compile_all(sm: int) -> list[Any]:
     triton.runtime.driver.set_active(AbsentDevice(sm))
     prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
     prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
-    linears = (general, prefill_int8, prefill_int8_passes)
+    linears = (general, prefill_int8, prefill_int8_passes, prefill_widened)
     for module in (decode, prefill, widen, fused, heads, *linears, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
@@ -152,6 +153,8 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
         static = (torch.tensor(0.5), torch.tensor(-3)) if scheme.activation == "tensor" else ()
         x_TI = quantize(x_TI, activation_quant(scheme, *static))
     kernel.fn(x_TI, ready, None)
+    if isinstance(ready, Blocks) and ready.matrices.format in prefill_widened.WIDENED:
+        prefill_widened.dequantize(ready, 0, 64)
     if name in int8.SCHEMES:
         compile_int8(sm, x_TI, ready)
 

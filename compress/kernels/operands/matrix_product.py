@@ -85,16 +85,22 @@ def _numbers(
 
 
 @jit()
+def e2m1_values(nibbles: tl.tensor) -> tl.tensor:
+    """Return the numbers of e2m1 that the low four bits of integers encode, float32."""
+    index = nibbles & 7
+    power = tl.exp2(tl.maximum(index >> 1, 1).to(tl.float32) - 1)
+    size = power * (tl.where(index > 1, 1.0, 0.0) + (index & 1).to(tl.float32) * 0.5)
+    return tl.where((nibbles & 8) != 0, -size, size)
+
+
+@jit()
 def _floats(
     words: tl.tensor, scale: tl.tensor, SHIFT: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
     """Return a number of e2m1, one nibble of int16 words, times a scale, exactly. As bits of the exponent and
     the mantissa of bfloat16 (float16) it is 2^-126 (2^-14) of itself."""
     if INTERPRETED:
-        index = (words >> SHIFT) & 7
-        power = tl.exp2(tl.maximum(index >> 1, 1).to(tl.float32) - 1)
-        size = power * (tl.where(index > 1, 1.0, 0.0) + (index & 1).to(tl.float32) * 0.5)
-        return tl.where(((words >> SHIFT) & 8) != 0, -size, size) * scale.to(tl.float32)
+        return e2m1_values(words >> SHIFT) * scale.to(tl.float32)
     elif DTYPE is tl.bfloat16:
         return tl.inline_asm_elementwise(
             "{.reg .b32 t, sign, factor, none; mov.b32 factor, 0x7E807E80; mov.b32 none, 0x80008000; "

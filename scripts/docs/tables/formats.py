@@ -68,7 +68,7 @@ def linears() -> str:
 
 
 def attention_runs() -> list[Run]:
-    """Return the runs that time decode attention by format of the cache, one for each GPU, the newest first."""
+    """Return the runs that time decode attention by format of the cache, one for each GPU, newest first."""
     return [result_file(name).run for name in ("h100/kv_attention", "h200/kv_attention")]
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.act_mul.reference import act_mul
-from compress.kernels.linear import int8, prefill_int8
+from compress.kernels.linear import int8, prefill_int8, prefill_widened
+from compress.kernels.linear.blocks import Blocks
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates, refusals, select
@@ -113,6 +114,59 @@ def test_products_of_odd_sizes(
 
 
 @inside
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "k"),
+    [
+        ("W4A16_G32_ASYM", torch.bfloat16, (48, 16), 160),
+        ("W4A16_G64", torch.float16, (16, 32), 192),
+        ("W4A16_CHANNEL_ASYM", torch.float16, (16,), 80),
+        ("W4A16_CHANNEL", torch.bfloat16, (32,), 144),
+        ("W3A16_G128_ASYM", torch.bfloat16, (16,), 640),
+        ("W2A16_G64", torch.float16, (16,), 192),
+        ("NVFP4", torch.bfloat16, (16, 32), 208),
+        ("NVFP4", torch.float16, (48,), 624),
+        ("MXFP4", torch.bfloat16, (16, 16), 160),
+        ("W8A16", torch.bfloat16, (21, 16), 144),
+        ("W8A16", torch.float16, (37,), 528),
+    ],
+)
+def test_prompts_multiply_the_weights_that_codes_stand_for(
+    name: str, dtype: torch.dtype, sizes: tuple[int, ...], k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    packed = prefill_widened.repack(weights, dtype=dtype, device=CPU, gated=False)
+    exact = torch.cat([wide(each) for each in weights])
+    found = prefill_widened.dequantize(packed, 0, sum(sizes))
+    eps = torch.finfo(dtype).eps
+    rounding = eps if dtype == torch.bfloat16 else eps / 2  # the interpreter cuts bfloat16 off
+    assert found.dtype == dtype
+    assert bool(((found.double() - exact).abs() <= exact.abs() * rounding * (1 + 1e-3)).all())
+    monkeypatch.setattr(prefill_widened, "MIN_PIECE_ROWS", 32)
+    monkeypatch.setattr(prefill_widened, "SCRATCH_BYTES", 0)
+    assert [first for first, _ in prefill_widened.pieces(packed)] == list(range(0, sum(sizes), 32))
+    bias_O = randn(sum(sizes), seed=4).to(dtype)
+    x_TI = randn(prefill_widened.MIN_ROWS, k, seed=1).to(dtype)
+    residual = randn(len(x_TI), sum(sizes), seed=2).to(dtype)
+    y_TO = prefill_widened.linear(x_TI, packed, bias_O, residual_TO=residual)
+    wanted = x_TI.double() @ exact.t() + bias_O.double() + residual.double()
+    assert float((y_TO.double() - wanted).norm() / wanted.norm()) < 2 * eps
+
+
+@inside
+def test_few_rows_are_multiplied_by_the_product_that_widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(blocks: Blocks) -> None:
+        raise AssertionError(f"dequantizes {blocks.matrices.format}")
+
+    packed = prefill_widened.repack(
+        [weight((32, 128), "NVFP4", torch.float16, 0)], dtype=torch.float16, device=CPU, gated=False
+    )
+    monkeypatch.setattr(prefill_widened, "pieces", refuse)
+    prefill_widened.linear(randn(prefill_widened.MIN_ROWS - 1, 128, seed=1).half(), packed, None)
+    with pytest.raises(AssertionError, match="dequantizes fp4"):
+        prefill_widened.linear(randn(prefill_widened.MIN_ROWS, 128, seed=1).half(), packed, None)
+
+
+@inside
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("rows", "n", "k"), [(70, 37, 144), (33, 72, 32), (300, 24, 128)])
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -135,15 +189,15 @@ def test_int8_in_one_pass_has_the_bits_of_the_reference(
     ("scheme", "n", "k", "decode", "prefill"),
     [
         ("FP8_BLOCK", 6152, 4096, "cuda.slices.fp8_block", "triton.fp8_block.prefill"),
-        ("W4A16_G64", 6144, 4096, "cuda.slices.w4", "triton.w4.prefill"),
-        ("W4A16_CHANNEL_ASYM", 6144, 2880, "cuda.slices.w4", "triton.w4.prefill"),
-        ("W3A16_G128", 6144, 4096, "cuda.slices.w4", "triton.w4.prefill"),
-        ("W2A16_G64_ASYM", 6144, 4096, "cuda.slices.w4", "triton.w4.prefill"),
+        ("W4A16_G64", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
+        ("W4A16_CHANNEL_ASYM", 6144, 2880, "cuda.slices.w4", "w4.dequantize"),
+        ("W3A16_G128", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
+        ("W2A16_G64_ASYM", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
         ("BF16", 5120, 2880, "cuda.slices.dense16", "dense16.cublas"),
         ("BF16", 49155, 2048, "cuda.slices.dense16", "dense16.cublas"),
-        ("W8A16", 6144, 4096, "cuda.slices.w8", "triton.w8.prefill"),
-        ("MXFP4", 6144, 2880, "cuda.slices.fp4", "triton.fp4.prefill"),
-        ("NVFP4", 6144, 4096, "cuda.slices.fp4", "triton.fp4.prefill"),
+        ("W8A16", 6144, 4096, "cuda.slices.w8", "w8.dequantize"),
+        ("MXFP4", 6144, 2880, "cuda.slices.fp4", "fp4.dequantize"),
+        ("NVFP4", 6144, 4096, "cuda.slices.fp4", "fp4.dequantize"),
         ("NVFP4_W4A4", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
     ],
 )
