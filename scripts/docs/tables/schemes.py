@@ -14,7 +14,7 @@ ROWS = (
         "`W4A16_G64`, `W4A16_G32`, `W4A16_CHANNEL`, each also `_ASYM`",
         "the same in smaller scale groups, or a scale an output channel",
         "16 bits",
-        "from sm_80, prefill in Triton, less tuned than the others",
+        "from sm_80, less tuned than the others for several rows and for short prompts",
     ),
     (
         "`W3A16_G128`, `W3A16_G64`, `W2A16_G128`, `W2A16_G64`, each also `_ASYM`",
