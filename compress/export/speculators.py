@@ -1,6 +1,6 @@
 """An EAGLE-3 head in the layout of `speculators`, as vLLM loads it: with method `eagle3` in its speculative
-config and the directory as model, or the directory alone, which names its target model (one that was read
-from a directory by that directory's name, which vLLM finds beside the place where it is started).
+config and the directory as model, or the directory alone, which names its target model. One that was read
+from a directory has that directory's name, which vLLM looks for in its working directory.
 
     config.json         speculators_model_type, speculators_config {algorithm, proposal_methods,
                         default_proposal_method, verifier}, transformer_layer_config (a Llama config),

@@ -131,7 +131,7 @@ class Arch:
 
     @property
     def stated_eos(self) -> Any:
-        """What the config states as end-of-sequence id: one, a list, or None or `NO_TOKEN` for none."""
+        """The end-of-sequence id that the config states: one, a list, or None or `NO_TOKEN` for none."""
         text = self.config.get("text_config")
         inside = text.get("eos_token_id") if isinstance(text, Mapping) else None
         return self.config.get("eos_token_id", inside)

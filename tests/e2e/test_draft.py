@@ -213,7 +213,7 @@ REFUSALS = [
         "multiple of 64",
     ),
     (stages(quantize={"kv_cache": "fp8"}), "stay in 16 bits"),
-    (stages(quantize={"head": "FP8_DYNAMIC"}), "tied to its embedding"),
+    (stages(quantize={"scheme": "W4A16_G64", "head": "FP8_DYNAMIC"}), "tied to its embedding"),
     (stages(tokens=64), "fewer than a batch"),
     (stages(seq_len=256, tokens=8192), "has 128 positions"),
     ([*stages(data="builtin://python-eval"), EXPORT, VALIDATE], "judges on the same text"),

@@ -129,7 +129,7 @@ def _write_shard(
 
 def _check_copied(tensor: Tensor, name: str) -> None:
     """Check a tensor that is written as it is: no NaN, and in a parameter no infinity, which other tensors
-    may hold, as a mask of attention does. Numbers of 8 bits are left to the scales beside them.
+    may hold, as a mask of attention does. Numbers of 8 bits are left to their scales.
 
     Raises:
         UnsupportedFormat: it holds one.
