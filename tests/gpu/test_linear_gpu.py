@@ -30,12 +30,25 @@ SCHEME_NAMES = ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "BF16"]
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
 )
-NAMES = [
-    *SCHEME_NAMES,
-    *(pytest.param(f"{name} on Hopper", marks=HOPPER) for name in ("W4A16_G128", "W4A16_G128_ASYM", "BF16")),
+ON_HOPPER = [
+    f"{name} on Hopper"
+    for name in (
+        "W4A16_G128",
+        "W4A16_G128_ASYM",
+        "W4A16_G64",
+        "W4A16_G32",
+        "W4A16_G32_ASYM",
+        "W4A16_CHANNEL_ASYM",
+        "BF16",
+    )
 ]
+NAMES = [*SCHEME_NAMES, *(pytest.param(name, marks=HOPPER) for name in ON_HOPPER)]
 """Hopper's own FP8 kernel, which sums less exactly, has tests of its own."""
-MODULES: dict[str, Any] = {"W4A16_G128": w4a16, "W4A16_G128_ASYM": w4a16, "FP8_DYNAMIC": fp8, "BF16": dense16}
+MODULES: dict[str, Any] = {
+    **dict.fromkeys(w4a16.MULTIPLIED, w4a16),
+    "FP8_DYNAMIC": fp8,
+    "BF16": dense16,
+}
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,14 @@ def case(
         w_f64 = weight.double()
     else:
         scheme = SCHEMES[name.partition(" ")[0]]
-        scale = randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001
+        groups = k // (scheme.group_size or k)
+        scale = randn(n, groups, seed=3).abs() / k**0.5 + 0.001
         if name.startswith("W4"):
             codes = randn(n, k, seed=2).mul(4).round().clamp(-8, 7).to(torch.int8)
             zero = (
                 None
                 if scheme.symmetric
-                else randn(n, k // 128, seed=4).mul(3).round().clamp(-8, 7).to(torch.int8)
+                else randn(n, groups, seed=4).mul(3).round().clamp(-8, 7).to(torch.int8)
             )
             weight = QuantizedWeight(scheme, codes, scale.to(dtype), zero)
         else:
@@ -159,7 +173,7 @@ def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize("name", ["W4A16_G128 on Hopper", "W4A16_G128_ASYM on Hopper", "BF16 on Hopper"])
+@pytest.mark.parametrize("name", ON_HOPPER)
 @pytest.mark.parametrize(
     ("n", "k", "gated"), [(1024, 4096, False), (1008, 384, True), (6144, 1024, False), (28672, 512, True)]
 )
@@ -168,7 +182,7 @@ def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool
     gpu = gpu_of(torch.device("cuda", 0))
     for rows in (1, 9, 33, 65, 128, 321):
         expected = linear(rows)
-        for found in hopper_plan.plans(Shape(linear.kernel_weight.format, n, k, gated), rows, gpu):
+        for found in hopper_plan.plans(linear.kernel_weight.shape(gated=gated), rows, gpu):
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
                 x = first_rows(linear.x, rows)
                 y = hopper.multiply(
@@ -239,7 +253,7 @@ def test_no_rows_give_no_rows() -> None:
 RAW = [
     *(
         pytest.param(f"{name} on Hopper", n, k, marks=HOPPER)
-        for name in ("W4A16_G128", "BF16")
+        for name in ("W4A16_G128", "W4A16_G32_ASYM", "BF16")
         for n, k in ((208, 384), (4096, 4096), (28672, 512))
     ),
     ("W4A16_G128", 1024, 1024),

@@ -10,7 +10,6 @@ from torch import Tensor
 from compress.kernels.linear import prefill_dense16, prefill_fp8, prefill_w4a16
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper_plan import PROMPT_TILES, prompt_plan
-from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import Problem
@@ -19,6 +18,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
+W4A16 = ["W4A16_G128", "W4A16_G128_ASYM", "W4A16_G64", "W4A16_G32_ASYM", "W4A16_CHANNEL"]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -35,7 +35,7 @@ def random_weight(
         scale = torch.rand(n, 1, generator=generator) * 1e-3 + 1e-4
         return QuantizedWeight(facts, codes.to(CUDA), scale.to(CUDA))
     codes = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
-    scale = (torch.rand(n, k // 128, generator=generator) * 0.02 + 1e-3).to(dtype)
+    scale = (torch.rand(n, k // (facts.group_size or k), generator=generator) * 0.02 + 1e-3).to(dtype)
     zero = (
         None
         if facts.symmetric
@@ -99,7 +99,7 @@ def test_fp8(num_rows: int, n: int, k: int, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
+@pytest.mark.parametrize("scheme", W4A16)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (129, 208, 384), (300, 1000, 640)])
 def test_w4a16(
@@ -131,7 +131,7 @@ def test_w4a16(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
+@pytest.mark.parametrize("scheme", W4A16)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "n", "k"),
@@ -146,7 +146,7 @@ def test_w4a16_products(num_rows: int, n: int, k: int, gated: bool, scheme: str,
     product_f64 = x_TI.double() @ dense_OI.double().t()
     check(prefill_w4a16.linear, x_TI, packed, product_f64, k, dtype)
     for tiles in PROMPT_TILES:
-        shape = Shape(packed.kernel_weight.format, n, k, gated)
+        shape = packed.kernel_weight.shape(gated=gated)
         chosen = prompt_plan(shape, num_rows, gpu_of(CUDA), tiles=tiles)
         y_TO = multiply(x_TI, packed.kernel_weight, None, dtype=dtype, activation=None, chosen=chosen)
         assert_close(y_TO, product_f64, k)

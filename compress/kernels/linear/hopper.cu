@@ -11,7 +11,8 @@
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
-// group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. Chunks of 16-bit weights
+// group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. A chunk of SUBGROUPS = 2 or 4
+// groups is as many sums, which are scaled and added one after another, while the next is multiplied. Chunks of 16-bit weights
 // need neither, nor do those of int8, whose sums are whole numbers of 32 bits and exact until the end: the instruction adds them to their part
 // itself. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
 // warpgroup along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the
@@ -53,6 +54,8 @@ constexpr int THREADS = CONSUMERS * 32;               // of theirs
 constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
+constexpr int PARTS = SUBGROUPS > 2 ? SUBGROUPS : 2;  // of a chunk: one becomes integers while the one before it is multiplied
+constexpr int STEPS = (W4A8 ? 4 : 8) / PARTS;         // instructions of a part
 constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
 
 struct alignas(64) Args {
@@ -73,6 +76,11 @@ struct alignas(64) Args {
     const int* w_sum;
 };
 
+template <int WORDS> __device__ __forceinline__ void load_words(u32 (&to)[WORDS], u32 at) {
+    if constexpr (WORDS == 4) asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    else if constexpr (WORDS == 2) asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+    else asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(at) : "memory");
+}
 __device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 __device__ __forceinline__ void copy_tiles(u32 to, const char* map, int column, int row, int tile, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -174,6 +182,13 @@ __device__ __forceinline__ void multiply(Sum (&d)[WIDE][4], u64 a, u64 b) {
 #endif
 // The sums of an instruction's tokens among those of all.
 __device__ __forceinline__ Sum (&sums_of(Sum (&d)[NT][4], int half))[WIDE][4] { return *(Sum(*)[WIDE][4])d[WIDE * half]; }
+#endif
+
+#if W4
+// One of the two 16-bit numbers of a word, twice: those of rows g and g + 8.
+__device__ __forceinline__ u32 twice(u32 pair, int row) { return __byte_perm(pair, 0, row ? 0x3232 : 0x1010); }
+// What `dequantize` adds for a row: of a pair of -(128 + zero point), or -(1024 + zero point) in float16.
+__device__ __forceinline__ u32 zero_of_rows(u32 pair, int row) { return FORMAT == 2 ? twice(pair, row) : F16 ? 0xE408E408 : 0xC308C308; }
 #endif
 
 template <int GROUPS> __device__ __forceinline__ void wait_products() {  // until at most GROUPS of the newest are unfinished
@@ -557,15 +572,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 }
             }
 #elif SCALES_WEIGHTS
-            const u32 at = stage + a_offset, pair = load_word(at + 1024 + (lane >> 2) * 4);
-            const u32 low_scale = __byte_perm(pair, 0, 0x1010), high_scale = __byte_perm(pair, 0, 0x3232);
+            const u32 at = stage + a_offset;
             const uint4 words[2] = {load_shared(at + lane * 16), load_shared(at + 512 + lane * 16)};
-#if FORMAT == 2
-            const u32 zeros = load_word(at + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
-            const u32 low_zero = __byte_perm(zeros, 0, 0x1010), high_zero = __byte_perm(zeros, 0, 0x3232);
-#else
-            const u32 low_zero = F16 ? 0xE408E408 : 0xC308C308, high_zero = low_zero;  // -1032, -136
-#endif
+            u32 scales[SUBGROUPS], zeros[SUBGROUPS] = {};
+            load_words(scales, at + 1024 + (lane >> 2) * (4 * SUBGROUPS));
+            if (FORMAT == 2) load_words(zeros, at + 1024 + 32 * SUBGROUPS + (lane >> 2) * (4 * SUBGROUPS));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 wait_products<1>();  // those that read this half of `factors`, and at the second half all of the step before
@@ -573,8 +584,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 const u32 each[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
-                    dequantize(factors[half][s], each[s], low_zero, high_zero);
-                    scale_numbers(factors[half][s], low_scale, high_scale);
+                    const int subgroup = (half * 4 + s) * SUBGROUPS / 8;
+                    dequantize(factors[half][s], each[s], zero_of_rows(zeros[subgroup], 0), zero_of_rows(zeros[subgroup], 1));
+                    scale_numbers(factors[half][s], twice(scales[subgroup], 0), twice(scales[subgroup], 1));
                 }
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -582,50 +594,67 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             }
 #else
-            // Halves of a chunk: one becomes integers while the one before it is multiplied.
             uint4 words[DEEP][2];
-            u32 scales[DEEP], low_zero[DEEP], high_zero[DEEP];
+            u32 scales[DEEP][SUBGROUPS], zeros[DEEP][SUBGROUPS] = {};
             u64 x[DEEP];
 #pragma unroll
             for (int deep = 0; deep < DEEP; ++deep) {
                 const u32 at = stage + a_offset + deep * K_SLOTS * W_TILE;
                 words[deep][0] = load_shared(at + lane * 16), words[deep][1] = load_shared(at + 512 + lane * 16);
-                scales[deep] = load_word(at + 1024 + (lane >> 2) * 4);
-#if FORMAT == 2
-                const u32 zeros = load_word(at + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
-                low_zero[deep] = __byte_perm(zeros, 0, 0x1010), high_zero[deep] = __byte_perm(zeros, 0, 0x3232);
-#else
-                low_zero[deep] = high_zero[deep] = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
-#endif
+                load_words(scales[deep], at + 1024 + (lane >> 2) * (4 * SUBGROUPS));
+                if (FORMAT == 2) load_words(zeros[deep], at + 1024 + 32 * SUBGROUPS + (lane >> 2) * (4 * SUBGROUPS));
                 x[deep] = x_of(deep);
             }
-            float sums[NT <= 4 ? DEEP : 1][NT][4];
-            constexpr int STEPS = W4A8 ? 2 : 4;  // instructions of a half
+            constexpr int BUFFERS = NT > 4 ? 1 : SUBGROUPS > 1 ? 2 : DEEP;  // of sums that a scale applies to
+            float sums[BUFFERS][NT][4];
             u32 a[2][STEPS][4];
-            auto begin_half = [&](int deep, int half) {
-                const uint4 word = words[deep][half];
-                const u32 each[4] = {word.x, word.y, word.z, word.w};
+            auto make_numbers = [&](int deep, int part) {
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s)
+                for (int s = 0; s < STEPS; ++s) {
+                    const int step = part * STEPS + s, first = W4A8 ? 2 * step : step;
+                    const uint4 word = words[deep][first / 4];
+                    const u32 each[4] = {word.x, word.y, word.z, word.w};
+                    u32(&to)[4] = a[part % 2][s];
 #if W4A8
-                    codes_of(a[half][s][0], a[half][s][1], each[2 * s]), codes_of(a[half][s][2], a[half][s][3], each[2 * s + 1]);
+                    codes_of(to[0], to[1], each[first % 4]), codes_of(to[2], to[3], each[first % 4 + 1]);
 #else
-                    dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+                    const u32 zero = zeros[deep][step * SUBGROUPS / 8];
+                    dequantize(to, each[step % 4], zero_of_rows(zero, 0), zero_of_rows(zero, 1));
 #endif
+                }
+            };
+            auto begin_products = [&](int buffer, int deep, int part) {
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                const u64 x_half = x[deep] + half * (W4A8 ? 4 : RAW ? 8 : TOKENS * 8);
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s) wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x_half + s * 2, half > 0 || s > 0);
+                for (int s = 0; s < STEPS; ++s) {
+                    const int step = part * STEPS + s;
+                    const u64 x_step = W4A8 || RAW ? step * 2 : step / 4 * (TOKENS * 8) + step % 4 * 2;
+                    wgmma(sums[buffer], a[part % 2][s], x[deep] + x_step, (SUBGROUPS == 1 && part > 0) || s > 0);
+                }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
-            auto add_scaled = [&](int deep) {
-                const float low_scale = widen(scales[deep] & 0xFFFF), high_scale = widen(scales[deep] >> 16);
+            auto add_scaled = [&](int buffer, u32 pair) {
+                const float low_scale = widen(pair & 0xFFFF), high_scale = widen(pair >> 16);
 #pragma unroll
                 for (int j = 0; j < NT; ++j)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c)
-                        total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[NT <= 4 ? deep : 0][j][c], total[j][c]);
+                    for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[buffer][j][c], total[j][c]);
             };
+#if SUBGROUPS > 1
+            make_numbers(0, 0), begin_products(0, 0, 0);
+#pragma unroll
+            for (int i = 0; i < DEEP * PARTS; ++i) {
+                const int next = i + 1, deep = next / PARTS, part = next % PARTS;
+                const bool more = next < DEEP * PARTS;
+                if (more) make_numbers(deep, part);
+                if (more && BUFFERS > 1) begin_products(next % BUFFERS, deep, part), wait_products<1>();
+                else wait_products<0>();
+                if (!more && lane == 0) arrive(empty + 8 * slot);
+                add_scaled(i % BUFFERS, scales[i / PARTS][i % PARTS]);
+                if (more && BUFFERS == 1) begin_products(0, deep, part);
+            }
+#else
+            auto begin_half = [&](int deep, int half) { make_numbers(deep, half), begin_products(deep % BUFFERS, deep, half); };
             begin_half(0, 0), begin_half(0, 1);
 #pragma unroll
             for (int deep = 0; deep < DEEP; ++deep) {
@@ -633,10 +662,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 if (more && NT <= 4) wait_products<1>(), begin_half(deep + 1, 0), wait_products<1>();
                 else wait_products<0>();
                 if (!more && lane == 0) arrive(empty + 8 * slot);
-                add_scaled(deep);
+                add_scaled(deep % BUFFERS, scales[deep][0]);
                 if (more && NT > 4) begin_half(deep + 1, 0);
                 if (more) begin_half(deep + 1, 1);
             }
+#endif
 #endif
             if (++slot == args.stages) slot = 0, phase ^= 1;
         }

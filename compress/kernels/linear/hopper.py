@@ -23,7 +23,6 @@ from compress.kernels.linear.launch import (
     rounding_of,
     x_map,
 )
-from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
@@ -87,7 +86,7 @@ def multiply(
     device = weight.data.device
     n = weight.n
     k = weight.k
-    shape = Shape(weight.format, n, k, activation is not None)
+    shape = weight.shape(gated=activation is not None)
     assert x.shape[1] == k
     assert out_dtype in (None, dtype, torch.float32)
     y_TO = torch.empty(num_rows, n // 2 if shape.gated else n, dtype=out_dtype or dtype, device=device)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compress.kernels.compilers.nvrtc import Launch
-from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Shape
+from compress.kernels.linear.shape import ALONE_BYTES, Shape
 from compress.kernels.operands.gpu import Gpu
 
 TOKEN_TILES = (1, 2, 4, 8)
@@ -149,8 +149,8 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
     tiles = tiles or min(PROMPT_TILES, key=time_of)
     num_items = -(-shape.num_tiles // tiles) * token_blocks
     x_bytes = tokens * PROMPT_CHUNK * shape.row_bytes
-    around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * TILE_BYTES[shape.format]
-    stage_bytes = _aligned(tiles * TILE_BYTES[shape.format] + x_bytes)
+    around = _ALIGNMENT + (row_groups_of(tiles) * 4 - tiles) * shape.tile_bytes
+    stage_bytes = _aligned(tiles * shape.tile_bytes + x_bytes)
     stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes)
     blocks = min(num_items, gpu.num_sms)
     launch = Launch(
@@ -208,7 +208,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     )
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
     # As hopper.cu lays it out: inbox | raw row | scales of x | ring. The last warpgroup reads past its tiles.
-    tile_bytes = TILE_BYTES[shape.format]
+    tile_bytes = shape.tile_bytes
     row_bytes = shape.row_bytes
     inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)

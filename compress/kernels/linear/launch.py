@@ -30,7 +30,7 @@ TileMap = ctypes.c_ubyte * 128
 class KernelWeight:
     """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O`
     where outputs are scaled at the end, `scale_KO` [k / 128, n] where chunks of columns are. `sum_O` int32
-    has the sums of the codes of int8 that asymmetric rows need."""
+    has the sums of the codes of int8 that asymmetric rows need; `subgroups` is that of `Shape`."""
 
     format: Format
     data: Tensor
@@ -39,6 +39,11 @@ class KernelWeight:
     scale_O: Tensor | None = None
     scale_KO: Tensor | None = None
     sum_O: Tensor | None = None
+    subgroups: int = 1
+
+    def shape(self, *, gated: bool) -> Shape:
+        """Return the facts that plans depend on."""
+        return Shape(self.format, self.n, self.k, gated, self.subgroups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +80,8 @@ class Variant:
     macros: tuple[tuple[str, int], ...]
     zero_points: bool = False
     """Whether rows have them. The macro ZEROS, left out where they have not."""
+    subgroups: int = 1
+    """Scale groups in 128 columns of four-bit weights. The macro SUBGROUPS, left out where it is one."""
 
     @property
     def source(self) -> Source:
@@ -87,6 +94,7 @@ class Variant:
             "NORM": int(self.normed),
             "QUANT": ROUNDINGS.index(self.rounding),
             **({"ZEROS": 1} if self.zero_points else {}),
+            **({"SUBGROUPS": self.subgroups} if self.subgroups > 1 else {}),
         }
         return Source(source_text(*self.program.files), self.program.entry, (*shared.items(), *self.macros))
 
@@ -216,6 +224,7 @@ def variant_of(
         rounding=rounding,
         macros=chosen.macros,
         zero_points=zero_points,
+        subgroups=shape.subgroups,
     )
 
 

@@ -13,7 +13,10 @@
 constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
 constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
 constexpr int TOKENS = NT * 8;
-constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
+#ifndef SUBGROUPS
+#define SUBGROUPS 1  // scale groups in 128 columns of four-bit weights; several only in hopper.cu
+#endif
+constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) * SUBGROUPS : 0;
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
 constexpr int AT_ONCE = W4 && NT <= 2 && STAGES > 2 ? 2 : 1;  // stages that a warp multiplies side by side
 constexpr bool X_IN_REGISTERS = !WGMMA && NT <= 2;  // before a stage is multiplied

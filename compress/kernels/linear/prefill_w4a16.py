@@ -23,11 +23,11 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.linear.hopper import multiply
+from compress.kernels.linear.hopper import refusal as hopper_refusal
 from compress.kernels.linear.hopper_plan import prompt_plan
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
-from compress.kernels.linear.shape import Shape
-from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack
+from compress.kernels.linear.w4a16 import BLOCK, MULTIPLIED, OFFSETS, STREAMED, TILE, PackedW4, repack
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -53,12 +53,13 @@ def _dequantize(
     half_rows: tl.tensor,
     GROUPS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
+    SUBGROUPS: tl.constexpr,
     ZERO: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Dequantize `GROUPS` neighbouring blocks of 16 rows x 128 columns. The number is 128 + code + ZERO (+
-    offset); offsets follow the 16 scales."""
+    offset); offsets follow the scales."""
     launch_dependents(PDL)
     tile = tl.program_id(0)
     rows = tl.arange(0, 16)
@@ -66,11 +67,14 @@ def _dequantize(
     blocks = ((first_tile + tile) * num_groups + groups).to(tl.int64) * BLOCK_WORDS
     mask = groups < num_groups
     words = tl.load(words_ptr + blocks[:, None] + tl.arange(0, 256)[None, :], mask=mask[:, None], other=0)
-    scale_at = scales_ptr + blocks[None, :] * 2 + (512 + rows % 8 * 2 + rows // 8)[:, None]
-    scale = tl.load(scale_at, mask=mask[None, :], other=0.0)
+    row_at = 512 + rows % 8 * (2 * SUBGROUPS) + rows // 8
+    group_at = blocks[:, None] * 2 + tl.arange(0, SUBGROUPS)[None, :] * 2
+    scale_at = scales_ptr + row_at[:, None, None] + group_at[None, :, :]
+    scale = tl.load(scale_at, mask=mask[None, :, None], other=0.0)
     zero = ZERO
-    if BLOCK_WORDS > 264:
-        zero = (tl.load(scale_at + 16, mask=mask[None, :], other=0.0).to(tl.float32) + ZERO)[:, :, None]
+    if BLOCK_WORDS > 256 + 8 * SUBGROUPS:
+        offset = tl.load(scale_at + 16 * SUBGROUPS, mask=mask[None, :, None], other=0.0)
+        zero = (offset.to(tl.float32) + ZERO)[:, :, :, None]
     # Join adds a last axis of two. Nibbles of a word, from low to high: row + 8, column + 8, column + 1.
     even = tl.join(
         tl.join(_number(words, 0), _number(words, 16)), tl.join(_number(words, 8), _number(words, 24))
@@ -81,8 +85,10 @@ def _dequantize(
     numbers = tl.reshape(
         tl.join(even, odd), [GROUPS, 2, 8, 4, 4, 2, 2, 2]
     )  # group, half, row, t, step, column + 1, column + 8, row + 8
-    numbers = tl.reshape(tl.permute(numbers, [7, 2, 0, 1, 4, 6, 3, 5]), [16, GROUPS, 128])
-    value = (numbers.to(tl.bfloat16, bitcast=True).to(tl.float32) + zero) * scale.to(tl.float32)[:, :, None]
+    numbers = tl.permute(numbers, [7, 2, 0, 1, 4, 6, 3, 5])
+    numbers = tl.reshape(numbers, [16, GROUPS, SUBGROUPS, 128 // SUBGROUPS])
+    exact = numbers.to(tl.bfloat16, bitcast=True).to(tl.float32) + zero
+    value = tl.reshape(exact * scale.to(tl.float32)[:, :, :, None], [16, GROUPS, 128])
     wait(PDL)
     out_rows = (rows // 8 * half_rows + tile * 8 + rows % 8) if GATED else tile * 16 + rows
     at = (out_rows.to(tl.int64) * num_groups)[:, None] + groups[None, :]
@@ -112,7 +118,7 @@ def linear(
     gpu = gpu_of(x_TI.device)
     if gpu.sm == 90 and num_rows <= MAX_PRODUCT_ROWS and packed.n % (2 * TILE if packed.gated else TILE) == 0:
         weight = packed.kernel_weight
-        chosen = prompt_plan(Shape(weight.format, packed.n, packed.k, packed.gated), num_rows, gpu)
+        chosen = prompt_plan(weight.shape(gated=packed.gated), num_rows, gpu)
         return multiply(
             x_TI,
             weight,
@@ -184,6 +190,7 @@ def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tenso
         scratch.stride(0) // packed.k,
         GROUPS=GROUPS_PER_PROGRAM,
         BLOCK_WORDS=block_bytes // 4,
+        SUBGROUPS=packed.subgroups,
         ZERO=-136.0 if packed.symmetric else OFFSETS[packed.dtype] - 128.0,
         GATED=packed.gated,
         num_warps=4,
@@ -193,12 +200,14 @@ def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tenso
 
 
 def refusal(problem: Problem) -> str | None:
-    if problem.scheme not in ("W4A16_G128", "W4A16_G128_ASYM"):
-        return "for W4A16_G128 and W4A16_G128_ASYM"
+    if problem.scheme not in MULTIPLIED:
+        return f"for {', '.join(MULTIPLIED)}"
+    if problem.scheme not in STREAMED and (reason := hopper_refusal(problem)):
+        return reason  # decode rows have the other layout then, and one serves both
     if problem.dtype not in OFFSETS:
         return f"computes in 16 bits, not in {problem.dtype}"
-    if problem.k % GROUP:
-        return f"K = {problem.k} is not a multiple of {GROUP}"
+    if problem.k % BLOCK:
+        return f"K = {problem.k} is not a multiple of {BLOCK}"
     return library_refusal(problem) or triton_refusal(problem)
 
 

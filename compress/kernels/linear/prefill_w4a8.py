@@ -9,7 +9,6 @@ from torch import Tensor
 
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.hopper_plan import prompt_plan
-from compress.kernels.linear.shape import Shape
 from compress.kernels.linear.w4a8 import SCHEMES, PackedW4A8, repack
 from compress.kernels.linear.w4a16 import TILE
 from compress.kernels.operands.gpu import gpu_of
@@ -28,7 +27,7 @@ def linear(
 ) -> Tensor:
     """Return x W^T, [T, O], gate before up."""
     weight = packed.kernel_weight
-    shape = Shape(weight.format, packed.n, packed.k, packed.gated)
+    shape = weight.shape(gated=packed.gated)
     num_rows = x.shape[0]
     return multiply(
         x,

@@ -6,17 +6,19 @@ from typing import Literal, get_args
 Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TILE_ROWS = 16
-TILE_BYTES: dict[Format, int] = {
+CODE_BYTES: dict[Format, int] = {
     "dense16": 2048,
+    "w4": 1024,
+    "w4_asym": 1024,
     "fp8": 2048,
-    "fp8_block": 2112,
-    "w4": 1056,
-    "w4_asym": 1088,
-    "w4a8": 1056,
-    "w4a8_wide": 1056,
+    "fp8_block": 2048,
+    "w4a8": 1024,
+    "w4a8_wide": 1024,
     "int8": 2048,
 }
-"""Bytes of one row tile in one stage."""
+"""Bytes of numbers or codes of one row tile in one stage."""
+SCALE_BYTES: dict[Format, int] = {"w4": 32, "w4_asym": 64, "fp8_block": 64, "w4a8": 32, "w4a8_wide": 32}
+"""Bytes of its scales and zero points, for each scale group of a stage."""
 ALONE_BYTES = 117 * 1024
 """Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
 (`stream_plan.py` has the reason)."""
@@ -24,17 +26,24 @@ ALONE_BYTES = 117 * 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight of n rows (gate over up when gated) and k columns."""
+    """A weight of n rows (gate over up when gated) and k columns; `subgroups` scale groups of four-bit
+    weights are in 128 columns, one where a group is as long or longer."""
 
     format: Format
     n: int
     k: int
     gated: bool
+    subgroups: int = 1
 
     @property
     def num_tiles(self) -> int:
         """Tiles of 16 rows; for a gated linear, 8 gate rows over their 8 up rows."""
         return -(-(self.n // 2) // 8) if self.gated else -(-self.n // TILE_ROWS)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one row tile in one stage."""
+        return CODE_BYTES[self.format] + SCALE_BYTES.get(self.format, 0) * self.subgroups
 
     @property
     def e4m3(self) -> bool:

@@ -21,7 +21,7 @@ from compress.kernels.linear.launch import (
     rounding_of,
     x_map,
 )
-from compress.kernels.linear.shape import TILE_ROWS, Shape
+from compress.kernels.linear.shape import TILE_ROWS
 from compress.kernels.linear.stream_plan import STATIC_BYTES, Plan, plan
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows
@@ -71,8 +71,9 @@ def stream(
     """
     num_rows = x.shape[0]
     device = weight.data.device
-    shape = Shape(weight.format, weight.n, weight.k, activation is not None)
+    shape = weight.shape(gated=activation is not None)
     assert x.shape[1] == weight.k
+    assert weight.subgroups == 1
     assert out_dtype in (None, dtype, torch.float32)
     y_TO = torch.empty(
         num_rows, weight.n // 2 if shape.gated else weight.n, dtype=out_dtype or dtype, device=device

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.compilers.nvrtc import Launch
-from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Shape
+from compress.kernels.linear.shape import ALONE_BYTES, TILE_ROWS, Shape
 from compress.kernels.operands.gpu import Gpu
 
 WARPS = 16
@@ -177,11 +177,11 @@ def _fit(
     x_stage = split.parts * shape.stage_k * 2 * (real_tokens if resident else tokens)
     staged_fp8 = shape.format == "fp8" and not resident
     once = x_stage * iterations if resident else 2 * x_stage if staged_fp8 else 0
-    each = warps * TILE_BYTES[shape.format] + (0 if resident or staged_fp8 else x_stage)
+    each = warps * shape.tile_bytes + (0 if resident or staged_fp8 else x_stage)
     stages = min(
         (gpu.shared_bytes - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1
     )
-    busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= _IN_FLIGHT_BYTES
+    busy = stages > iterations or (stages - 1) * warps * shape.tile_bytes >= _IN_FLIGHT_BYTES
     if warps > WARPS or stages < 2 or (staged_fp8 and cover.tiles * 16 < tokens) or (resident and not busy):
         return None
     sums = split.parts * tokens * (cover.tiles * TILE_ROWS + 4) * 4

@@ -1,14 +1,15 @@
-"""Decode linear of int4 weights in groups of 128 (W4A16): codes stay four bits until they reach the tensor
-cores.
+"""Decode linear of integer weights of at most four bits (W4A16, and W3A16 and W2A16 in nibbles): codes stay
+four bits until they reach the tensor cores.
 
-Packed layout: one block for each tile of 16 rows and group of 128 columns, groups of a tile in a row:
-1024 bytes of codes, 16 scales, and for an asymmetric scheme 16 offsets. A 32-bit word is the eight codes
+Packed layout: one block for each tile of 16 rows and 128 columns, blocks of a tile in a row: 1024 bytes of
+codes, 16 scales, and for an asymmetric scheme 16 offsets. Groups of 64 or 32 columns have two or four times
+as many of both; those of longer groups, or of a channel, are repeated. A 32-bit word is the eight codes
 that one thread feeds to one m16n8k16 instruction: register j (rows g, g + 8, g, g + 8 and columns 2 t, 2
 t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8; the
 bits 0x4300 | code are the bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly
 (in float16 0x6400 and 1032). Words of steps 0..3 of a lane are neighbours, then words of steps 4..7.
-Scales and offsets are stored as pairs (row g, row g + 8). A tile of a gated linear holds 8 gate rows over
-the matching 8 up rows.
+Scales and offsets are stored as pairs (row g, row g + 8), those of a pair's groups side by side. A tile of a
+gated linear holds 8 gate rows over the matching 8 up rows.
 
 The product is exact on integers within a group; the group's sum is scaled in float32. So weights are not
 rounded to bfloat16 first, as the reference (and every consumer that dequantizes) does: the difference is
@@ -25,23 +26,26 @@ from compress.kernels.linear.coded import coded, stacked_codes
 from compress.kernels.linear.decode_kernels import decode_kernels, for_packed
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.launch import KernelWeight
-from compress.kernels.linear.shape import Shape
+from compress.kernels.linear.shape import Format, Shape
 from compress.kernels.linear.stream import stream
 from compress.kernels.select import anything, register
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 
-GROUP = 128
+BLOCK = 128
+"""Columns of a block."""
 TILE = 16
 CODE_BYTES = 1024
 VECTOR_BYTES = 32
 """Bytes in a block of one 16-bit number for each of its rows; `CODE_BYTES` are those of its codes."""
+SUBGROUPS = (1, 2, 4)
+"""Scale groups of a block."""
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 """The number that the bit trick adds to a code, by dtype."""
 
 
 @dataclass(frozen=True)
 class PackedW4:
-    """Blocks uint8 [tiles, groups, 1056 or 1088 bytes] of n rows (padded to whole tiles) and k columns."""
+    """Blocks uint8 [tiles, k / 128, bytes] of n rows (padded to whole tiles) and k columns."""
 
     blocks: Tensor
     n: int
@@ -49,15 +53,17 @@ class PackedW4:
     dtype: torch.dtype
     symmetric: bool
     gated: bool
+    subgroups: int = 1
 
     @property
     def kernel_weight(self) -> KernelWeight:
-        return KernelWeight("w4" if self.symmetric else "w4_asym", self.blocks, self.n, self.k)
+        given: Format = "w4" if self.symmetric else "w4_asym"
+        return KernelWeight(given, self.blocks, self.n, self.k, subgroups=self.subgroups)
 
 
 def tile_rows(n: int, *, gated: bool) -> Tensor:
     """Return which row is at [tile, 0..15]; rows n and above are padding."""
-    tiles = Shape("w4", n, GROUP, gated).num_tiles
+    tiles = Shape("w4", n, BLOCK, gated).num_tiles
     if not gated:
         return torch.arange(tiles * TILE).view(tiles, TILE)
     gate = torch.arange(tiles * 8).view(tiles, 8)
@@ -79,16 +85,23 @@ def repack(
     n, k = codes_OI.shape
     rows = tile_rows(n, gated=gated).to(device)
     tiles = rows.shape[0]
-    groups = k // GROUP
+    groups = k // BLOCK
     real = rows.flatten().clamp(max=n - 1)
-    parts = [
-        _code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)),
-        row_pairs(scale_OG[real].view(tiles, TILE, groups)),
-    ]
+    subgroups = subgroups_of(quantized[0].scheme)
+
+    def pairs(values_OG: Tensor) -> Tensor:
+        repeated = values_OG.repeat_interleave(groups * subgroups // values_OG.shape[1], dim=1)
+        return row_pairs(repeated[real].view(tiles, TILE, groups, subgroups))
+
+    parts = [_code_bytes(codes_OI[real].view(tiles, TILE, groups, BLOCK)), pairs(scale_OG)]
     if zero_OG is not None:
-        offsets = -(OFFSETS[dtype] + 8 + zero_OG[real].to(torch.float32)).to(dtype)
-        parts.append(row_pairs(offsets.view(tiles, TILE, groups)))
-    return PackedW4(torch.cat(parts, dim=-1), n, k, dtype, symmetric, gated)
+        parts.append(pairs(-(OFFSETS[dtype] + 8 + zero_OG.to(torch.float32)).to(dtype)))
+    return PackedW4(torch.cat(parts, dim=-1), n, k, dtype, symmetric, gated, subgroups)
+
+
+def subgroups_of(scheme: Scheme) -> int:
+    """Return the scale groups of a block."""
+    return 1 if scheme.group_size is None else max(1, BLOCK // scheme.group_size)
 
 
 def _code_bytes(codes: Tensor) -> Tensor:
@@ -107,16 +120,18 @@ def _code_bytes(codes: Tensor) -> Tensor:
 
 
 def row_pairs(values: Tensor) -> Tensor:
-    """Pack 16-bit numbers [tiles, 16, groups] to bytes [tiles, groups, 32], row g next to row g + 8."""
-    tiles, _, groups = values.shape
-    pairs = values.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
-    return pairs.view(torch.uint8).view(tiles, groups, VECTOR_BYTES)
+    """Pack 16-bit numbers [tiles, 16, blocks, subgroups] to bytes [tiles, blocks, 32 subgroups]: row g next
+    to row g + 8."""
+    tiles, _, blocks, subgroups = values.shape
+    pairs = values.view(tiles, 2, 8, blocks, subgroups).permute(0, 3, 2, 4, 1).contiguous()
+    return pairs.view(torch.uint8).view(tiles, blocks, subgroups * VECTOR_BYTES)
 
 
 def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of
-    `repack`."""
+    """Return codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None, of G groups of at most 128
+    columns: the inverse of `repack`."""
     tiles, groups, _ = packed.blocks.shape
+    size = packed.subgroups * VECTOR_BYTES
     words = packed.blocks[..., :CODE_BYTES].contiguous().view(torch.int32).view(tiles, groups, 2, 8, 4, 4, 1)
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
     nibbles = ((words >> shifts) & 15).view(tiles, groups, 2, 8, 4, 4, 2, 2, 2)
@@ -124,32 +139,40 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
 
     def vector(start: int) -> Tensor:
         pairs = (
-            packed.blocks[..., start : start + VECTOR_BYTES]
+            packed.blocks[..., start : start + size]
             .contiguous()
             .view(packed.dtype)
-            .view(tiles, groups, 8, 2)
+            .view(tiles, groups, 8, packed.subgroups, 2)
         )
-        return pairs.permute(0, 3, 2, 1).reshape(tiles * TILE, groups)
+        return pairs.permute(0, 4, 2, 1, 3).reshape(tiles * TILE, groups * packed.subgroups)
 
     rows = tile_rows(packed.n, gated=packed.gated).flatten().to(codes.device)
     order = torch.argsort(rows, stable=True)[: packed.n]
     zero = None
     if not packed.symmetric:
-        zero = (-vector(CODE_BYTES + VECTOR_BYTES).to(torch.float32) - OFFSETS[packed.dtype] - 8).to(
-            torch.int8
-        )[order]
+        offset = vector(CODE_BYTES + size)[order]
+        zero = (-offset.to(torch.float32) - OFFSETS[packed.dtype] - 8).to(torch.int8)
     return codes[order], vector(CODE_BYTES)[order], zero
 
 
 linear = for_packed(stream)
 hopper_linear = for_packed(multiply)
 
-SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
+STREAMED = ("W4A16_G128", "W4A16_G128_ASYM")
+MULTIPLIED = tuple(
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.activation is None
+    and scheme.type == "int"
+    and scheme.num_bits <= 4
+    and scheme.group_size in (None, *(BLOCK // each for each in SUBGROUPS))
+)
+"""Schemes that `hopper.cu` multiplies; `stream.cu` has one scale for a block."""
 for _kernel in (
-    *decode_kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
+    *decode_kernels("stream.w4a16", schemes=STREAMED, fn=linear, repack=repack, refusal=anything),
     *decode_kernels(
         "hopper.w4a16",
-        schemes=SCHEMES,
+        schemes=MULTIPLIED,
         fn=hopper_linear,
         repack=repack,
         refusal=refusal,

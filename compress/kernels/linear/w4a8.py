@@ -27,7 +27,7 @@ from compress.kernels.linear.coded import coded, stacked_codes
 from compress.kernels.linear.decode_kernels import decode_kernels, for_packed
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.launch import KernelWeight
-from compress.kernels.linear.w4a16 import CODE_BYTES, GROUP, TILE, row_pairs, tile_rows
+from compress.kernels.linear.w4a16 import BLOCK, CODE_BYTES, TILE, row_pairs, tile_rows
 from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
@@ -61,10 +61,10 @@ def repack(
     n, k = codes_OI.shape
     rows = tile_rows(n, gated=gated).to(device)
     real = rows.flatten().clamp(max=n - 1)
-    tiles = (len(rows), TILE, k // GROUP)
+    tiles = (len(rows), TILE, k // BLOCK)
     wide = bool((codes_OI == -8).any())
-    codes = _code_bytes(codes_OI[real].view(*tiles, GROUP), wide)
-    blocks = torch.cat((codes, row_pairs(scale_OG[real].view(tiles))), dim=-1)
+    codes = _code_bytes(codes_OI[real].view(*tiles, BLOCK), wide)
+    blocks = torch.cat((codes, row_pairs(scale_OG[real].view(*tiles, 1))), dim=-1)
     return PackedW4A8(blocks, n, k, dtype, gated, wide)
 
 

@@ -18,7 +18,7 @@ from compress.kernels.linear.coded import finished
 from compress.kernels.linear.decode_kernels import MAX_ROWS, MIN_SM, for_packed
 from compress.kernels.linear.stream import stream
 from compress.kernels.linear.w4a8 import SCHEMES
-from compress.kernels.linear.w4a16 import GROUP, PackedW4, repack
+from compress.kernels.linear.w4a16 import BLOCK, PackedW4, repack
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -51,7 +51,7 @@ def _refusal(problem: Problem, *, decode: bool) -> str | None:
             return "computes in bfloat16 or float16"
         if problem.m_max > MAX_ROWS:
             return f"for M up to {MAX_ROWS}, where weight bytes are the bound"
-        return f"K = {problem.k} is no multiple of {GROUP}" if problem.k % GROUP else None
+        return f"K = {problem.k} is no multiple of {BLOCK}" if problem.k % BLOCK else None
     return prefill_w4a16.refusal(replace(problem, scheme="W4A16_G128"))
 
 

@@ -12,7 +12,7 @@ from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import int8, prefill_int8, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, activation_quant, quantize
-from compress.kernels.problem import KernelDevice
+from compress.kernels.problem import PHASES, KernelDevice
 from compress.kernels.select import Kernel, candidates, refusals, select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.slow import slow
@@ -189,10 +189,8 @@ def test_int8_in_one_pass_has_the_bits_of_the_reference(
     ("scheme", "n", "k", "decode", "prefill"),
     [
         ("FP8_BLOCK", 6152, 4096, "cuda.slices.fp8_block", "triton.fp8_block.prefill"),
-        ("W4A16_G64", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
         ("W4A16_CHANNEL_ASYM", 6144, 2880, "cuda.slices.w4", "w4.dequantize"),
-        ("W3A16_G128", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
-        ("W2A16_G64_ASYM", 6144, 4096, "cuda.slices.w4", "w4.dequantize"),
+        ("W2A16_G64_ASYM", 6144, 2880, "cuda.slices.w4", "w4.dequantize"),
         ("BF16", 5120, 2880, "cuda.slices.dense16", "dense16.cublas"),
         ("BF16", 49155, 2048, "cuda.slices.dense16", "dense16.cublas"),
         ("W8A16", 6144, 4096, "cuda.slices.w8", "w8.dequantize"),
@@ -208,6 +206,22 @@ def test_what_no_tuned_kernel_serves_it_serves(
     device = KernelDevice("cuda", sm, torch.bfloat16)
     for phase, expected in (("decode", decode), ("prefill", prefill)):
         assert select(device.problem("linear", n=n, k=k, phase=phase, scheme=scheme)).name == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G64", "W4A16_CHANNEL_ASYM", "W3A16_G128", "W2A16_G64_ASYM"])
+def test_groups_of_four_bits_are_hoppers_where_blocks_are_whole(scheme: str) -> None:
+    """Decode rows and prompts read one layout, on every device."""
+    pytest.importorskip("triton")
+    for sm, decode, prefill in (
+        (80, "cuda.slices.w4", "w4.dequantize"),
+        (90, "hopper.w4a16", "w4a16.dequantize"),
+    ):
+        device = KernelDevice("cuda", sm, torch.bfloat16)
+        kernels = [
+            select(device.problem("linear", n=6144, k=4096, phase=phase, scheme=scheme)) for phase in PHASES
+        ]
+        assert [kernel.name for kernel in kernels] == [decode, prefill]
+        assert kernels[0].repack is kernels[1].repack
 
 
 @pytest.mark.parametrize(

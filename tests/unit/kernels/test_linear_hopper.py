@@ -53,7 +53,10 @@ WEIGHT_FORMATS: tuple[Format, ...] = (
     "w4a8_wide",
     "int8",
 )
+WEIGHTS = [(each, 1) for each in WEIGHT_FORMATS] + [(each, n) for each in ("w4", "w4_asym") for n in (2, 4)]
+"""Formats, and the scale groups in 128 columns."""
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
+PROMPTS = [each for each in WEIGHTS if each[0] in ("w4", "w4_asym", "w4a8")]
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
 
@@ -64,12 +67,12 @@ def each_plan(shape: Shape, gpu: Gpu) -> list[tuple[int, Plan]]:
 
 
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
-@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("weight_format", "subgroups"), WEIGHTS)
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
 def test_plans_fit_the_device_and_cover_the_product(
-    n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
+    n: int, k: int, gated: bool, weight_format: Format, subgroups: int, gpu: Gpu
 ) -> None:
-    for rows, each in each_plan(Shape(weight_format, n, k, gated), gpu):
+    for rows, each in each_plan(Shape(weight_format, n, k, gated, subgroups), gpu):
         assert 1 <= each.window <= each.stages <= MAX_STAGES
         leaves = weight_format in ("dense16", "int8")
         assert each.stages > 1 or not leaves, "its products are left under way for a step"
@@ -149,17 +152,22 @@ def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("weight_format", "subgroups"), WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 9, 64, 128])
 @pytest.mark.parametrize("name", ["odd", "qkv 8b", "gate_up 8b"])
 def test_the_kernel_compiles(
-    name: str, rows: int, weight_format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    rows: int,
+    weight_format: Format,
+    subgroups: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     e4m3 = weight_format in ("fp8", "w4a8", "w4a8_wide")
     quant = ActivationQuant() if e4m3 else ActivationQuant(dtype=INT8) if weight_format == "int8" else None
     raw = RawRows(torch.empty(rows, 8), torch.empty(8), 1e-5, quant)
-    shape = Shape(weight_format, *SHAPES[name])
+    shape = Shape(weight_format, *SHAPES[name], subgroups)
     activation = "silu" if SHAPES[name][2] else None
     plans_of = [(plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)]
     plans_of += [(plan(shape, rows, H200), None)] if weight_format == "int8" else []
@@ -177,17 +185,18 @@ def test_the_kernel_compiles(
             zero_points=idx == 2,
         )
         assert (("ZEROS", 1) in variant.source.macros) == (idx == 2)
+        assert (("SUBGROUPS", subgroups) in variant.source.macros) == (subgroups > 1)
         assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
+@pytest.mark.parametrize(("weight_format", "subgroups"), PROMPTS)
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
 def test_plans_of_prompts_fit_the_device_and_cover_the_product(
-    n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
+    n: int, k: int, gated: bool, weight_format: Format, subgroups: int, gpu: Gpu
 ) -> None:
     for rows, tiles in itertools.product((1, 129, 512, 1024), (None, *PROMPT_TILES)):
-        each = prompt_plan(Shape(weight_format, n, k, gated), rows, gpu, tiles=tiles)
+        each = prompt_plan(Shape(weight_format, n, k, gated, subgroups), rows, gpu, tiles=tiles)
         assert 2 <= each.window <= each.stages <= MAX_STAGES
         assert each.launch.shared_bytes < gpu.shared_bytes
         assert each.launch.grid[0] <= min(gpu.num_sms, each.num_items)
@@ -198,12 +207,12 @@ def test_plans_of_prompts_fit_the_device_and_cover_the_product(
 
 @needs_nvrtc
 @pytest.mark.parametrize("tiles", PROMPT_TILES)
-@pytest.mark.parametrize("weight_format", ["w4", "w4_asym", "w4a8"])
+@pytest.mark.parametrize(("weight_format", "subgroups"), PROMPTS)
 def test_the_kernel_of_prompts_compiles(
-    weight_format: Format, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weight_format: Format, subgroups: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = Shape(weight_format, *SHAPES["gate_up 8b"])
+    shape = Shape(weight_format, *SHAPES["gate_up 8b"], subgroups)
     variant = variant_of(
         PROGRAM,
         prompt_plan(shape, 512, H200, tiles=tiles),

@@ -51,7 +51,7 @@ def stacked(weights: list[QuantizedWeight], what: str) -> Tensor:
     return torch.cat([getattr(weight, what) for weight in weights])
 
 
-@pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM"])
+@pytest.mark.parametrize("name", w4a16.MULTIPLIED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "gated"), [((48, 16), False), ((40, 3), False), ((40, 40), True), ((12, 12), True)]
@@ -61,10 +61,16 @@ def test_unpacking_inverts_packing(name: str, dtype: torch.dtype, rows: tuple[in
     packed = w4a16.repack(weights, dtype=dtype, device=CPU, gated=gated)
     codes, scale, zero = w4a16.unpack(packed)
     assert torch.equal(codes, stacked(weights, "codes_OI"))
-    assert torch.equal(scale, stacked(weights, "scale_OG").to(dtype))
+    assert scale.shape[1] == packed.subgroups * 3
+    assert torch.equal(scale, by_block(stacked(weights, "scale_OG").to(dtype), packed.subgroups))
     assert (zero is None) == packed.symmetric
     if zero is not None:
-        assert torch.equal(zero, stacked(weights, "zero_point_OG"))
+        assert torch.equal(zero, by_block(stacked(weights, "zero_point_OG"), packed.subgroups))
+
+
+def by_block(values_OG: Tensor, subgroups: int) -> Tensor:
+    """Repeat what a whole row shares in each of three blocks."""
+    return values_OG.expand(-1, 3) if values_OG.shape[1] == 1 and subgroups == 1 else values_OG
 
 
 def fragment(w_16_16: Tensor, lane: int) -> Tensor:

@@ -54,7 +54,13 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
         (
             prefill_w4a16._dequantize,
             ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
-            {"GROUPS": 4, "BLOCK_WORDS": 272, "ZERO": 0.0, "GATED": True},
+            {"GROUPS": 4, "BLOCK_WORDS": 272, "SUBGROUPS": 1, "ZERO": 0.0, "GATED": True},
+            4,
+        ),
+        (
+            prefill_w4a16._dequantize,
+            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
+            {"GROUPS": 4, "BLOCK_WORDS": 320, "SUBGROUPS": 4, "ZERO": 0.0, "GATED": False},
             4,
         ),
     ]
@@ -85,6 +91,7 @@ if INTERPRETED:
     from compress.kernels.act_mul.fused import act_mul
     from compress.kernels.act_mul.reference import act_mul_rows
     from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.linear.w4a16 import MULTIPLIED
     from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
     from compress.kernels.post_norm.reference import post_norm as reference_post_norm
@@ -348,18 +355,20 @@ if INTERPRETED:
         )
         assert bool(((tokens >= 0) & (tokens < 1400)).all())
 
-    @pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
+    @pytest.mark.parametrize("scheme", MULTIPLIED)
     @pytest.mark.parametrize(("size", "gated"), [(64, False), (100, False), (96, True), (104, True)])
     def test_pieces_of_a_packed_weight_are_its_dequantized_rows(
         scheme: str, size: int, gated: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         generator = torch.Generator().manual_seed(4)
+        facts = SCHEMES[scheme]
+        groups = 640 // (facts.group_size or 640)
         codes, zero = (
-            torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
-            for shape in ((size, 640), (size, 5))
+            torch.randint(facts.min_code, facts.max_code + 1, shape, generator=generator, dtype=torch.int8)
+            for shape in ((size, 640), (size, groups))
         )
-        scale = (torch.rand(size, 5, generator=generator) * 0.02).to(torch.float16)
-        weight = QuantizedWeight(SCHEMES[scheme], codes, scale, zero if scheme == "W4A16_G128_ASYM" else None)
+        scale = (torch.rand(size, groups, generator=generator) * 0.02).to(torch.float16)
+        weight = QuantizedWeight(facts, codes, scale, None if facts.symmetric else zero)
         packed = prefill_w4a16.repack([weight], dtype=torch.float16, device=torch.device("cpu"), gated=gated)
         monkeypatch.setattr(prefill_w4a16, "SCRATCH_BYTES", 1)
         monkeypatch.setattr(prefill_w4a16, "MIN_PIECE_ROWS", 32)
