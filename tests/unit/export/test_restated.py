@@ -10,7 +10,7 @@ import torch
 
 from compress.errors import UnsupportedArch
 from compress.export import open_checkpoint, write_format
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
 from compress.quant.model_scheme import ModelScheme
