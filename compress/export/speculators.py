@@ -22,7 +22,8 @@ from torch import Tensor
 
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, check_rules, codecs
+from compress.export import FORMATS, codecs
+from compress.export.refusals import check_rules
 from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch
 from compress.models.checkpoint_writer import with_shared_scales
 from compress.models.config_file import CONFIG_NAME, read_config

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from compress.errors import UnsupportedArch
-from compress.export import open_checkpoint, write_format
+from compress.export import open_checkpoint
+from compress.export.format_writer import write_format
 from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
