@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.export import FORMATS, Consumer, GraphFormat, OneScaleFormat, write_format
+from compress.export import FORMATS, Consumer, GraphFormat, OneScaleFormat
+from compress.export.format_writer import write_format
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.overrides import linear_names

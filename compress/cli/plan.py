@@ -157,7 +157,8 @@ def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], Mod
     or from those that ship with the package), and the model where it is on this machine.
     """
     from compress.export import codecs
-    from compress.models.checkpoint import arch_of, read_config
+    from compress.models.checkpoint import arch_of
+    from compress.models.config_file import read_config
     from compress.models.known import known_config, known_models
     from compress.pipeline import resolve_source
     from compress.recipe import parse_model_ref

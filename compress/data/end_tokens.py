@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compress.errors import UnsupportedFormat
-from compress.models.checkpoint import MAX_CONFIG_BYTES
+from compress.models.config_file import MAX_CONFIG_BYTES
 from compress.models.config_values import eos_token_ids
 from compress.untrusted.fields import Fields
 from compress.untrusted.files import check_within

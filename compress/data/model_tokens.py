@@ -15,7 +15,7 @@ from compress.data.tokens import TokenSet, tokenize
 from compress.digest import digest_bytes
 from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.named_linears import stated_vocab_size
 from compress.registry.model_source import ModelSource

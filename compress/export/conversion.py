@@ -18,7 +18,8 @@ from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact, v
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
-from compress.export import FORMATS, GraphFormat, open_weights, write_format
+from compress.export import FORMATS, GraphFormat, open_weights
+from compress.export.format_writer import write_format
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint

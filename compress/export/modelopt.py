@@ -41,7 +41,7 @@ from compress.export.compressed_tensors import decode_unpacked
 from compress.export.modelopt_nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_leaves
 from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
 from compress.models.arch import Arch
-from compress.models.checkpoint import QUANT_CONFIG_NAME
+from compress.models.config_file import QUANT_CONFIG_NAME
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.kv import FP8_STATIC

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
-from compress.export import Rule, count_changed
+from compress.export import Rule
+from compress.export.refusals import count_changed
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
 from compress.models.layout import keeps_blocks, row_order

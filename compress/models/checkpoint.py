@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: import to canonical names, streaming, layer by layer.
 
-`Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter
-present with its shape, else an error names the tensor: a checkpoint is understood wholly or refused.
-Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`
+`Checkpoint` reads `config.json` (`config_file.py`) and safetensors. Every tensor on disk must be accounted
+for and every parameter present with its shape, else an error names the tensor: a checkpoint is understood
+wholly or refused. Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`
 (`quantization_config.py`); `checkpoint_writer.py` is the way back.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
+from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.config_fields import listed
+from compress.models.config_file import read_config
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import MAX_NAMED, family_of
 from compress.models.family_files import FamilyFiles
@@ -29,65 +30,6 @@ from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.scheme import QuantizedWeight, Scheme
-from compress.untrusted.files import check_within
-from compress.untrusted.parse import Malformed, read_json
-
-CONFIG_NAME = "config.json"
-QUANT_CONFIG_NAME = "hf_quant_config.json"
-"""File of modelopt's checkpoints; older ones state their quantization there alone."""
-MAX_CONFIG_BYTES = 16 << 20
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read `config.json` of a model directory, with the quantization that `hf_quant_config.json` states where
-    the former states none.
-
-    Raises:
-        UsageError: `config.json` is missing, or a file is not JSON.
-        StorageError: a file is no plain one within the directory, or cannot be read.
-    """
-    try:
-        config = _read_object(path, CONFIG_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        pickles = sorted(each.name for each in path.glob("*.bin"))
-        beside = (
-            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
-            "safetensors."
-            if pickles
-            else ""
-        )
-        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
-    if config.get("quantization_config") is None and (path / QUANT_CONFIG_NAME).is_file():
-        stated = _read_object(path, QUANT_CONFIG_NAME)
-        config["quantization_config"] = {**stated, "quant_method": "modelopt"}
-    return config
-
-
-def _is_dense(dtype: torch.dtype) -> bool:
-    """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _read_object(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object from a file of a model directory.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        UsageError, StorageError: as `read_config` states.
-    """
-    file = path / name
-    try:
-        check_within(path, file)
-        config = read_json(file, max_bytes=MAX_CONFIG_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except Malformed as error:
-        raise UsageError(f"{file} is not valid JSON: {error}.") from None
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{file} is not a JSON object.")
-    return config
 
 
 def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Arch:
@@ -373,6 +315,11 @@ class Checkpoint:
                     f"{self.path}: tensor '{stored}' is {list(self._files.shape(stored))}, its config says "
                     f"{list(wanted)}."
                 )
+
+
+def _is_dense(dtype: torch.dtype) -> bool:
+    """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _names_of(

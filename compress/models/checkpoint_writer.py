@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compress.artifact.tensors import ShardWriter
 from compress.errors import UnsupportedFormat
-from compress.models.checkpoint import CONFIG_NAME, Checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.config_file import CONFIG_NAME
 from compress.models.family import Family, family_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked

@@ -15,19 +15,9 @@ from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.errors import UnsupportedFormat, UsageError
-from compress.export import (
-    DRAFT_FOLDER,
-    FORMATS,
-    GRAPH_SHARD_BYTES,
-    PROPOSED,
-    TAKE_ONE_SCALE,
-    OneScaleFormat,
-    check_rules,
-    dense_itemsize,
-    is_graph,
-    kv_note,
-    write_format,
-)
+from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, OneScaleFormat, dense_itemsize, is_graph, kv_note
+from compress.export.format_writer import GRAPH_SHARD_BYTES, write_format
+from compress.export.refusals import TAKE_ONE_SCALE, check_rules
 from compress.export.speculators import write_speculators
 from compress.methods.quantize import Rounder
 from compress.models.arch import Arch

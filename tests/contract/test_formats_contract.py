@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from compress.errors import UnsupportedFormat
-from compress.export import (
-    FORMATS,
-    Consumer,
-    ExportFormat,
-    OneScaleFormat,
-    check_rules,
-    codecs,
-    open_checkpoint,
-    write_format,
-)
+from compress.export import FORMATS, Consumer, ExportFormat, OneScaleFormat, codecs, open_checkpoint
+from compress.export.format_writer import write_format
+from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
-from compress.export import write_format
+from compress.export.format_writer import write_format
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.checkpoint_writer import write_checkpoint

@@ -21,7 +21,7 @@ from tokenizers import models as tokenizer_models
 from compress.artifact.manifest import MANIFEST_NAME
 from compress.artifact.tensors import save_tensors
 from compress.data.tokens import TokenSet, save_token_set
-from compress.models.checkpoint import CONFIG_NAME
+from compress.models.config_file import CONFIG_NAME
 from compress.registry.protocol import open_registry
 from compress.registry.stored import list_tags
 from compress.sign.key import KeySigner

@@ -25,7 +25,7 @@ from compress.data.tokens import load_token_set, tokenize
 from compress.digest import digest_bytes
 from compress.export import open_weights
 from compress.models.arch import Arch
-from compress.models.checkpoint import CONFIG_NAME, read_config
+from compress.models.config_file import CONFIG_NAME, read_config
 from compress.models.family import family_of
 from compress.pipeline.steps import build_steps, estimates, lock_of
 from compress.recipe import load_recipe

@@ -16,7 +16,9 @@ from torch import Tensor
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.cli.app import main
 from compress.errors import EnvironmentUnfit, UnsupportedArch, UnsupportedFormat
-from compress.export import FORMATS, check_rules, open_checkpoint, write_format
+from compress.export import FORMATS, open_checkpoint
+from compress.export.format_writer import write_format
+from compress.export.refusals import check_rules
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint

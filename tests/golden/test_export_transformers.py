@@ -14,8 +14,9 @@ from torch import Tensor
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
-from compress.export import open_checkpoint, write_format
+from compress.export import open_checkpoint
 from compress.export.conversion import stated_scheme
+from compress.export.format_writer import write_format
 from compress.kernels.operands.rows import input_quant, quantize
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.gptq import Gptq

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.models.attention import CachedAttention
-from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
+from compress.models.config_file import read_config
 from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.stored_tensors import members_of

@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, check_rules, open_checkpoint, write_format
-from compress.models.checkpoint import Checkpoint, read_config
+from compress.export import FORMATS, open_checkpoint
+from compress.export.format_writer import write_format
+from compress.export.refusals import check_rules
+from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
+from compress.models.config_file import read_config
 from compress.models.moe import best
 from compress.models.overrides import overridden
 from compress.models.weights import Weights, build_decoder, dense

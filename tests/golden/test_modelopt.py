@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat
-from compress.export import FORMATS, check_rules, open_checkpoint, write_format
+from compress.export import FORMATS, open_checkpoint
 from compress.export.conversion import stated_scheme
+from compress.export.format_writer import write_format
+from compress.export.refusals import check_rules
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
 from compress.models.weights import dense

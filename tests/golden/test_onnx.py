@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
-from compress.export import open_checkpoint, write_format
+from compress.export import open_checkpoint
+from compress.export.format_writer import write_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource

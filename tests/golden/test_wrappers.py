@@ -13,7 +13,9 @@ from torch import Tensor
 
 from compress.cli.app import main
 from compress.errors import UnsupportedArch, UnsupportedFormat
-from compress.export import check_rules, open_checkpoint, write_format
+from compress.export import open_checkpoint
+from compress.export.format_writer import write_format
+from compress.export.refusals import check_rules
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of

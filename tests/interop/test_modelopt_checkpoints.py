@@ -17,8 +17,9 @@ from torch import Tensor
 
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
-from compress.export import open_checkpoint, write_format
+from compress.export import open_checkpoint
 from compress.export.conversion import stated_scheme
+from compress.export.format_writer import write_format
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.canonical import layer_name, load_weights

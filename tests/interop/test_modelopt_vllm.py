@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.export import write_format
+from compress.export.format_writer import write_format
 from compress.models.family import family_of
 from compress.models.random_source import RandomSource
 from compress.quant.model_scheme import ModelScheme

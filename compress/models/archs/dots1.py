@@ -2,9 +2,10 @@
 chosen by the sigmoids of the router with a bias that their weights do not have."""
 
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, MIXTURE_MODULES, SIGMOID_MIXTURE
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import windows_by_layer_type
 from compress.models.mixture import AS_IN_MEMORY, apart
+from compress.models.module_names import LAYER_MODULES
 
 FAMILIES.add(
     "dots1",

@@ -6,8 +6,9 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import MAX_LAYERS
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one, shared_of
+from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 _BIAS = "moe_statics.e_score_correction_bias"

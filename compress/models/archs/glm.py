@@ -1,7 +1,8 @@
 """GLM-4 of 2024 (arXiv 2406.12793): half of each head rotates, neighbours as pairs; gate and up are stacked;
 biases on q, k and v."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, STACKED_GATE_UP, Family
+from compress.models.family import FAMILIES, Family
+from compress.models.module_names import LAYER_MODULES, STACKED_GATE_UP
 
 FAMILIES.add(
     "glm",

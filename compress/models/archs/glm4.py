@@ -1,6 +1,7 @@
 """GLM-4 and GLM-Z1 of 2025 (0414): GLM-4 of 2024 with a norm of the output of each half of a layer."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, STACKED_GATE_UP, Family
+from compress.models.family import FAMILIES, Family
+from compress.models.module_names import LAYER_MODULES, STACKED_GATE_UP
 
 _NORMS = {"attn_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"}
 

@@ -2,8 +2,9 @@
 experts are chosen by the sigmoids of the router with a bias that their weights do not have. The layers that
 predict further tokens, after the last, are not read."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, shared_of, sparse_after_first, state_first
+from compress.models.module_names import LAYER_MODULES
 
 SIGMOID_MIXTURE = Mixture(
     {

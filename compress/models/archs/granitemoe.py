@@ -4,8 +4,9 @@ chosen ones."""
 from typing import Any
 
 from compress.models.arch import SCALES
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, in_one
+from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")

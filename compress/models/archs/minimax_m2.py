@@ -6,8 +6,9 @@ from typing import Any
 
 from compress.models.arch import MAX_SIZE
 from compress.models.config_facts import only_own_code
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
+from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 _BIAS = "e_score_correction_bias"

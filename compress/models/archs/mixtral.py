@@ -1,9 +1,10 @@
 """Mixtral 8x7B and 8x22B (arXiv 2401.04088): Mistral with experts, whose weights are renormalized over the
 chosen ones."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import same_window
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
+from compress.models.module_names import LAYER_MODULES
 
 FAMILIES.add(
     "mixtral",

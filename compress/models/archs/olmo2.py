@@ -1,6 +1,7 @@
 """OLMo 2 (arXiv 2501.00656): the norms of a layer follow its halves, and those of q and k span all heads."""
 
-from compress.models.family import FAMILIES, POST_NORM_MODULES, Family
+from compress.models.family import FAMILIES, Family
+from compress.models.module_names import POST_NORM_MODULES
 
 FAMILIES.add(
     "olmo2",

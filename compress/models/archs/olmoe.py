@@ -1,8 +1,9 @@
 """OLMoE 1B-7B (arXiv 2409.02060): norms over all heads of q and k, 64 experts, weights as the softmax gives
 them. A model that clips q, k and v (`clip_qkv`) is refused."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart
+from compress.models.module_names import LAYER_MODULES
 
 FAMILIES.add(
     "olmoe",

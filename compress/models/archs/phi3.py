@@ -4,8 +4,9 @@ and gate, up; LongRoPE, a part of each head rotated, or a sliding window where t
 from typing import Any
 
 from compress.models.config_facts import only_own_code
-from compress.models.family import FAMILIES, LAYER_MODULES, STACKED_GATE_UP, STACKED_QKV, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import same_window
+from compress.models.module_names import LAYER_MODULES, STACKED_GATE_UP, STACKED_QKV
 from compress.untrusted.fields import Fields
 
 _ROPES = ("default", "longrope")

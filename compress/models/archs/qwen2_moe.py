@@ -1,9 +1,10 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B (arXiv 2407.10671): Qwen2 with experts, one of which every token goes
 through, with a gate of its own."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import one_window, windows_by_layer_type
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_by_step, state_steps
+from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 

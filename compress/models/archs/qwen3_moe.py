@@ -1,8 +1,9 @@
 """Qwen3 mixtures of experts (arXiv 2505.09388): Qwen3's attention, 128 small experts, no shared one."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import one_window
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_by_step, state_steps
+from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 

@@ -25,7 +25,7 @@ from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.layer_files import check_finite
 from compress.context import Context
 from compress.errors import UnsupportedFormat
-from compress.models.checkpoint import CONFIG_NAME
+from compress.models.config_file import CONFIG_NAME
 from compress.models.named_linears import Choice
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight

@@ -14,7 +14,7 @@ from compress.artifact.header import TensorHeader
 from compress.artifact.tensor_stream import Form
 from compress.artifact.tensors import DTYPES, TensorFiles
 from compress.errors import UnsupportedFormat, UsageError
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.named_linears import (
     Choice,
     choose_linears,

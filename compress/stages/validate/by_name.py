@@ -10,7 +10,7 @@ from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.machine import device_key, environment_facts
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Input, Inputs
 from compress.stages.validate.candidate import candidate_facts

@@ -10,7 +10,7 @@ from compress.data.tokenizer import load_tokenizer
 from compress.errors import UsageError
 from compress.export import FORMATS, open_checkpoint
 from compress.export.conversion import scheme_of
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.quantization_config import quant_method
 from compress.quant.model_scheme import ModelScheme
 

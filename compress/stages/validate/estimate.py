@@ -9,7 +9,7 @@ from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError, did_you_mean
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs

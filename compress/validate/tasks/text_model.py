@@ -16,7 +16,7 @@ from compress.data.end_tokens import generation_end_ids
 from compress.data.model_tokens import prepended_bos
 from compress.data.tokenizer import decode, encode, load_tokenizer
 from compress.errors import UsageError
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.runtime.continuation_logprobs import ContinuationLogprob, Pair, score_continuations
 from compress.runtime.engine import Engine
 from compress.runtime.request import Finished, Request, SamplingParams

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from compress.export import open_checkpoint, write_format
-from compress.models.checkpoint import read_config
+from compress.export import open_checkpoint
+from compress.export.format_writer import write_format
+from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.overrides import decide
 from compress.models.random_source import RandomSource

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.export import GRAPH_SHARD_BYTES, write_format
+from compress.export.format_writer import GRAPH_SHARD_BYTES, write_format
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.family import family_of

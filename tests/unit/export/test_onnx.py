@@ -15,11 +15,13 @@ from torch import Tensor
 from compress.artifact.tensors import TensorFiles, save_tensors
 from compress.context import SilentProgress
 from compress.errors import EnvironmentUnfit, UnsupportedFormat
-from compress.export import FORMATS, check_rules, dense_itemsize, open_checkpoint, write_format
+from compress.export import FORMATS, dense_itemsize, open_checkpoint
 from compress.export.conversion import convert
+from compress.export.format_writer import write_format
 from compress.export.onnx.genai import genai_config, refusal_of_genai
 from compress.export.onnx.graph import MICROSOFT, Graph, element_type
 from compress.export.onnx.linears import Linears
+from compress.export.refusals import check_rules
 from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of

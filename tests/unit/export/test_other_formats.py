@@ -3,7 +3,8 @@
 import pytest
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, check_rules
+from compress.export import FORMATS
+from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config

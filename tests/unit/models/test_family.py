@@ -15,8 +15,9 @@ from torch import Tensor
 
 from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.checkpoint import Checkpoint
 from compress.models.config_facts import is_same
+from compress.models.config_file import read_config
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.family import Family, family_of, unread_note
 from compress.models.initialise import INIT_STD, fresh_decoder

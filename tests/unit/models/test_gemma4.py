@@ -10,7 +10,7 @@ import torch
 
 from compress.distill.student import Shape, student_arch
 from compress.errors import UnsupportedArch, UsageError
-from compress.export import check_rules
+from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.family import family_of

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.arch import Arch
-from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.checkpoint import Checkpoint
 from compress.models.config_facts import facts_of
+from compress.models.config_file import read_config
 from compress.models.eagle3 import Eagle3Facts
 from compress.models.family import FAMILIES, family_of, unread_note
 from compress.quant.model_scheme import ModelScheme

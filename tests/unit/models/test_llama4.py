@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress.errors import UnsupportedArch, UnsupportedFormat
-from compress.export import check_rules
+from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, query_growth
 from compress.models.family import family_of

@@ -9,7 +9,7 @@ from compress.calibrate.estimate import Workload, flops, host_bytes, num_columns
 from compress.cli.plan import seconds_of
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.checkpoint import read_config
+from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.pipeline import resolve_source

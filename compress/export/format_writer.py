@@ -1,0 +1,99 @@
+"""A model written as a Hugging Face directory in an export format, once nothing refuses it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from compress.export import FORMATS, FormatWithFiles, GraphFormat
+from compress.export.in_dtype import InDtype
+from compress.export.refusals import check_rules, check_scales
+from compress.export.restated import restated_fields
+from compress.models.arch import Arch
+from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
+from compress.models.family import family_of
+from compress.models.overrides import linear_names
+from compress.models.weights import WeightSource
+from compress.quant.kv import FP8_STATIC
+from compress.quant.model_scheme import ModelScheme
+
+GRAPH_SHARD_BYTES = 1_000_000_000
+"""Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
+own."""
+
+
+def write_format(
+    name: str,
+    directory: Path,
+    source: WeightSource,
+    scheme: ModelScheme | None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a quantized model as a Hugging Face directory in the format of that name, with its graph if the
+    format has one; without a scheme, a dense one with its KV cache. The config states the dtype in which the
+    model computes, also where the format stores dense weights in another.
+
+    Raises:
+        UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
+    """
+    check_rules(name, source.arch, scheme, source.kv_format)
+    check_scales(name, source)
+    form = FORMATS.get(name)
+    if isinstance(form, GraphFormat):
+        source = InDtype(source, form.dtype)
+        max_shard_bytes = min(max_shard_bytes, GRAPH_SHARD_BYTES)
+    family = family_of({"model_type": source.arch.family}).in_format(form.quant_method)
+    static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
+    if scheme is None:
+        config = None if static_kv is None else static_kv.alone
+    else:
+
+        def config_name(module: str) -> str:
+            return family.to_memory(family.to_disk(module))
+
+        coded = form.quantization_config(
+            with_dense_routers(scheme, source.arch).renamed(config_name),
+            head=config_name("head"),
+            linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
+            untouched=[
+                *family.untouched,
+                *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
+            ],
+        )
+        config = {**coded, **({} if static_kv is None else static_kv.beside)}
+    write_checkpoint(
+        directory,
+        source,
+        codec=form.codec,
+        quantization_config=config,
+        fields=restated_fields(source.arch),
+        max_shard_bytes=max_shard_bytes,
+    )
+    if isinstance(form, GraphFormat):
+        form.write_graph(directory, source.arch, scheme)
+    if isinstance(form, FormatWithFiles) and config is not None:
+        form.write_files(directory, config)
+
+
+def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
+    """Return the schemes with the routers, and the gates of shared experts, among the dense linears, because
+    consumers take them for linears like others."""
+    routers = [
+        (f"layers.{idx}.{name.removesuffix('.weight')}", None)
+        for idx, layer in enumerate(arch.layers)
+        if layer.experts is not None
+        for name in layer.experts.dense_shapes(arch.hidden_size)
+        if name.endswith(".weight")
+    ]
+    return replace(scheme, exceptions=(*scheme.exceptions, *routers))
+
+
+def dense_experts(scheme: ModelScheme, arch: Arch) -> list[str]:
+    """Return a linear of an expert of each layer whose experts are dense."""
+    firsts = [f"layers.{idx}.moe.experts.0.down" for idx, layer in enumerate(arch.layers) if layer.experts]
+    return [linear for linear in firsts if scheme.for_linear(linear) is None]
+
+
+def _experts_of(linear: str) -> str:
+    """Return the module of all experts of a layer, given the name of a linear of one, or of all, on disk."""
+    block, named, _ = linear.partition(".experts.")
+    return f"{block if named else linear.rpartition('.')[0]}.experts"

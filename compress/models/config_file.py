@@ -1,0 +1,62 @@
+"""The `config.json` of a model directory, with the quantization that older checkpoints of modelopt state in a
+file of their own.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from compress.errors import StorageError, UsageError
+from compress.untrusted.files import check_within
+from compress.untrusted.parse import Malformed, read_json
+
+CONFIG_NAME = "config.json"
+QUANT_CONFIG_NAME = "hf_quant_config.json"
+"""File of modelopt's checkpoints; older ones state their quantization there alone."""
+MAX_CONFIG_BYTES = 16 << 20
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read `config.json` of a model directory, with the quantization that `hf_quant_config.json` states where
+    the former states none.
+
+    Raises:
+        UsageError: `config.json` is missing, or a file is not JSON.
+        StorageError: a file is no plain one within the directory, or cannot be read.
+    """
+    try:
+        config = _read_object(path, CONFIG_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        pickles = sorted(each.name for each in path.glob("*.bin"))
+        beside = (
+            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
+            "safetensors."
+            if pickles
+            else ""
+        )
+        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
+    if config.get("quantization_config") is None and (path / QUANT_CONFIG_NAME).is_file():
+        stated = _read_object(path, QUANT_CONFIG_NAME)
+        config["quantization_config"] = {**stated, "quant_method": "modelopt"}
+    return config
+
+
+def _read_object(path: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a file of a model directory.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UsageError, StorageError: as `read_config` states.
+    """
+    file = path / name
+    try:
+        check_within(path, file)
+        config = read_json(file, max_bytes=MAX_CONFIG_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except Malformed as error:
+        raise UsageError(f"{file} is not valid JSON: {error}.") from None
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} is not a JSON object.")
+    return config
