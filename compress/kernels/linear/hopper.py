@@ -23,6 +23,7 @@ from compress.kernels.linear.launch import (
     rounding_of,
     x_map,
 )
+from compress.kernels.linear.shape import FOUR_BITS
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
@@ -151,7 +152,7 @@ def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
     16 bits have each 8 gate rows over their 8 up rows."""
     tiles = chosen.tiles
     places = chosen.places
-    if weight.format.startswith("w4"):
+    if weight.format in FOUR_BITS:
         return tile_map(
             weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False
         )

@@ -2,7 +2,8 @@
 // Macros as in stream.cu.
 
 #define W4A8 (FORMAT == 5 || FORMAT == 6)  // four-bit weights by e4m3 rows, -8 among the codes (6) or not
-#define W4 (FORMAT == 1 || FORMAT == 2 || W4A8)
+#define FP4 (FORMAT == 8)      // numbers of e2m1, by hopper.cu alone
+#define W4 (FORMAT == 1 || FORMAT == 2 || W4A8 || FP4)
 #define FP8 (FORMAT == 3 || FORMAT == 4)
 #define E4M3_ROWS (FP8 || W4A8)
 #define INT8 (FORMAT == 7)     // by hopper.cu alone
@@ -14,7 +15,7 @@ constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
 constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
 constexpr int TOKENS = NT * 8;
 #ifndef SUBGROUPS
-#define SUBGROUPS 1  // scale groups in 128 columns of four-bit weights; several only in hopper.cu
+#define SUBGROUPS 1  // scale groups in 128 columns of four-bit weights; several by hopper.cu alone
 #endif
 constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) * SUBGROUPS : 0;
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage

@@ -1,5 +1,5 @@
-"""W4A16 linear of many rows: the weight is dequantized piece by piece into a scratch that stays in L2, and
-cuBLAS multiplies from there.
+"""Linear of many rows over four-bit weights: the weight is dequantized piece by piece into a scratch that
+stays in L2, and cuBLAS multiplies from there.
 
     y[:, p] = x W[p]^T,   W[p] = round((codes - zero_point) scale) of the output rows p of one piece
 
@@ -12,8 +12,8 @@ rows takes 670 us in bfloat16, 770 us if all is dequantized first, and 710 us in
 scratch is overwritten before it reaches memory. A short product is not worth dividing (512 rows: 239 us
 whole, 251 us in pieces).
 
-The packed blocks are those of `w4a16.py`. A gated weight holds gate and up rows in turns: a piece is then
-two matrices, one of each.
+The packed blocks are those of `w4a16.py` and `fp4.py`. A gated weight holds gate and up rows in turns: a
+piece is then two matrices, one of each.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.linear import fp4
+from compress.kernels.linear.fp4 import UNIT
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper import refusal as hopper_refusal
 from compress.kernels.linear.hopper_plan import prompt_plan
@@ -29,6 +31,7 @@ from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
 from compress.kernels.linear.w4a16 import BLOCK, MULTIPLIED, OFFSETS, STREAMED, TILE, PackedW4, repack
 from compress.kernels.operands.gpu import gpu_of
+from compress.kernels.operands.matrix_product import e2m1_values
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -43,14 +46,16 @@ MAX_PRODUCT_ROWS = 1024
 """Rows up to which dequantizing once is no quicker than doing so for each block of 128 rows."""
 
 
-@jit(varying=("first_tile", "num_groups", "half_rows"))
+@jit(varying=("first_tile", "num_groups", "half_rows", "size"))
 def _dequantize(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    outer_ptr: tl.tensor,
     out_ptr: tl.tensor,
     first_tile: tl.tensor,
     num_groups: tl.tensor,
     half_rows: tl.tensor,
+    size: tl.tensor,
     GROUPS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     SUBGROUPS: tl.constexpr,
@@ -59,7 +64,8 @@ def _dequantize(
     PDL: tl.constexpr,
 ) -> None:
     """Dequantize `GROUPS` neighbouring blocks of 16 rows x 128 columns. The number is 128 + code + ZERO (+
-    offset); offsets follow the scales."""
+    offset); offsets follow the scales. With outputs' scales, of which there are `size`, codes are those of
+    e2m1, and ZERO is the unit that `fp4.py` defines."""
     launch_dependents(PDL)
     tile = tl.program_id(0)
     rows = tl.arange(0, 16)
@@ -75,20 +81,32 @@ def _dequantize(
     if BLOCK_WORDS > 256 + 8 * SUBGROUPS:
         offset = tl.load(scale_at + 16 * SUBGROUPS, mask=mask[None, :, None], other=0.0)
         zero = (offset.to(tl.float32) + ZERO)[:, :, :, None]
-    # Join adds a last axis of two. Nibbles of a word, from low to high: row + 8, column + 8, column + 1.
+    # Join adds a last axis of two. Code j of half a word: row + 8 if j is odd, column + 8 if it is above one.
+    FP4: tl.constexpr = outer_ptr is not None
+    F16: tl.constexpr = out_ptr.dtype.element_ty is tl.float16
     even = tl.join(
-        tl.join(_number(words, 0), _number(words, 16)), tl.join(_number(words, 8), _number(words, 24))
+        tl.join(_code(words, 0, 0, FP4, F16), _code(words, 0, 1, FP4, F16)),
+        tl.join(_code(words, 2, 0, FP4, F16), _code(words, 2, 1, FP4, F16)),
     )
     odd = tl.join(
-        tl.join(_number(words, 4), _number(words, 20)), tl.join(_number(words, 12), _number(words, 28))
+        tl.join(_code(words, 1, 0, FP4, F16), _code(words, 1, 1, FP4, F16)),
+        tl.join(_code(words, 3, 0, FP4, F16), _code(words, 3, 1, FP4, F16)),
     )
     numbers = tl.reshape(
         tl.join(even, odd), [GROUPS, 2, 8, 4, 4, 2, 2, 2]
     )  # group, half, row, t, step, column + 1, column + 8, row + 8
     numbers = tl.permute(numbers, [7, 2, 0, 1, 4, 6, 3, 5])
     numbers = tl.reshape(numbers, [16, GROUPS, SUBGROUPS, 128 // SUBGROUPS])
-    exact = numbers.to(tl.bfloat16, bitcast=True).to(tl.float32) + zero
-    value = tl.reshape(exact * scale.to(tl.float32)[:, :, :, None], [16, GROUPS, 128])
+    factor = scale.to(tl.float32)
+    if FP4:
+        exact = e2m1_values(numbers)
+        first = (first_tile + tile) * (8 if GATED else 16)
+        row = (rows // 8 * (size // 2) + rows % 8 if GATED else rows) + first
+        outer = tl.load(outer_ptr + row, mask=row < size, other=0.0)
+        factor = factor * ZERO * outer[:, None, None]
+    else:
+        exact = (numbers | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32) + zero
+    value = tl.reshape(exact * factor[:, :, :, None], [16, GROUPS, 128])
     wait(PDL)
     out_rows = (rows // 8 * half_rows + tile * 8 + rows % 8) if GATED else tile * 16 + rows
     at = (out_rows.to(tl.int64) * num_groups)[:, None] + groups[None, :]
@@ -100,9 +118,16 @@ def _dequantize(
 
 
 @jit()
-def _number(words: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Return the bits of the bfloat16 128 + code."""
-    return ((words >> SHIFT) & 0xF | 0x4300).to(tl.uint16)
+def _code(
+    words: tl.tensor, J: tl.constexpr, HALF: tl.constexpr, FP4: tl.constexpr, F16: tl.constexpr
+) -> tl.tensor:
+    """Return code J of half a word, as `w4a16.py` or `fp4.py` lays it out."""
+    if FP4:
+        MAGNITUDE: tl.constexpr = 16 * HALF + (9 - 3 * J if F16 else (18 - 3 * J) % 12)
+        SIGN: tl.constexpr = 16 * HALF + (15 if J == 0 else 11 + J)
+        return (words >> MAGNITUDE) & 7 | ((words >> SIGN) & 1) << 3
+    else:
+        return (words >> (16 * HALF + 4 * J)) & 0xF
 
 
 def linear(
@@ -181,17 +206,20 @@ def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tenso
             halves, num_tiles * tile_rows, packed.k, dtype=packed.dtype, device=packed.blocks.device
         )
     num_groups, block_bytes = packed.blocks.shape[1:]
+    zero = -136.0 if packed.symmetric else OFFSETS[packed.dtype] - 128.0
     _dequantize[num_tiles, -(-num_groups // GROUPS_PER_PROGRAM)](
         packed.blocks.view(torch.int32),
         packed.blocks.view(packed.dtype),
+        packed.outer_O,
         scratch,
         first_tile,
         num_groups,
         scratch.stride(0) // packed.k,
+        packed.n,
         GROUPS=GROUPS_PER_PROGRAM,
         BLOCK_WORDS=block_bytes // 4,
         SUBGROUPS=packed.subgroups,
-        ZERO=-136.0 if packed.symmetric else OFFSETS[packed.dtype] - 128.0,
+        ZERO=zero if packed.outer_O is None else 2.0 ** UNIT[packed.dtype],
         GATED=packed.gated,
         num_warps=4,
         **pdl_options(scratch.device),
@@ -204,6 +232,16 @@ def refusal(problem: Problem) -> str | None:
         return f"for {', '.join(MULTIPLIED)}"
     if problem.scheme not in STREAMED and (reason := hopper_refusal(problem)):
         return reason  # decode rows have the other layout then, and one serves both
+    return _refuse_size(problem)
+
+
+def _fp4_refusal(problem: Problem) -> str | None:
+    if problem.scheme not in fp4.MULTIPLIED:
+        return f"for {', '.join(fp4.MULTIPLIED)}"
+    return fp4.refusal(problem) or _refuse_size(problem)
+
+
+def _refuse_size(problem: Problem) -> str | None:
     if problem.dtype not in OFFSETS:
         return f"computes in 16 bits, not in {problem.dtype}"
     if problem.k % BLOCK:
@@ -220,5 +258,16 @@ register(
         supports=refusal,
         fn=linear,
         repack=repack,
+    )
+)
+register(
+    Kernel(
+        "linear",
+        "hopper.fp4.dequantize",
+        min_sm=90,
+        priority=10,
+        supports=_fp4_refusal,
+        fn=linear,
+        repack=fp4.repack,
     )
 )

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8"]
+Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8", "fp4"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+FOUR_BITS: tuple[Format, ...] = ("w4", "w4_asym", "w4a8", "w4a8_wide", "fp4")
 TILE_ROWS = 16
 CODE_BYTES: dict[Format, int] = {
     "dense16": 2048,
@@ -15,9 +16,17 @@ CODE_BYTES: dict[Format, int] = {
     "w4a8": 1024,
     "w4a8_wide": 1024,
     "int8": 2048,
+    "fp4": 1024,
 }
 """Bytes of numbers or codes of one row tile in one stage."""
-SCALE_BYTES: dict[Format, int] = {"w4": 32, "w4_asym": 64, "fp8_block": 64, "w4a8": 32, "w4a8_wide": 32}
+SCALE_BYTES: dict[Format, int] = {
+    "w4": 32,
+    "w4_asym": 64,
+    "fp8_block": 64,
+    "w4a8": 32,
+    "w4a8_wide": 32,
+    "fp4": 32,
+}
 """Bytes of its scales and zero points, for each scale group of a stage."""
 ALONE_BYTES = 117 * 1024
 """Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
@@ -58,7 +67,7 @@ class Shape:
     @property
     def four_bits(self) -> bool:
         """Whether weights are packed codes of four bits."""
-        return self.format.startswith("w4")
+        return self.format in FOUR_BITS
 
     @property
     def row_bytes(self) -> int:

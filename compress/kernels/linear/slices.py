@@ -32,18 +32,27 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23): a warp
     for each slice while items are few, and steps under way in shared memory while rows are few."""
     size = matrices.out_features // (2 if gated else 1)
+    given = matrices.format
     steps = steps_of(matrices)
     wide = -(-size // 32) > RESIDENT_BLOCKS // 2
     if num_rows <= 8:
         return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, True, staged=True)
     if num_rows <= 16:
-        return Tile(1, 2, 1, 1, True) if gated else Tile(2, 2 if wide else 1, 2, 2, True, staged=True)
+        if gated:
+            return Tile(1, 2, 1, 2 if given == "fp4" else 1, True)
+        if given in ("w8", "fp4"):
+            return Tile(2, 2, 1 if wide or given == "fp4" else 2, 2 if wide and given == "fp4" else 1, True)
+        return Tile(2, 2 if wide else 1, 2, 2, True, staged=True)
     items = -(-size // 32) * -(-num_rows // 32)
     if items >= MANY_ITEMS:
-        return Tile(4 if matrices.format == "dense16" and not gated else 2, 4, 1, 2, False)
+        return Tile(
+            4 if given == "dense16" and not gated else 2, 4, 1, 2, False, staged=given == "fp4" and gated
+        )
     if gated:
         return Tile(1, 8 if num_rows > 32 else 4, 1, 1, True)
-    return Tile(2 if wide or matrices.format == "w4" else 1, 4, 1, 2, True, staged=True)
+    if given == "w8" or (given == "fp4" and not wide):
+        return Tile(2, 8 if num_rows > 32 and not wide else 4, 1, 1, True)
+    return Tile(2 if wide or given == "w4" else 1, 4, 1, 2, True, staged=True)
 
 
 def linear(

@@ -16,7 +16,7 @@ rounded to bfloat16 first, as the reference (and every consumer that dequantizes
 within that rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,8 @@ OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 
 @dataclass(frozen=True)
 class PackedW4:
-    """Blocks uint8 [tiles, k / 128, bytes] of n rows (padded to whole tiles) and k columns."""
+    """Blocks uint8 [tiles, k / 128, bytes] of n rows (padded to whole tiles) and k columns. Codes of e2m1
+    (`fp4.py`) have `outer_O`, float32, which outputs are multiplied by."""
 
     blocks: Tensor
     n: int
@@ -54,11 +55,13 @@ class PackedW4:
     symmetric: bool
     gated: bool
     subgroups: int = 1
+    outer_O: Tensor | None = None
 
     @property
     def kernel_weight(self) -> KernelWeight:
-        given: Format = "w4" if self.symmetric else "w4_asym"
-        return KernelWeight(given, self.blocks, self.n, self.k, subgroups=self.subgroups)
+        integers: Format = "w4" if self.symmetric else "w4_asym"
+        given: Format = integers if self.outer_O is None else "fp4"
+        return KernelWeight(given, self.blocks, self.n, self.k, self.outer_O, subgroups=self.subgroups)
 
 
 def tile_rows(n: int, *, gated: bool) -> Tensor:
@@ -83,20 +86,16 @@ def repack(
     zeros = [weight.zero_point_OG for weight in quantized]
     zero_OG = None if symmetric else torch.cat([zero.to(device) for zero in zeros if zero is not None])
     n, k = codes_OI.shape
-    rows = tile_rows(n, gated=gated).to(device)
-    tiles = rows.shape[0]
-    groups = k // BLOCK
-    real = rows.flatten().clamp(max=n - 1)
     subgroups = subgroups_of(quantized[0].scheme)
 
-    def pairs(values_OG: Tensor) -> Tensor:
-        repeated = values_OG.repeat_interleave(groups * subgroups // values_OG.shape[1], dim=1)
-        return row_pairs(repeated[real].view(tiles, TILE, groups, subgroups))
+    def repeated(values_OG: Tensor) -> Tensor:
+        return values_OG.repeat_interleave(k // BLOCK * subgroups // values_OG.shape[1], dim=1)
 
-    parts = [_code_bytes(codes_OI[real].view(tiles, TILE, groups, BLOCK)), pairs(scale_OG)]
+    vectors = [repeated(scale_OG)]
     if zero_OG is not None:
-        parts.append(pairs(-(OFFSETS[dtype] + 8 + zero_OG.to(torch.float32)).to(dtype)))
-    return PackedW4(torch.cat(parts, dim=-1), n, k, dtype, symmetric, gated, subgroups)
+        vectors.append(repeated(-(OFFSETS[dtype] + 8 + zero_OG.to(torch.float32)).to(dtype)))
+    blocks = pack_blocks(codes_OI, vectors, _words, gated=gated)
+    return PackedW4(blocks, n, k, dtype, symmetric, gated, subgroups)
 
 
 def subgroups_of(scheme: Scheme) -> int:
@@ -104,19 +103,29 @@ def subgroups_of(scheme: Scheme) -> int:
     return 1 if scheme.group_size is None else max(1, BLOCK // scheme.group_size)
 
 
-def _code_bytes(codes: Tensor) -> Tensor:
-    """Pack codes [tiles, 16, groups, 128] to bytes [tiles, groups, 1024]."""
-    tiles, _, groups, _ = codes.shape
+def pack_blocks(
+    codes_OI: Tensor, vectors: Sequence[Tensor], words: Callable[[Tensor], Tensor], *, gated: bool
+) -> Tensor:
+    """Pack codes, and vectors [O, G] of 16-bit numbers, in blocks. `words` makes a word, as int64, of the
+    last eight codes of a tensor."""
+    n, k = codes_OI.shape
+    rows = tile_rows(n, gated=gated).to(codes_OI.device)
+    real = rows.flatten().clamp(max=n - 1)
+    tiles = (len(rows), TILE, k // BLOCK)
     # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
-    split = (codes.to(torch.int64) + 8).view(tiles, 2, 8, groups, 2, 4, 2, 4, 2)
+    split = codes_OI[real].to(torch.int64).view(len(rows), 2, 8, k // BLOCK, 2, 4, 2, 4, 2)
     ordered = split.permute(
         0, 3, 4, 2, 7, 5, 8, 6, 1
-    )  # tile, group, half, g, t, step, odd, high_column, high_row
-    nibbles = ordered.reshape(tiles, groups, 2, 32, 4, 8)
-    shifts = 4 * torch.arange(8, device=codes.device)  # nibble 4 odd + 2 high_column + high_row
-    words = (nibbles << shifts).sum(dim=-1)
-    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return signed.view(torch.uint8).view(tiles, groups, CODE_BYTES)
+    )  # tile, block, half, g, t, step, odd, high_column, high_row
+    packed = words(ordered.reshape(len(rows), k // BLOCK, 2, 32, 4, 8))
+    signed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+    codes = signed.view(torch.uint8).view(len(rows), k // BLOCK, CODE_BYTES)
+    return torch.cat([codes, *(row_pairs(each[real].view(*tiles, -1)) for each in vectors)], dim=-1)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Return words of nibbles 4 odd + 2 high_column + high_row."""
+    return ((codes + 8) << 4 * torch.arange(8, device=codes.device)).sum(dim=-1)
 
 
 def row_pairs(values: Tensor) -> Tensor:

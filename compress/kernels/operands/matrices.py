@@ -211,18 +211,26 @@ def _fp4(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) ->
     assert scheme.group_size is not None, "codes of e2m1 have scale groups"
     columns = whole_blocks(quantized[0].shape[1])
     halves_OI = _stacked([e2m1.halves(each.codes_OI.to(device)) for each in quantized], columns, device)
-    scales = []
-    outer = []
-    for each in quantized:
-        scale_OG = each.scale_OG.to(device=device, dtype=torch.float32)
-        if scheme.scale_type == "e4m3":
-            g = global_scale_of(scale_OG) if each.global_scale is None else each.global_scale.to(device)
-            mantissa, exponent = torch.frexp(g.to(torch.float32))
-            outer.append((0.5 / mantissa).expand(len(scale_OG)))
-            scale_OG = torch.ldexp(to_e4m3(scale_OG, g).to(torch.float32), 1 - exponent)
-        scales.append(scale_OG.to(dtype))
-    scale_OG = _stacked(scales, columns // scheme.group_size, device)
-    return _words(halves_OI), _tiled(scale_OG), None, torch.cat(outer) if outer else None
+    scales, outer = zip(*(e2m1_scales(each, device) for each in quantized), strict=True)
+    scale_OG = _stacked([each.to(dtype) for each in scales], columns // scheme.group_size, device)
+    return (
+        _words(halves_OI),
+        _tiled(scale_OG),
+        None,
+        torch.cat(outer) if scheme.scale_type == "e4m3" else None,
+    )
+
+
+def e2m1_scales(weight: QuantizedWeight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scales, float32 [O, G], of which a product with a code is exact in 16 bits, and what outputs are
+    multiplied by, float32 [O]."""
+    scale_OG = weight.scale_OG.to(device=device, dtype=torch.float32)
+    if weight.scheme.scale_type != "e4m3":
+        return scale_OG, torch.ones(len(scale_OG), device=device)
+    g = global_scale_of(scale_OG) if weight.global_scale is None else weight.global_scale.to(device)
+    mantissa, exponent = torch.frexp(g.to(torch.float32))
+    exact_OG = torch.ldexp(to_e4m3(scale_OG, g).to(torch.float32), 1 - exponent)
+    return exact_OG, (0.5 / mantissa).expand(len(scale_OG))
 
 
 def _stacked(parts: Sequence[Tensor], size: int, device: torch.device) -> Tensor:

@@ -53,10 +53,14 @@ WEIGHT_FORMATS: tuple[Format, ...] = (
     "w4a8_wide",
     "int8",
 )
-WEIGHTS = [(each, 1) for each in WEIGHT_FORMATS] + [(each, n) for each in ("w4", "w4_asym") for n in (2, 4)]
+WEIGHTS = [
+    *((each, 1) for each in WEIGHT_FORMATS),
+    *((each, groups) for each in ("w4", "w4_asym") for groups in (2, 4)),
+    *(("fp4", groups) for groups in (4, 8)),
+]
 """Formats, and the scale groups in 128 columns."""
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
-PROMPTS = [each for each in WEIGHTS if each[0] in ("w4", "w4_asym", "w4a8")]
+PROMPTS = [each for each in WEIGHTS if each[0] in ("w4", "w4_asym", "w4a8", "fp4")]
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 
 

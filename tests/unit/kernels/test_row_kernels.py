@@ -53,14 +53,14 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
         ),
         (
             prefill_w4a16._dequantize,
-            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
-            {"GROUPS": 4, "BLOCK_WORDS": 272, "SUBGROUPS": 1, "ZERO": 0.0, "GATED": True},
+            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32", "i32"],
+            {"outer_ptr": None, "GROUPS": 4, "BLOCK_WORDS": 272, "SUBGROUPS": 1, "ZERO": 0.0, "GATED": True},
             4,
         ),
         (
             prefill_w4a16._dequantize,
-            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
-            {"GROUPS": 4, "BLOCK_WORDS": 320, "SUBGROUPS": 4, "ZERO": 0.0, "GATED": False},
+            ["*i32", "*bf16", "*fp32", "*bf16", "i32", "i32", "i32", "i32"],
+            {"GROUPS": 4, "BLOCK_WORDS": 320, "SUBGROUPS": 8, "ZERO": 2.0**-126, "GATED": True},
             4,
         ),
     ]
@@ -90,7 +90,7 @@ if INTERPRETED:
 
     from compress.kernels.act_mul.fused import act_mul
     from compress.kernels.act_mul.reference import act_mul_rows
-    from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.linear import fp4, prefill_w4a16
     from compress.kernels.linear.w4a16 import MULTIPLIED
     from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
@@ -104,6 +104,8 @@ if INTERPRETED:
     from compress.quant.scheme import SCHEMES, QuantizedWeight
     from compress.runtime.request import SamplingParams
     from compress.runtime.sampler import gumbel, sample
+    from tests.unit.kernels.test_experts import weight as fp4_weight
+    from tests.unit.kernels.test_experts import wide
 
     DYNAMIC = ActivationQuant()
     GROUPS = ActivationQuant(group_size=128)
@@ -381,3 +383,16 @@ if INTERPRETED:
             starts.append(start)
         assert len(starts) > 1
         assert torch.equal(found.view(size, 640), weight.dequantize())
+
+    @pytest.mark.parametrize(
+        ("scheme", "dtype"),
+        [("NVFP4", torch.bfloat16), ("NVFP4", torch.float16), ("MXFP4", torch.bfloat16)],
+    )
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_numbers_of_e2m1_are_dequantized_from_words(scheme: str, dtype: torch.dtype, gated: bool) -> None:
+        weights = [fp4_weight((size, 256), scheme, dtype, size) for size in (56, 40)]
+        packed = fp4.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=gated)
+        exact = torch.cat([wide(each) for each in weights])
+        found = torch.cat([*prefill_w4a16.dequantize(packed, 0, packed.blocks.shape[0])])
+        limit = torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off
+        assert bool(((found.double() - exact).abs() <= exact.abs() * limit * (1 + 1e-3)).all())
