@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import prefill_dense16, prefill_fp8, prefill_w4a16
+from compress.kernels.linear import fp4, prefill_dense16, prefill_fp8, prefill_w4a16
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper_plan import PROMPT_TILES, prompt_plan
 from compress.kernels.operands.gpu import gpu_of
@@ -15,9 +15,13 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quant
 from compress.kernels.problem import Problem
 from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.unit.kernels.test_experts import weight as fp4_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+)
 W4A16 = ["W4A16_G128", "W4A16_G128_ASYM", "W4A16_G64", "W4A16_G32_ASYM", "W4A16_CHANNEL"]
 
 
@@ -127,9 +131,7 @@ def test_w4a16(
         check(prefill_w4a16.linear, x_TI, packed, x_TI.double() @ dense_OI.double().t(), k, dtype)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
-)
+@HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", W4A16)
 @pytest.mark.parametrize("gated", [False, True])
@@ -150,6 +152,22 @@ def test_w4a16_products(num_rows: int, n: int, k: int, gated: bool, scheme: str,
         chosen = prompt_plan(shape, num_rows, gpu_of(CUDA), tiles=tiles)
         y_TO = multiply(x_TI, packed.kernel_weight, None, dtype=dtype, activation=None, chosen=chosen)
         assert_close(y_TO, product_f64, k)
+
+
+@HOPPER
+@pytest.mark.parametrize(("scheme", "dtype"), [("NVFP4", torch.float16), ("MXFP4", torch.bfloat16)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "n", "k"), [(1, 64, 128), (129, 224, 384), (333, 2816, 2944), (1100, 8448, 256)]
+)
+def test_fp4(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: torch.dtype) -> None:
+    weights = [fp4_weight((n // 2, k), scheme, dtype, seed) for seed in (0, 1)]
+    exact = torch.cat([weight.dequantize(torch.float32) for weight in weights]).to(CUDA)
+    packed = fp4.repack(weights, dtype=dtype, device=CUDA, gated=gated)
+    found = prefill_w4a16.dequantize(packed, 0, packed.blocks.shape[0]).flatten(0, 1)
+    assert torch.equal(found, exact.to(dtype))
+    x_TI = randn(num_rows, k, seed=2, dtype=dtype)
+    check(prefill_w4a16.linear, x_TI, packed, x_TI.double() @ exact.double().t(), k, dtype)
 
 
 def problem(scheme: str, **facts: Any) -> Problem:
