@@ -36,6 +36,8 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     steps = steps_of(matrices)
     wide = -(-size // 32) > RESIDENT_BLOCKS // 2
     if num_rows <= 8:
+        if given == "w8":
+            return Tile(1, 1, 1, 1, True) if gated else Tile(2, 1, 2, 1, True)
         return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, True, staged=True)
     if num_rows <= 16:
         if gated:
