@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.kernels.linear.blocks import REPACKS, as_blocks, refusal
 from compress.kernels.linear.launch import ACTIVATIONS, readable
-from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat
+from compress.kernels.operands.matrices import FORMATS, IN_WORDS, Matrices, MatrixFormat
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import SLICES, Tile, multiply, steps_of
 from compress.kernels.problem import Problem
@@ -38,6 +38,8 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     if num_rows <= 8:
         if given == "w8":
             return Tile(1, 1, 1, 1, True) if gated else Tile(2, 1, 2, 1, True)
+        if wide and not gated and given in IN_WORDS:
+            return Tile(2, 1, min(-(-steps // SLICES), 3), 2, True, staged=True)
         return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, True, staged=True)
     if num_rows <= 16:
         if gated:

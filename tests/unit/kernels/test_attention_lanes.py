@@ -107,6 +107,25 @@ def test_keys_of_four_bits_have_sixteen_warps_where_two_blocks_for_each_pair_fil
     assert 2 * (each.shared_bytes(4) + STATIC_BYTES + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
 
 
+def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thin() -> None:
+    def dealt(kv_format: str, *, num_rows: int = 4, head_dim: int = 128) -> list[tuple[int, int]]:
+        spreads = [
+            spread_of(8 * requests, num_rows, kv_format, head_dim)
+            for requests in (16, 24, 32, 40, 48, 64, 66, 67, 256)
+        ]
+        cut = slicing_of(kv_format, head_dim)
+        assert all(replace(slicing, warps=cut.warps) == cut for slicing, _ in spreads), (
+            "the bits are the same"
+        )
+        return [(slicing.warps, cluster) for slicing, cluster in spreads]
+
+    expected = [(4, 2), (4, 2), (4, 2), (2, 2), (4, 1), (2, 2), (2, 2), (4, 1), (4, 1)]
+    assert dealt("BF16") == dealt("FP8_TOKEN_HEAD") == dealt("BF16", num_rows=8) == expected
+    assert dealt("INT4_TOKEN_HEAD")[3:] == [(4, 1)] * 6
+    assert {cluster for _, cluster in dealt("BF16", num_rows=9)} == {2}
+    assert {warps for warps, _ in dealt("BF16", head_dim=256)} == {4}
+
+
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> None:
     for head_dim in head_dims(kv_format):
