@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import dense16, fp4, fp8, hopper, hopper_plan, w4a16
+from compress.kernels.linear import dense16, fp4, fp8, hopper, hopper_plan, w4a16, w8a16
+from compress.kernels.linear.blocks import Blocks
 from compress.kernels.linear.launch import KernelWeight, prepare_rows
 from compress.kernels.linear.shape import Shape
 from compress.kernels.linear.stream import stream
@@ -42,6 +43,7 @@ ON_HOPPER = [
         "W4A16_CHANNEL_ASYM",
         "NVFP4",
         "MXFP4",
+        "W8A16",
         "BF16",
     )
 ]
@@ -50,6 +52,7 @@ NAMES = [*SCHEME_NAMES, *(pytest.param(name, marks=HOPPER) for name in ON_HOPPER
 MODULES: dict[str, Any] = {
     **dict.fromkeys(w4a16.MULTIPLIED, w4a16),
     **dict.fromkeys(fp4.MULTIPLIED, fp4),
+    "W8A16": w8a16,
     "FP8_DYNAMIC": fp8,
     "BF16": dense16,
 }
@@ -81,7 +84,7 @@ class Case:
     @property
     def kernel_weight(self) -> KernelWeight:
         n, k = self.w_f64.shape
-        if isinstance(self.packed, w4a16.PackedW4 | fp8.PackedFp8):
+        if isinstance(self.packed, w4a16.PackedW4 | fp8.PackedFp8 | Blocks):
             return self.packed.kernel_weight
         return KernelWeight("dense16", self.packed, n, k)
 
@@ -97,7 +100,7 @@ def case(
     if name.startswith("BF16"):
         weight: Any = (randn(n, k, seed=2) / k**0.5).to(dtype)
         w_f64 = weight.double()
-    elif "FP4" in name:
+    elif "FP4" in name or name.startswith("W8"):
         weight = random_weight((n, k), name.partition(" ")[0], dtype, 2)
         w_f64 = weight.dequantize(torch.float64).to(device)
     else:
@@ -262,7 +265,7 @@ def test_no_rows_give_no_rows() -> None:
 RAW = [
     *(
         pytest.param(f"{name} on Hopper", n, k, marks=HOPPER)
-        for name in ("W4A16_G128", "W4A16_G32_ASYM", "NVFP4", "BF16")
+        for name in ("W4A16_G128", "W4A16_G32_ASYM", "NVFP4", "W8A16", "BF16")
         for n, k in ((208, 384), (4096, 4096), (28672, 512))
     ),
     ("W4A16_G128", 1024, 1024),

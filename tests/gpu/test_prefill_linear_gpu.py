@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import fp4, prefill_dense16, prefill_fp8, prefill_w4a16
+from compress.kernels.linear import (
+    fp4,
+    prefill_dense16,
+    prefill_fp8,
+    prefill_w4a16,
+    prefill_widened,
+    w8a16,
+)
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper_plan import PROMPT_TILES, prompt_plan
 from compress.kernels.operands.gpu import gpu_of
@@ -15,7 +22,7 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quant
 from compress.kernels.problem import Problem
 from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
-from tests.unit.kernels.test_experts import weight as fp4_weight
+from tests.unit.kernels.test_experts import weight as rounded_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
@@ -161,13 +168,26 @@ def test_w4a16_products(num_rows: int, n: int, k: int, gated: bool, scheme: str,
     ("num_rows", "n", "k"), [(1, 64, 128), (129, 224, 384), (333, 2816, 2944), (1100, 8448, 256)]
 )
 def test_fp4(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: torch.dtype) -> None:
-    weights = [fp4_weight((n // 2, k), scheme, dtype, seed) for seed in (0, 1)]
+    weights = [rounded_weight((n // 2, k), scheme, dtype, seed) for seed in (0, 1)]
     exact = torch.cat([weight.dequantize(torch.float32) for weight in weights]).to(CUDA)
     packed = fp4.repack(weights, dtype=dtype, device=CUDA, gated=gated)
     found = prefill_w4a16.dequantize(packed, 0, packed.blocks.shape[0]).flatten(0, 1)
     assert torch.equal(found, exact.to(dtype))
     x_TI = randn(num_rows, k, seed=2, dtype=dtype)
     check(prefill_w4a16.linear, x_TI, packed, x_TI.double() @ exact.double().t(), k, dtype)
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (129, 224, 384), (333, 2816, 2944)])
+def test_w8a16(num_rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    weights = [rounded_weight((n // 2, k), "W8A16", dtype, seed) for seed in (0, 1)]
+    exact = torch.cat([weight.dequantize(torch.float32) for weight in weights]).to(CUDA)
+    packed = w8a16.repack(weights, dtype=dtype, device=CUDA, gated=False)
+    assert torch.equal(prefill_widened.dequantize(packed, 0, n), exact.to(dtype))
+    x_TI = randn(num_rows, k, seed=2, dtype=dtype)
+    dense = exact if num_rows < prefill_widened.MIN_ROWS_ON_HOPPER else exact.to(dtype)
+    check(prefill_widened.linear, x_TI, packed, x_TI.double() @ dense.double().t(), k, dtype)
 
 
 def problem(scheme: str, **facts: Any) -> Problem:

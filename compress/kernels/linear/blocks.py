@@ -37,7 +37,8 @@ BLOCK_ROWS = 128
 class Blocks:
     """One matrix, and the output rows that share a scale of fp8_block; `scale_KO` [I / 128, O] has these
     scales for each output, `scale_blocks` [O / 128, I / 128] each once, None where a block has rows of two
-    weights. `sum_O` are the sums of the codes of int8, for asymmetric rows."""
+    weights. `sum_O` are the sums of the codes of int8, for asymmetric rows. Codes of w8 may be `interleaved`
+    (`w8a16.py`)."""
 
     matrices: Matrices
     scale_rows: int
@@ -45,16 +46,16 @@ class Blocks:
     scale_KO: Tensor | None = None
     scale_blocks: Tensor | None = None
     sum_O: Tensor | None = None
+    interleaved: bool = False
 
     @property
     def kernel_weight(self) -> KernelWeight:
         """The weight as `hopper.cu` reads it."""
-        matrices = self.matrices
-        assert matrices.format == "fp8_block"
-        codes = matrices.data.squeeze(0)
-        return KernelWeight(
-            "fp8_block", codes, matrices.out_features, matrices.in_features, scale_KO=self.scale_KO
-        )
+        codes_OI = self.matrices.data[0]
+        if self.interleaved:
+            return KernelWeight("w8", codes_OI, *codes_OI.shape, scale_O=self.matrices.scale)
+        assert self.matrices.format == "fp8_block"
+        return KernelWeight("fp8_block", codes_OI, *codes_OI.shape, scale_KO=self.scale_KO)
 
 
 def repack(

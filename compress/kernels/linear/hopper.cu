@@ -1,5 +1,5 @@
 // y = x W^T for few rows x (M = 1..512) on Hopper: e4m3 weights by e4m3 rows and int8 weights by int8 rows (W8A8), four-bit weights by e4m3 (W4A8) or
-// 16-bit rows, numbers of e2m1 and 16-bit weights by 16-bit rows.
+// 16-bit rows; numbers of e2m1, int8 and 16-bit weights by 16-bit rows.
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32, 64 or 128), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
@@ -12,10 +12,10 @@
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
 // group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. A chunk of SUBGROUPS = 2 or 4
-// groups is as many sums, which are scaled and added one after another, while the next is multiplied. Numbers of e2m1 (FP4) are multiplied by the
-// scales of their groups first, which is exact in 16 bits, and outputs by what is left of the scales. Chunks of 16-bit weights
+// groups is as many sums, which are scaled and added one after another, while the next is multiplied. Chunks of 16-bit weights
 // need neither, nor do those of int8, whose sums are whole numbers of 32 bits and exact until the end: the instruction adds them to their part
-// itself. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
+// itself. Nor do weights that become exact numbers of 16 bits in registers (IN_16_BITS): int8 by 16-bit rows (W8), and numbers of e2m1 (FP4) times
+// the scales of their groups; outputs are multiplied by the rest of the scales. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
 // warpgroup along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the
 // outputs. How many tokens an instruction takes changes no bit (tested, H200), nor do two instructions where a block has 128 tokens, which
 // read a weight from memory once for both.
@@ -35,10 +35,10 @@
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
-#define SCALES_WEIGHTS (PROMPTS && !W4A8)  // before they are multiplied
+#define IN_16_BITS (FP4 || W8 || (PROMPTS && !W4A8))  // weights, whole, before they are multiplied
 #define OVERLAPPED (W4A8 && PROMPTS && ROW_GROUPS <= 2)  // scales sums of a chunk while the next one is multiplied
-#define SCALED_SUMS (SUBGROUPS > 1 && !FP4)
-#define LEAVES_PRODUCTS (DENSE || SCALES_WEIGHTS || (INT8 && NT <= 8))  // under way while the next step begins; 128 tokens leave too few stages
+#define SCALED_SUMS (SUBGROUPS > 1)
+#define LEAVES_PRODUCTS (DENSE || IN_16_BITS || (INT8 && NT <= 8))  // under way while the next step begins; 128 tokens leave too few stages
 #define CODE_ROWS (E4M3_ROWS || INT8)
 #ifndef ZEROS
 #define ZEROS 0
@@ -53,8 +53,8 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 // copying warp's group leave theirs. With fewer tokens a small kernel finds room beside a block.
 constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
-constexpr float UNIT = W4A8 ? 512.0f : 1.0f;          // of a sum, in products of codes
+constexpr int DEEP = W4 && !FP4 && NT <= 4 ? 2 : 1;   // chunks of a warpgroup in one stage
+constexpr float UNIT = W4A8 ? 512.0f : W8 && !F16 ? 64.0f : 1.0f;  // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int PARTS = SCALED_SUMS && SUBGROUPS > 2 ? SUBGROUPS : 2;  // of a chunk: one becomes numbers while the one before it is multiplied
 constexpr int STEPS = (W4A8 ? 4 : 8) / PARTS;         // instructions of a part
@@ -189,6 +189,8 @@ __device__ __forceinline__ Sum (&sums_of(Sum (&d)[NT][4], int half))[WIDE][4] { 
 #if W4
 // One of the two 16-bit numbers of a word, twice: those of rows g and g + 8.
 __device__ __forceinline__ u32 twice(u32 pair, int row) { return __byte_perm(pair, 0, row ? 0x3232 : 0x1010); }
+// What `dequantize` adds for a row: of a pair of -(128 + zero point), or -(1024 + zero point) in float16.
+__device__ __forceinline__ u32 zero_of_rows(u32 pair, int row) { return FORMAT == 2 ? twice(pair, row) : F16 ? 0xE408E408 : 0xC308C308; }
 #if FP4
 // Eight codes of one thread in one k16 step, times the scales of rows g and g + 8. The bits of a magnitude, where 16 bits have the lowest of their
 // exponent and the highest of their mantissa, are 2^-126 (2^-14 in float16) of the number, which the scales make up for.
@@ -206,8 +208,23 @@ __device__ __forceinline__ void load_scales(u32 (&to)[SUBGROUPS / 2], u32 tile, 
     load_words(to, tile + 1024 + ((lane >> 2) * 2 + half) * (2 * SUBGROUPS));
 }
 #endif
-// What `dequantize` adds for a row: of a pair of -(128 + zero point), or -(1024 + zero point) in float16.
-__device__ __forceinline__ u32 zero_of_rows(u32 pair, int row) { return FORMAT == 2 ? twice(pair, row) : F16 ? 0xE408E408 : 0xC308C308; }
+#endif
+#if W8
+// Eight codes of one thread in one k16 step, those of rows g and g + 8, less 128. As bits of a bfloat16 number a code is 2^-133 of it, and a
+// 2^-6 of it comes out; in float16 it is the lower half of 1024 + code.
+__device__ __forceinline__ void int8_numbers(u32 (&a)[4], u32 word, u32 word_below) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const u32 codes = j & 1 ? word_below : word;
+        u32 v;
+        IN_ORDER("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(codes), "r"(F16 ? 0x64646464 : 0), "r"(j < 2 ? 0x4140 : 0x4342));
+#if F16
+        IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(0xE480E480));
+#else
+        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x7F007F00), "r"(0xC000C000));
+#endif
+    }
+}
 #endif
 
 template <int GROUPS> __device__ __forceinline__ void wait_products() {  // until at most GROUPS of the newest are unfinished
@@ -296,7 +313,7 @@ __device__ __forceinline__ Channel channel_of(const Args& args, int channel, boo
 #pragma unroll
     for (int half = 0; half < (ACT ? 2 : 1); ++half) {
         const int row = channel + half * (args.n / 2);
-        if (((FP8 && !BLOCKED) || INT8 || FP4) && there) c.scale[half] = args.w_scale[row];
+        if (((FP8 && !BLOCKED) || INT8 || FP4 || W8) && there) c.scale[half] = args.w_scale[row];
         if (there && args.bias) c.bias[half] = widen(args.bias[row]);
 #if ZEROS
         if (there) c.sum[half] = args.w_sum[row];
@@ -323,7 +340,7 @@ __device__ __forceinline__ float finished(const Args& args, const Channel& c, fl
         whole -= zero * c.sum[half];
 #endif
         const float s = (float)whole;
-        const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : FP4 ? s * c.scale[half] : s;
+        const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : FP4 || W8 ? s * UNIT * c.scale[half] : s;
         return args.bias ? v + c.bias[half] : v;
     };
 #if ACT
@@ -445,14 +462,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, warp / 4, 0), group = warpgroup % ROW_GROUPS, k_slot = warpgroup / ROW_GROUPS;
     const u32 a_offset = PLACES * X_BYTES + (W4 ? ((group * 4 + (warp & 3)) * PLACES + k_slot) * W_TILE : (k_slot * args.tiles + group * 4) * W_TILE);
     const u32 b_offset = k_slot * X_BYTES;
+#if W8
+    const u32 code_row = (warp & 3) * W_TILE + ((lane >> 3 & 1) * 8 + (lane & 7)) * 128;  // of a lane's row, in tiles with swizzled pieces of 16 bytes
+#endif
     int slot = 0;
     u32 phase = 0;
     for (int item = block; item < args.num_items; item += num_blocks) {
         const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
         const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
         Sum total[NT][4] = {};
-#if SCALES_WEIGHTS
-        u32 factors[2][4][4];
+#if IN_16_BITS
+        u32 factors[2][4][4];  // of the halves of a chunk: one becomes numbers while the one before it is multiplied
 #endif
 #if BLOCKED
         if (first_token != scaled_token) {
@@ -590,10 +610,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
                 }
             }
-#elif SCALES_WEIGHTS
+#elif IN_16_BITS
             const u32 at = stage + a_offset;
+#if W4
             const uint4 words[2] = {load_shared(at + lane * 16), load_shared(at + 512 + lane * 16)};
-#if !FP4
+#endif
+#if W4 && !FP4
             u32 scales[SUBGROUPS], zeros[SUBGROUPS] = {};
             load_words(scales, at + 1024 + (lane >> 2) * (4 * SUBGROUPS));
             if (FORMAT == 2) load_words(zeros, at + 1024 + 32 * SUBGROUPS + (lane >> 2) * (4 * SUBGROUPS));
@@ -602,50 +624,52 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             for (int half = 0; half < 2; ++half) {
                 wait_products<1>();  // those that read this half of `factors`, and at the second half all of the step before
                 if (half == 1 && step > 0 && lane == 0) arrive(empty + 8 * (slot == 0 ? args.stages - 1 : slot - 1));
+#if W8
+#pragma unroll
+                for (int s = 0; s < 4; s += 2) {
+                    u32 codes[4];  // of rows g and g + 8, in two steps
+                    load_matrices(codes, at + code_row + (((half * 4 + s + (lane >> 4)) ^ (lane & 7)) << 4));
+                    int8_numbers(factors[half][s], codes[0], codes[1]), int8_numbers(factors[half][s + 1], codes[2], codes[3]);
+                }
+#else
                 const u32 each[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
 #if FP4
                 u32 scales[SUBGROUPS / 2];
                 load_scales(scales, at, half, lane);
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-                    e2m1_numbers(factors[half][s], each[s], twice(scales[s * SUBGROUPS / 8], 0), twice(scales[s * SUBGROUPS / 8], 1));
-#else
+#endif
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
-                    const int subgroup = (half * 4 + s) * SUBGROUPS / 8;
-                    dequantize(factors[half][s], each[s], zero_of_rows(zeros[subgroup], 0), zero_of_rows(zeros[subgroup], 1));
-                    scale_numbers(factors[half][s], twice(scales[subgroup], 0), twice(scales[subgroup], 1));
+                    const u32 pair = scales[(FP4 ? s : half * 4 + s) * SUBGROUPS / 8], low_scale = twice(pair, 0), high_scale = twice(pair, 1);
+#if FP4
+                    e2m1_numbers(factors[half][s], each[s], low_scale, high_scale);
+#else
+                    const u32 zero = zeros[(half * 4 + s) * SUBGROUPS / 8];
+                    dequantize(factors[half][s], each[s], zero_of_rows(zero, 0), zero_of_rows(zero, 1));
+                    scale_numbers(factors[half][s], low_scale, high_scale);
+#endif
                 }
 #endif
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int s = 0; s < 4; ++s) wgmma(total, factors[half][s], x_of(0) + half * (TOKENS * 8) + s * 2, 1);
+                for (int s = 0; s < 4; ++s) wgmma(total, factors[half][s], x_of(0) + half * (RAW ? 8 : TOKENS * 8) + s * 2, 1);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             }
 #else
             uint4 words[DEEP][2];
-#if !FP4
             u32 scales[DEEP][SUBGROUPS], zeros[DEEP][SUBGROUPS] = {};
-#endif
             u64 x[DEEP];
 #pragma unroll
             for (int deep = 0; deep < DEEP; ++deep) {
                 const u32 at = stage + a_offset + deep * K_SLOTS * W_TILE;
                 words[deep][0] = load_shared(at + lane * 16), words[deep][1] = load_shared(at + 512 + lane * 16);
-#if !FP4
                 load_words(scales[deep], at + 1024 + (lane >> 2) * (4 * SUBGROUPS));
                 if (FORMAT == 2) load_words(zeros[deep], at + 1024 + 32 * SUBGROUPS + (lane >> 2) * (4 * SUBGROUPS));
-#endif
                 x[deep] = x_of(deep);
             }
             constexpr int BUFFERS = NT > 4 ? 1 : SCALED_SUMS ? 2 : DEEP;  // of sums of a chunk or a group
             float sums[BUFFERS][NT][4];
             u32 a[2][STEPS][4];
             auto make_numbers = [&](int deep, int part) {
-#if FP4
-                u32 pairs[SUBGROUPS / 2];
-                load_scales(pairs, stage + a_offset + deep * K_SLOTS * W_TILE, part, lane);
-#endif
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) {
                     const int step = part * STEPS + s, first = W4A8 ? 2 * step : step;
@@ -654,8 +678,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                     u32(&to)[4] = a[part % 2][s];
 #if W4A8
                     codes_of(to[0], to[1], each[first % 4]), codes_of(to[2], to[3], each[first % 4 + 1]);
-#elif FP4
-                    e2m1_numbers(to, each[step % 4], twice(pairs[s * SUBGROUPS / 8], 0), twice(pairs[s * SUBGROUPS / 8], 1));
 #else
                     const u32 zero = zeros[deep][step * SUBGROUPS / 8];
                     dequantize(to, each[step % 4], zero_of_rows(zero, 0), zero_of_rows(zero, 1));
@@ -672,7 +694,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
-#if !FP4
             auto add_scaled = [&](int buffer, u32 pair) {
                 const float low_scale = widen(pair & 0xFFFF), high_scale = widen(pair >> 16);
 #pragma unroll
@@ -680,7 +701,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #pragma unroll
                     for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[buffer][j][c], total[j][c]);
             };
-#endif
 #if SCALED_SUMS
             make_numbers(0, 0), begin_products(0, 0, 0);
 #pragma unroll
@@ -703,14 +723,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 if (more && NT <= 4) wait_products<1>(), begin_half(deep + 1, 0), wait_products<1>();
                 else wait_products<0>();
                 if (!more && lane == 0) arrive(empty + 8 * slot);
-#if FP4
-#pragma unroll
-                for (int j = 0; j < NT; ++j)
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) total[j][c] += sums[deep % BUFFERS][j][c];
-#else
                 add_scaled(deep % BUFFERS, scales[deep][0]);
-#endif
                 if (more && NT > 4) begin_half(deep + 1, 0);
                 if (more) begin_half(deep + 1, 1);
             }

@@ -17,8 +17,8 @@ from compress.kernels.operands.gpu import Gpu
 TOKEN_TILES = (1, 2, 4, 8)
 """Tiles of 8 tokens that one instruction takes; more rows take several blocks."""
 MOST_TOKEN_TILES = 16
-"""Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless four-bit
-weights need the registers to become numbers."""
+"""Tiles of a block that reads its weights once for 128 tokens: of prompts, and of decode rows unless weights
+need the registers to become numbers."""
 _STAGES_OF_MOST = {True: 2, False: 3}
 """Stages of such a block at least, of weights of 8 bits and of 16: products of the latter are still under way
 in one stage while the next begins, so that two leave nothing to load into."""
@@ -126,7 +126,7 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
     if keep is not None:
         yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)
-    choices = TOKEN_TILES if shape.four_bits else (*TOKEN_TILES, MOST_TOKEN_TILES)
+    choices = TOKEN_TILES if shape.widened else (*TOKEN_TILES, MOST_TOKEN_TILES)
     enough = next((token_tiles for token_tiles in choices if num_rows <= 8 * token_tiles), choices[-1])
     for token_tiles in reversed(choices):
         if token_tiles <= enough:
@@ -202,7 +202,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     token_blocks = -(-num_rows // tokens)
     num_items = units * token_blocks
     num_chunks = shape.k // shape.stage_k
-    deep = 2 if shape.four_bits and token_tiles <= 4 else 1
+    deep = 2 if shape.four_bits and shape.format != "fp4" and token_tiles <= 4 else 1
     trades_registers = (shape.four_bits and token_tiles > 2) or (
         shape.e4m3 and token_tiles == MOST_TOKEN_TILES
     )

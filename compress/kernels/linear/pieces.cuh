@@ -3,6 +3,7 @@
 
 #define W4A8 (FORMAT == 5 || FORMAT == 6)  // four-bit weights by e4m3 rows, -8 among the codes (6) or not
 #define FP4 (FORMAT == 8)      // numbers of e2m1, by hopper.cu alone
+#define W8 (FORMAT == 9)       // int8 by 16-bit rows, by hopper.cu alone
 #define W4 (FORMAT == 1 || FORMAT == 2 || W4A8 || FP4)
 #define FP8 (FORMAT == 3 || FORMAT == 4)
 #define E4M3_ROWS (FP8 || W4A8)
@@ -123,6 +124,12 @@ __device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte s
 }
 #endif
 
+#if WGMMA
+#define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
+#else
+#define IN_ORDER asm
+#endif
+
 #if W4
 // A block of weights, a row tile's share of a stage, to shared memory.
 __device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
@@ -130,11 +137,6 @@ __device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
     copy16(to + 512 + lane * 16, from + 512 + lane * 16);
     if (lane < SCALE_BYTES / 16) copy16(to + 1024 + lane * 16, from + 1024 + lane * 16);
 }
-#if WGMMA
-#define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
-#else
-#define IN_ORDER asm
-#endif
 #if W4A8
 // Eight codes of one thread in half of one k32 step, four of row g and four of row g + 8, as e4m3 numbers code 2^-9: the least bit of e4m3, where
 // bytes 0 to 15 stand for 0 to 15. `word` has the sign of each code and its magnitude, less one where the code is negative and -8 is among them.

@@ -4,20 +4,24 @@ weight is dequantized once for all rows, piece by piece, and cuBLAS multiplies.
     y[:, p] = x W[p]^T,   W[p] = round((codes - zero points) scale) of the output rows p of one piece
 
 A product that widens its codes itself does so for every 128 rows, and is bound by that: 200 to 500 TFLOP/s
-over 2,048 rows on an H100, where cuBLAS has 717 (`benchmarks/h100/kernels_formats.json`). Fewer rows have the
-Triton product (`general.py`) still, because a dequantized weight is written and read again. Formats and
-layouts are those of `operands/matrices.py`; pieces are as in `prefill_w4a16.py`.
+over 2,048 rows on an H100, where cuBLAS has 717 (`docs/LOG.md`). Fewer rows have such a product still, that
+of Triton (`general.py`) or of Hopper's decode rows, because a dequantized weight is written and read again.
+Formats and layouts are those of `operands/matrices.py` and of `w8a16.py`; pieces are as in
+`prefill_w4a16.py`.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.linear import general
+from compress.kernels.linear import general, w8a16
 from compress.kernels.linear.blocks import Blocks, refusal, repack
+from compress.kernels.linear.hopper import multiply
+from compress.kernels.linear.hopper import refusal as hopper_refusal
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_w4a16 import MIN_PIECE_ROWS, SCRATCH_BYTES
 from compress.kernels.operands.matrices import BLOCK, FORMATS, TILE, MatrixFormat, whole_blocks
@@ -30,6 +34,8 @@ MIN_ROWS = 384
 """Fewest rows for which the weight is dequantized first: of int8 weights of 28,672 x 4,096, 384 rows take 276
 us on an H100 and 278 if the product widens them, 256 rows 249 and 187; other shapes, and numbers of e2m1,
 gain from 256 rows on."""
+MIN_ROWS_ON_HOPPER = 256
+"""The same for what `hopper.cu` multiplies, 64 rows at a time."""
 BLOCKS_EACH = 4
 """Blocks of 128 columns of a program."""
 
@@ -47,6 +53,7 @@ def _dequantize(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     EACH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -67,10 +74,11 @@ def _dequantize(
         if FORMAT == 5:
             columns = block * 128 + tl.arange(0, 128)
             mask = there[:, None] & (columns < IN)[None, :]
-            codes = tl.load(
-                codes_ptr + rows.to(tl.int64)[:, None] * IN + columns[None, :], mask=mask, other=0
-            )
-            value = codes.to(tl.float32) * outer[:, None]
+            places = columns
+            if INTERLEAVED:
+                places = columns // 16 * 16 + columns % 8 // 2 * 4 + columns % 16 // 8 * 2 + columns % 2
+            codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * IN + places[None, :], mask=mask, other=0)
+            value = (codes.to(tl.float32) - (128.0 if INTERLEAVED else 0.0)) * outer[:, None]
             tl.store(
                 out_ptr + local.to(tl.int64)[:, None] * IN + columns[None, :], value.to(DTYPE), mask=mask
             )
@@ -117,6 +125,7 @@ def dequantize(blocks: Blocks, first_row: int, num_rows: int, scratch: Tensor | 
         COLUMNS=whole_blocks(matrices.in_features),
         GROUP=matrices.group_size,
         FORMAT=FORMATS.index(matrices.format),
+        INTERLEAVED=blocks.interleaved,
         EACH=BLOCKS_EACH,
         num_warps=4,
         **pdl_options(scratch.device),
@@ -147,8 +156,11 @@ def linear(
 ) -> Tensor:
     """Return x W^T [T, O]."""
     num_rows = x_TI.shape[0]
-    if num_rows < MIN_ROWS:
-        return general.linear(x_TI, packed, bias_O, residual_TO=residual_TO, out_dtype=out_dtype)
+    added: dict[str, Any] = {"residual_TO": residual_TO, "out_dtype": out_dtype}
+    if packed.interleaved and num_rows < MIN_ROWS_ON_HOPPER:
+        return multiply(x_TI, packed.kernel_weight, bias_O, dtype=packed.dtype, activation=None, **added)
+    if num_rows < MIN_ROWS and not packed.interleaved:
+        return general.linear(x_TI, packed, bias_O, **added)
     wider = {} if out_dtype in (None, x_TI.dtype) else {"out_dtype": out_dtype}
     size = packed.matrices.out_features
     y_TO = torch.empty(num_rows, size, dtype=out_dtype or x_TI.dtype, device=x_TI.device)
@@ -164,6 +176,25 @@ def _refusal(problem: Problem, *, given: MatrixFormat) -> str | None:
     return refusal(problem, given=given, activation=None, decode=False)
 
 
+def _hopper_refusal(problem: Problem) -> str | None:
+    if problem.scheme not in w8a16.SCHEMES:
+        return f"for {', '.join(w8a16.SCHEMES)}"
+    if problem.k % BLOCK:
+        return f"K = {problem.k} is no multiple of {BLOCK}"
+    return hopper_refusal(problem) or _refusal(problem, given="w8")
+
+
+register(
+    Kernel(
+        "linear",
+        "hopper.w8a16.dequantize",
+        min_sm=90,
+        priority=10,
+        supports=_hopper_refusal,
+        fn=linear,
+        repack=w8a16.repack,
+    )
+)
 for _given in WIDENED:
     register(
         Kernel(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8", "fp4"]
+Format = Literal["dense16", "w4", "w4_asym", "fp8", "fp8_block", "w4a8", "w4a8_wide", "int8", "fp4", "w8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FOUR_BITS: tuple[Format, ...] = ("w4", "w4_asym", "w4a8", "w4a8_wide", "fp4")
 TILE_ROWS = 16
@@ -17,6 +17,7 @@ CODE_BYTES: dict[Format, int] = {
     "w4a8_wide": 1024,
     "int8": 2048,
     "fp4": 1024,
+    "w8": 2048,
 }
 """Bytes of numbers or codes of one row tile in one stage."""
 SCALE_BYTES: dict[Format, int] = {
@@ -68,6 +69,11 @@ class Shape:
     def four_bits(self) -> bool:
         """Whether weights are packed codes of four bits."""
         return self.format in FOUR_BITS
+
+    @property
+    def widened(self) -> bool:
+        """Whether weights become numbers of the rows' type in registers."""
+        return self.four_bits or self.format == "w8"
 
     @property
     def row_bytes(self) -> int:

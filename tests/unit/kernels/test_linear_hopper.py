@@ -57,6 +57,7 @@ WEIGHTS = [
     *((each, 1) for each in WEIGHT_FORMATS),
     *((each, groups) for each in ("w4", "w4_asym") for groups in (2, 4)),
     *(("fp4", groups) for groups in (4, 8)),
+    ("w8", 1),
 ]
 """Formats, and the scale groups in 128 columns."""
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 257, 512)
@@ -78,7 +79,7 @@ def test_plans_fit_the_device_and_cover_the_product(
 ) -> None:
     for rows, each in each_plan(Shape(weight_format, n, k, gated, subgroups), gpu):
         assert 1 <= each.window <= each.stages <= MAX_STAGES
-        leaves = weight_format in ("dense16", "int8")
+        leaves = weight_format in ("dense16", "int8", "fp4", "w8")
         assert each.stages > 1 or not leaves, "its products are left under way for a step"
         assert each.launch.shared_bytes < gpu.shared_bytes
         assert each.launch.threads <= 640
