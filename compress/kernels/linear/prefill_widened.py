@@ -35,7 +35,7 @@ MIN_ROWS = 384
 us on an H100 and 278 if the product widens them, 256 rows 249 and 187; other shapes, and numbers of e2m1,
 gain from 256 rows on."""
 MIN_ROWS_ON_HOPPER = 256
-"""The same for what `hopper.cu` multiplies, 64 rows at a time."""
+"""Fewest rows for which that holds of what `hopper.cu` multiplies, 64 rows at a time."""
 BLOCKS_EACH = 4
 """Blocks of 128 columns of a program."""
 
