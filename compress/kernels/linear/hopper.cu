@@ -14,8 +14,9 @@
 // group of four-bit weights or a block of e4m3, whose scale is applied here, after the tokens' scale of the block. A chunk of SUBGROUPS = 2 or 4
 // groups is as many sums, which are scaled and added one after another, while the next is multiplied. Chunks of 16-bit weights
 // need neither, nor do those of int8, whose sums are whole numbers of 32 bits and exact until the end: the instruction adds them to their part
-// itself. Nor do weights that become exact numbers of 16 bits in registers (IN_16_BITS): int8 by 16-bit rows (W8), and numbers of e2m1 (FP4) times
-// the scales of their groups; outputs are multiplied by the rest of the scales. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each
+// itself; nor do int8 weights by 16-bit rows (W8), which become exact numbers of 16 bits in registers. So do numbers of e2m1 times the scales of
+// their groups (FP4), whose chunks sum from zero all the same. Outputs of both are multiplied by what is left of the scales. Parts meet in
+// a balanced tree. A stage has K_SLOTS chunks, one for each
 // warpgroup along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the
 // outputs. How many tokens an instruction takes changes no bit (tested, H200), nor do two instructions where a block has 128 tokens, which
 // read a weight from memory once for both.
@@ -35,9 +36,9 @@
 
 #define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
 #define DENSE (FORMAT == 0)
-#define IN_16_BITS (FP4 || W8 || (PROMPTS && !W4A8))  // weights, whole, before they are multiplied
+#define IN_16_BITS (W8 || (PROMPTS && !W4A8))  // weights, whole, before they are multiplied
 #define OVERLAPPED (W4A8 && PROMPTS && ROW_GROUPS <= 2)  // scales sums of a chunk while the next one is multiplied
-#define SCALED_SUMS (SUBGROUPS > 1)
+#define SCALED_SUMS (SUBGROUPS > 1 && !FP4)
 #define LEAVES_PRODUCTS (DENSE || IN_16_BITS || (INT8 && NT <= 8))  // under way while the next step begins; 128 tokens leave too few stages
 #define CODE_ROWS (E4M3_ROWS || INT8)
 #ifndef ZEROS
@@ -53,7 +54,7 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 // copying warp's group leave theirs. With fewer tokens a small kernel finds room beside a block.
 constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
-constexpr int DEEP = W4 && !FP4 && NT <= 4 ? 2 : 1;   // chunks of a warpgroup in one stage
+constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
 constexpr float UNIT = W4A8 ? 512.0f : W8 && !F16 ? 64.0f : 1.0f;  // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int PARTS = SCALED_SUMS && SUBGROUPS > 2 ? SUBGROUPS : 2;  // of a chunk: one becomes numbers while the one before it is multiplied
@@ -211,17 +212,18 @@ __device__ __forceinline__ void load_scales(u32 (&to)[SUBGROUPS / 2], u32 tile, 
 #endif
 #if W8
 // Eight codes of one thread in one k16 step, those of rows g and g + 8, less 128. As bits of a bfloat16 number a code is 2^-133 of it, and a
-// 2^-6 of it comes out; in float16 it is the lower half of 1024 + code.
-__device__ __forceinline__ void int8_numbers(u32 (&a)[4], u32 word, u32 word_below) {
+// 2^-6 of it comes out; in float16 it is the lower half of 1024 + code. Past the end a byte of 0 is no weight of 0, and is made one.
+__device__ __forceinline__ void int8_numbers(u32 (&a)[4], u32 word, u32 word_below, bool inside) {
+    const u32 factor = inside ? (F16 ? 0x3C003C00 : 0x7F007F00) : 0, less = inside ? (F16 ? 0xE480E480 : 0xC000C000) : 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const u32 codes = j & 1 ? word_below : word;
         u32 v;
         IN_ORDER("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(codes), "r"(F16 ? 0x64646464 : 0), "r"(j < 2 ? 0x4140 : 0x4342));
 #if F16
-        IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(0xE480E480));
+        IN_ORDER("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(factor), "r"(less));
 #else
-        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x7F007F00), "r"(0xC000C000));
+        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(factor), "r"(less));
 #endif
     }
 }
@@ -612,6 +614,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             }
 #elif IN_16_BITS
             const u32 at = stage + a_offset;
+            const bool inside = !RAW || chunk(step, k_slot) < num_chunks;  // of K: other rows than raw ones are zero past its end
 #if W4
             const uint4 words[2] = {load_shared(at + lane * 16), load_shared(at + 512 + lane * 16)};
 #endif
@@ -629,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 for (int s = 0; s < 4; s += 2) {
                     u32 codes[4];  // of rows g and g + 8, in two steps
                     load_matrices(codes, at + code_row + (((half * 4 + s + (lane >> 4)) ^ (lane & 7)) << 4));
-                    int8_numbers(factors[half][s], codes[0], codes[1]), int8_numbers(factors[half][s + 1], codes[2], codes[3]);
+                    int8_numbers(factors[half][s], codes[0], codes[1], inside), int8_numbers(factors[half][s + 1], codes[2], codes[3], inside);
                 }
 #else
                 const u32 each[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
@@ -656,20 +659,28 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
             }
 #else
             uint4 words[DEEP][2];
+#if !FP4
             u32 scales[DEEP][SUBGROUPS], zeros[DEEP][SUBGROUPS] = {};
+#endif
             u64 x[DEEP];
 #pragma unroll
             for (int deep = 0; deep < DEEP; ++deep) {
                 const u32 at = stage + a_offset + deep * K_SLOTS * W_TILE;
                 words[deep][0] = load_shared(at + lane * 16), words[deep][1] = load_shared(at + 512 + lane * 16);
+#if !FP4
                 load_words(scales[deep], at + 1024 + (lane >> 2) * (4 * SUBGROUPS));
                 if (FORMAT == 2) load_words(zeros[deep], at + 1024 + 32 * SUBGROUPS + (lane >> 2) * (4 * SUBGROUPS));
+#endif
                 x[deep] = x_of(deep);
             }
             constexpr int BUFFERS = NT > 4 ? 1 : SCALED_SUMS ? 2 : DEEP;  // of sums of a chunk or a group
             float sums[BUFFERS][NT][4];
             u32 a[2][STEPS][4];
             auto make_numbers = [&](int deep, int part) {
+#if FP4
+                u32 pairs[SUBGROUPS / 2];
+                load_scales(pairs, stage + a_offset + deep * K_SLOTS * W_TILE, part, lane);
+#endif
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) {
                     const int step = part * STEPS + s, first = W4A8 ? 2 * step : step;
@@ -678,6 +689,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                     u32(&to)[4] = a[part % 2][s];
 #if W4A8
                     codes_of(to[0], to[1], each[first % 4]), codes_of(to[2], to[3], each[first % 4 + 1]);
+#elif FP4
+                    e2m1_numbers(to, each[step % 4], twice(pairs[s * SUBGROUPS / 8], 0), twice(pairs[s * SUBGROUPS / 8], 1));
 #else
                     const u32 zero = zeros[deep][step * SUBGROUPS / 8];
                     dequantize(to, each[step % 4], zero_of_rows(zero, 0), zero_of_rows(zero, 1));
@@ -694,6 +707,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             };
+#if !FP4
             auto add_scaled = [&](int buffer, u32 pair) {
                 const float low_scale = widen(pair & 0xFFFF), high_scale = widen(pair >> 16);
 #pragma unroll
@@ -701,6 +715,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #pragma unroll
                     for (int c = 0; c < 4; ++c) total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[buffer][j][c], total[j][c]);
             };
+#endif
 #if SCALED_SUMS
             make_numbers(0, 0), begin_products(0, 0, 0);
 #pragma unroll
@@ -723,7 +738,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
                 if (more && NT <= 4) wait_products<1>(), begin_half(deep + 1, 0), wait_products<1>();
                 else wait_products<0>();
                 if (!more && lane == 0) arrive(empty + 8 * slot);
+#if FP4
+#pragma unroll
+                for (int j = 0; j < NT; ++j)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) total[j][c] += sums[deep % BUFFERS][j][c];
+#else
                 add_scaled(deep % BUFFERS, scales[deep][0]);
+#endif
                 if (more && NT > 4) begin_half(deep + 1, 0);
                 if (more) begin_half(deep + 1, 1);
             }

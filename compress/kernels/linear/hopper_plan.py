@@ -202,7 +202,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     token_blocks = -(-num_rows // tokens)
     num_items = units * token_blocks
     num_chunks = shape.k // shape.stage_k
-    deep = 2 if shape.four_bits and shape.format != "fp4" and token_tiles <= 4 else 1
+    deep = 2 if shape.four_bits and token_tiles <= 4 else 1
     trades_registers = (shape.four_bits and token_tiles > 2) or (
         shape.e4m3 and token_tiles == MOST_TOKEN_TILES
     )

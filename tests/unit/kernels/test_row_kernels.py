@@ -20,7 +20,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.linear import prefill_w4a16, prefill_widened
     from compress.kernels.quantize_rows import fused
     from compress.kernels.sample import choose
 
@@ -62,6 +62,18 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             ["*i32", "*bf16", "*fp32", "*bf16", "i32", "i32", "i32", "i32"],
             {"GROUPS": 4, "BLOCK_WORDS": 320, "SUBGROUPS": 8, "ZERO": 2.0**-126, "GATED": True},
             4,
+        ),
+        *(
+            (
+                prefill_widened._dequantize,
+                ["*u8", "*fp32", "*bf16", "i32", "i32"],
+                {
+                    **{"offset_ptr": None, "outer_ptr": None, "IN": 4096, "COLUMNS": 4096, "GROUP": 0},
+                    **{"FORMAT": 5, "INTERLEAVED": interleaved, "EACH": 4},
+                },
+                4,
+            )
+            for interleaved in (False, True)
         ),
     ]
     for kernel, types, constants, num_warps in cases:
