@@ -8,7 +8,7 @@ from scripts.docs.tables.performance import scheme_text
 
 def serving_runs() -> list[Run]:
     """Return the runs that time several formats of weights, one table each."""
-    return [result_file(name).run for name in ("h200/runtime_formats", "h200/runtime_int8")]
+    return [result_file(name).run for name in ("h200/runtime_formats", "h200/runtime_fp4")]
 
 
 def serving(run: Run) -> str:
@@ -39,14 +39,13 @@ def first_token_ms(run: Run, scheme: str) -> float:
     return float(next(row["ttft_ms_p50"] for row in run.where(scheme=scheme) if "ttft_floor_ms" in row))
 
 
-def linears_run() -> Run:
-    """Return the run that times linears in formats that no whole model was timed in."""
-    return result_file("h100/kernels_formats").run
+def linears_runs() -> list[Run]:
+    """Return the runs that time linears in every format of weights, one table each."""
+    return [result_file(name).run for name in ("h200/kernels_formats", "h200/kernels_fp4")]
 
 
-def linears() -> str:
+def linears(run: Run) -> str:
     """Return the table of the gate and up projections by format: time of decode rows, rate of a prompt."""
-    run = linears_run()
     decoded = (1, 16, 64)
     header = ["weights", *(f"{each} row{'s' if each > 1 else ''}" for each in decoded), "2,048 rows"]
     found = {
@@ -69,7 +68,7 @@ def linears() -> str:
 
 def attention_runs() -> list[Run]:
     """Return the runs that time decode attention by format of the cache, one for each GPU, newest first."""
-    return [result_file(name).run for name in ("h100/kv_attention", "h200/kv_attention")]
+    return [result_file(name).run for name in ("h200/kv_attention", "h100/kv_attention")]
 
 
 def attention(run: Run) -> str:
