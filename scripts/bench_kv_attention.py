@@ -32,8 +32,8 @@ from scripts.kernel_bench.case import Bench, Case
 KEYS = (32, 64)
 LANES = (16, 32)
 DEPTHS = (1, 2, 3)
-WARPS = (4, 8)
-MAX_BLOCKS = 4 * 132
+WARPS = (2, 4, 8)
+MAX_BLOCKS = 8 * 132
 """Blocks of a launch beyond which a larger cluster is not tried: they are not all there at once."""
 MAX_SHARED_BYTES = 226 * 1024
 """Shared memory of a block, less a KB of static variables."""

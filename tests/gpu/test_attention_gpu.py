@@ -179,8 +179,6 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     for depth, warps in ((slicing.depth, 4), (1, 4), (3, 4), (2, 8), (slicing.depth, 2)):
         dealt = replace(slicing, depth=depth, warps=warps)
         for cluster in hopper.clusters_of(dealt):
-            if slicing.lanes > 8 * warps * cluster:
-                continue  # a warp adds up to eight lanes
             facts_of_page = dtype, kv.format, head_dim, block_size
             variant = hopper.Variant(*facts_of_page, eights, cluster, True, True, dealt)
             if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 1024:

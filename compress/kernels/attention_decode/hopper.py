@@ -33,6 +33,8 @@ rest of the group is idle (`linear/stream_plan.py`)."""
 TWO_BLOCKS_BYTES = 78 * 1024
 """Shared memory of a block of which a multiprocessor holds two, and not three."""
 MAX_HEAD_DIM = 256
+MAX_LANES = 8
+"""Lanes of one warp at most."""
 _SUMS = 128
 """Registers of a thread for sums."""
 
@@ -234,8 +236,10 @@ def _least_cluster(row_eights: int, head_dim: int, slicing: Slicing) -> int:
 
 
 def clusters_of(slicing: Slicing) -> tuple[int, ...]:
-    """Return the sizes of clusters that have a lane for every warp."""
-    return tuple(each for each in CLUSTERS if slicing.warps * each <= slicing.lanes)
+    """Return the sizes of clusters in which every warp has a lane and at most `MAX_LANES`."""
+    return tuple(
+        each for each in CLUSTERS if slicing.warps * each <= slicing.lanes <= MAX_LANES * slicing.warps * each
+    )
 
 
 def attend(
