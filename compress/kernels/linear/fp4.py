@@ -4,9 +4,9 @@
     y = outer (x w^T),   w = e2m1(code) scale[:, g]        groups g of 16 or 32 columns
 
 A product of a code and a scale has at most six significant bits, so w is exact (`operands/matrices.py` has
-`outer`), and all groups go into one sum. Each row is multiplied by a power of two, so that its largest scale
-is near the largest number of 16 bits: a code's bits, read as a number, are 2^-126 of it (2^-14 in float16),
-and their product with that scale is near 1. `outer` takes the power off.
+`outer`), and all groups of 128 columns go into one sum. Each row is multiplied by a power of two, so that its
+largest scale is near the largest number of 16 bits: a code's bits, read as a number, are 2^-126 of it (2^-14
+in float16), and their product with that scale is near 1. `outer` takes the power off.
 
 Packed layout: blocks as in `w4a16.py`, 1024 bytes of codes and 16 scales for each scale group of the 128
 columns, with other words. In either half of a word, code j of a thread has its magnitude in three bits from

@@ -37,6 +37,8 @@ TILE = 16
 CODE_BYTES = 1024
 VECTOR_BYTES = 32
 """Bytes in a block of one 16-bit number for each of its rows; `CODE_BYTES` are those of its codes."""
+CODES_AT_ONCE = 1 << 25
+"""Codes that are packed at a time: each takes some 40 bytes on the way."""
 SUBGROUPS = (1, 2, 4)
 """Scale groups of a block."""
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
@@ -109,18 +111,26 @@ def pack_blocks(
     """Pack codes, and vectors [O, G] of 16-bit numbers, in blocks. `words` makes a word, as int64, of the
     last eight codes of a tensor."""
     n, k = codes_OI.shape
-    rows = tile_rows(n, gated=gated).to(codes_OI.device)
-    real = rows.flatten().clamp(max=n - 1)
-    tiles = (len(rows), TILE, k // BLOCK)
+    real = tile_rows(n, gated=gated).flatten().clamp(max=n - 1).to(codes_OI.device)
+    at_once = max(CODES_AT_ONCE // k // TILE, 1) * TILE
+    return torch.cat(
+        [_pack_rows(codes_OI[part], [each[part] for each in vectors], words) for part in real.split(at_once)]
+    )
+
+
+def _pack_rows(codes: Tensor, vectors: Sequence[Tensor], words: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pack the rows of some tiles."""
+    tiles, blocks = len(codes) // TILE, codes.shape[1] // BLOCK
     # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
-    split = codes_OI[real].to(torch.int64).view(len(rows), 2, 8, k // BLOCK, 2, 4, 2, 4, 2)
+    split = codes.to(torch.int64).view(tiles, 2, 8, blocks, 2, 4, 2, 4, 2)
     ordered = split.permute(
         0, 3, 4, 2, 7, 5, 8, 6, 1
     )  # tile, block, half, g, t, step, odd, high_column, high_row
-    packed = words(ordered.reshape(len(rows), k // BLOCK, 2, 32, 4, 8))
+    packed = words(ordered.reshape(tiles, blocks, 2, 32, 4, 8))
     signed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
-    codes = signed.view(torch.uint8).view(len(rows), k // BLOCK, CODE_BYTES)
-    return torch.cat([codes, *(row_pairs(each[real].view(*tiles, -1)) for each in vectors)], dim=-1)
+    bytes_of_codes = signed.view(torch.uint8).view(tiles, blocks, CODE_BYTES)
+    pairs = [row_pairs(each.view(tiles, TILE, blocks, -1)) for each in vectors]
+    return torch.cat([bytes_of_codes, *pairs], dim=-1)
 
 
 def _words(codes: Tensor) -> Tensor:

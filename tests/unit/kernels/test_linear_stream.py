@@ -73,6 +73,14 @@ def by_block(values_OG: Tensor, subgroups: int) -> Tensor:
     return values_OG.expand(-1, 3) if values_OG.shape[1] == 1 and subgroups == 1 else values_OG
 
 
+def test_rows_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = w4("W4A16_G32_ASYM", (40, 40), 384)
+    whole = w4a16.repack(weights, dtype=torch.bfloat16, device=CPU, gated=True)
+    monkeypatch.setattr(w4a16, "CODES_AT_ONCE", 2 * 16 * 384)
+    in_parts = w4a16.repack(weights, dtype=torch.bfloat16, device=CPU, gated=True)
+    assert torch.equal(in_parts.blocks, whole.blocks)
+
+
 def fragment(w_16_16: Tensor, lane: int) -> Tensor:
     """What the PTX manual (mma.m16n8k16) gives a lane of the A operand: registers 0..3, low and high half."""
     g = lane // 4
