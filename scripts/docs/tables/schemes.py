@@ -14,7 +14,7 @@ ROWS = (
         "`W4A16_G64`, `W4A16_G32`, `W4A16_CHANNEL`, each also `_ASYM`",
         "the same in smaller scale groups, or a scale an output channel",
         "16 bits",
-        "from sm_80, less tuned than the others for several rows and for short prompts",
+        "from sm_80, tuned from sm_90",
     ),
     (
         "`W3A16_G128`, `W3A16_G64`, `W2A16_G128`, `W2A16_G64`, each also `_ASYM`",
@@ -32,7 +32,7 @@ ROWS = (
         "`NVFP4`, `MXFP4`",
         "e2m1; an e4m3 scale for each 16 inputs and a float32 scale for all, or a power of two for each 32",
         "16 bits",
-        "from sm_80, multiplied in 16 bits; of `MXFP4` not in float16",
+        "from sm_80, tuned from sm_90, multiplied in 16 bits; of `MXFP4` not in float16",
     ),
     (
         "`NVFP4_W4A4`, `MXFP4_W4A4`; `MXFP8`",
@@ -41,7 +41,7 @@ ROWS = (
         "input, calibrated",
         "none: made for sm_100, computed by the reference",
     ),
-    ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "from sm_80"),
+    ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "from sm_80, tuned from sm_90"),
     (
         "`INT8_DYNAMIC`, `INT8_STATIC`, each also `_ASYM`",
         "8-bit integers, a scale an output channel",
