@@ -29,10 +29,10 @@ MAX_DECODE_ROWS = 512
 
 
 def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
-    """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23; those of w8
-    and fp4 by scratch sweeps on an H100 and an H200, no result file): a warp for each slice while items are
-    few, and steps under way in shared memory while rows are few. Steps of w8 are slow there: 64 rows of 4,096
-    x 4,096 take 86 us, and 18 with a step in registers."""
+    """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23; those of
+    w8 and fp4 by scratch sweeps on an H100 and an H200, no result file): a warp for each slice while items
+    are few, and steps under way in shared memory while rows are few. Steps of w8 are slow there: 64 rows of
+    4,096 x 4,096 take 86 us, and 18 with a step in registers."""
     size = matrices.out_features // (2 if gated else 1)
     given = matrices.format
     steps = steps_of(matrices)
