@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 TURNS = (
     ("attention_kernels", "columns", "decode_step"),
     ("experts", "general_linear"),
-    ("rope_store", "row_kernels", "verify_step"),
+    ("rope_store", "row_kernels", "verify_step", "w8a16"),
 )
 each_turn = pytest.mark.parametrize("turn", TURNS, ids="+".join)
 

@@ -28,6 +28,7 @@ from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.rows import INT8, ActivationQuant, RawRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import refusals, select
+from tests.support.slow import slow
 
 H200 = Gpu(90, 132, 232448)
 H100_PCIE = Gpu(90, 114, 232448)
@@ -158,8 +159,8 @@ def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
 
 @needs_nvrtc
 @pytest.mark.parametrize(("weight_format", "subgroups"), WEIGHTS)
-@pytest.mark.parametrize("rows", [1, 9, 64, 128])
-@pytest.mark.parametrize("name", ["odd", "qkv 8b", "gate_up 8b"])
+@pytest.mark.parametrize("rows", [1, 9, 64, slow(128)])
+@pytest.mark.parametrize("name", ["odd", slow("qkv 8b"), "gate_up 8b"])
 def test_the_kernel_compiles(
     name: str,
     rows: int,
