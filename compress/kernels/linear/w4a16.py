@@ -120,7 +120,8 @@ def pack_blocks(
 
 def _pack_rows(codes: Tensor, vectors: Sequence[Tensor], words: Callable[[Tensor], Tensor]) -> Tensor:
     """Pack the rows of some tiles."""
-    tiles, blocks = len(codes) // TILE, codes.shape[1] // BLOCK
+    tiles = len(codes) // TILE
+    blocks = codes.shape[1] // BLOCK
     # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
     split = codes.to(torch.int64).view(tiles, 2, 8, blocks, 2, 4, 2, 4, 2)
     ordered = split.permute(
