@@ -179,14 +179,16 @@ def test_fp4(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: tor
 
 @HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (129, 224, 384), (333, 2816, 2944)])
+@pytest.mark.parametrize(
+    ("num_rows", "n", "k"), [(1, 64, 128), (129, 224, 384), (333, 2816, 2944), (500, 224, 384)]
+)
 def test_w8a16(num_rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     weights = [rounded_weight((n // 2, k), "W8A16", dtype, seed) for seed in (0, 1)]
     exact = torch.cat([weight.dequantize(torch.float32) for weight in weights]).to(CUDA)
     packed = w8a16.repack(weights, dtype=dtype, device=CUDA, gated=False)
     assert torch.equal(prefill_widened.dequantize(packed, 0, n), exact.to(dtype))
     x_TI = randn(num_rows, k, seed=2, dtype=dtype)
-    dense = exact if num_rows < prefill_widened.MIN_ROWS_ON_HOPPER else exact.to(dtype)
+    dense = exact if num_rows < prefill_widened.MIN_ROWS else exact.to(dtype)
     check(prefill_widened.linear, x_TI, packed, x_TI.double() @ dense.double().t(), k, dtype)
 
 

@@ -190,7 +190,8 @@ def spread_of(pairs: int, num_rows: int, kv_format: str, head_dim: int) -> tuple
     Keys of four bits arrive faster than eight warps of a multiprocessor work them off: where two blocks for
     each pair are there at once, they have eight warps each. Of other keys, more pairs than that have two
     blocks each all the same, up to four pairs for a multiprocessor: smaller blocks leave less to a last round
-    of few (llama-3.1-8b in bfloat16, H200: 64 requests of 544 tokens 47 -> 41 us, 32 of 2,048 73 -> 68).
+    of few (llama-3.1-8b in bfloat16, H200, `bench_kv_attention --sweep`: 64 requests of 544 tokens 47 -> 41
+    us, 32 of 2,048 73 -> 68, of 544 22 -> 23).
     """
     slicing = slicing_of(kv_format, head_dim)
     eights = row_eights_of(num_rows)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.linear import fp4
 from compress.kernels.linear.fp4 import UNIT
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper import refusal as hopper_refusal
@@ -232,16 +231,11 @@ def refusal(problem: Problem) -> str | None:
         return f"for {', '.join(MULTIPLIED)}"
     if problem.scheme not in STREAMED and (reason := hopper_refusal(problem)):
         return reason  # decode rows have the other layout then, and one serves both
-    return _refuse_size(problem)
+    return refuse_size(problem)
 
 
-def _fp4_refusal(problem: Problem) -> str | None:
-    if problem.scheme not in fp4.MULTIPLIED:
-        return f"for {', '.join(fp4.MULTIPLIED)}"
-    return fp4.refusal(problem) or _refuse_size(problem)
-
-
-def _refuse_size(problem: Problem) -> str | None:
+def refuse_size(problem: Problem) -> str | None:
+    """Refuse what no four-bit weight is multiplied with here."""
     if problem.dtype not in OFFSETS:
         return f"computes in 16 bits, not in {problem.dtype}"
     if problem.k % BLOCK:
@@ -258,16 +252,5 @@ register(
         supports=refusal,
         fn=linear,
         repack=repack,
-    )
-)
-register(
-    Kernel(
-        "linear",
-        "hopper.fp4.dequantize",
-        min_sm=90,
-        priority=10,
-        supports=_fp4_refusal,
-        fn=linear,
-        repack=fp4.repack,
     )
 )

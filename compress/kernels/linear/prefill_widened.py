@@ -4,10 +4,10 @@ weight is dequantized once for all rows, piece by piece, and cuBLAS multiplies.
     y[:, p] = x W[p]^T,   W[p] = round((codes - zero points) scale) of the output rows p of one piece
 
 A product that widens its codes itself does so for every 128 rows, and is bound by that: 200 to 500 TFLOP/s
-over 2,048 rows on an H100, where cuBLAS has 717 (`docs/LOG.md`). Fewer rows have such a product still, that
-of Triton (`general.py`) or of Hopper's decode rows, because a dequantized weight is written and read again.
-Formats and layouts are those of `operands/matrices.py` and of `w8a16.py`; pieces are as in
-`prefill_w4a16.py`.
+over 2,048 rows on an H100, where cuBLAS has 717 (`bench_kernels`, commit 9122fb1e). Fewer rows have such a
+product still, that of Triton (`general.py`) or of Hopper's decode rows, because a dequantized weight is
+written and read again. Formats and layouts are those of `operands/matrices.py` and of `w8a16.py`; pieces are
+as in `prefill_w4a16.py`.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.linear import general, w8a16
-from compress.kernels.linear.blocks import Blocks, refusal, repack
+from compress.kernels.linear import general
+from compress.kernels.linear.blocks import Blocks, repack
+from compress.kernels.linear.blocks import refusal as refuse_format
 from compress.kernels.linear.hopper import multiply
-from compress.kernels.linear.hopper import refusal as hopper_refusal
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_w4a16 import MIN_PIECE_ROWS, SCRATCH_BYTES
 from compress.kernels.operands.matrices import BLOCK, FORMATS, TILE, MatrixFormat, whole_blocks
@@ -33,10 +33,7 @@ WIDENED: tuple[MatrixFormat, ...] = ("w4", "fp4", "w8")
 MIN_ROWS = 384
 """Fewest rows for which the weight is dequantized first: of int8 weights of 28,672 x 4,096, 384 rows take 276
 us on an H100 and 278 if the product widens them, 256 rows 249 and 187; other shapes, and numbers of e2m1,
-gain from 256 rows on."""
-MIN_ROWS_ON_HOPPER = 384
-"""Fewest rows for which that holds of what `hopper.cu` multiplies: it takes 35 us for each 64 rows of the
-same weight, on an H200."""
+gain from 256 rows on. `hopper.cu` takes 35 us for each 64 rows of that weight on an H200."""
 BLOCKS_EACH = 4
 """Blocks of 128 columns of a program."""
 
@@ -161,9 +158,9 @@ def linear(
     """Return x W^T [T, O]."""
     num_rows = x_TI.shape[0]
     added: dict[str, Any] = {"residual_TO": residual_TO, "out_dtype": out_dtype}
-    if packed.interleaved and num_rows < MIN_ROWS_ON_HOPPER:
-        return multiply(x_TI, packed.kernel_weight, bias_O, dtype=packed.dtype, activation=None, **added)
-    if num_rows < MIN_ROWS and not packed.interleaved:
+    if num_rows < MIN_ROWS:
+        if packed.interleaved:
+            return multiply(x_TI, packed.kernel_weight, bias_O, dtype=packed.dtype, activation=None, **added)
         return general.linear(x_TI, packed, bias_O, **added)
     wider = {} if out_dtype in (None, x_TI.dtype) else {"out_dtype": out_dtype}
     size = packed.matrices.out_features
@@ -174,31 +171,13 @@ def linear(
     return y_TO if residual_TO is None else y_TO.add_(residual_TO)
 
 
-def _refusal(problem: Problem, *, given: MatrixFormat) -> str | None:
+def refusal(problem: Problem, *, given: MatrixFormat) -> str | None:
+    """Refuse what neither cuBLAS nor a linear of every size serves."""
     if reason := library_refusal(problem) or triton_refusal(problem):
         return reason
-    return refusal(problem, given=given, activation=None, decode=False)
+    return refuse_format(problem, given=given, activation=None, decode=False)
 
 
-def _hopper_refusal(problem: Problem) -> str | None:
-    if problem.scheme not in w8a16.SCHEMES:
-        return f"for {', '.join(w8a16.SCHEMES)}"
-    if problem.k % BLOCK:
-        return f"K = {problem.k} is no multiple of {BLOCK}"
-    return hopper_refusal(problem) or _refusal(problem, given="w8")
-
-
-register(
-    Kernel(
-        "linear",
-        "hopper.w8a16.dequantize",
-        min_sm=90,
-        priority=10,
-        supports=_hopper_refusal,
-        fn=linear,
-        repack=w8a16.repack,
-    )
-)
 for _given in WIDENED:
     register(
         Kernel(
@@ -206,7 +185,7 @@ for _given in WIDENED:
             f"{_given}.dequantize",
             min_sm=80,
             priority=7,
-            supports=partial(_refusal, given=_given),
+            supports=partial(refusal, given=_given),
             fn=linear,
             repack=repack,
         )

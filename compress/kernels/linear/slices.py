@@ -46,8 +46,10 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     if num_rows <= 16:
         if gated:
             return Tile(1, 2, 1, 2 if given == "fp4" else 1, True)
-        if given in ("w8", "fp4"):
-            return Tile(2, 2, 1 if wide or given == "fp4" else 2, 2 if wide and given == "fp4" else 1, True)
+        if given == "w8":
+            return Tile(2, 2, 1 if wide else 2, 1, True)
+        if given == "fp4":
+            return Tile(2, 2, 1, 2 if wide else 1, True)
         return Tile(2, 2 if wide else 1, 2, 2, True, staged=True)
     items = -(-size // 32) * -(-num_rows // 32)
     if items >= MANY_ITEMS:

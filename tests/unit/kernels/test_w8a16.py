@@ -59,7 +59,7 @@ def test_prompts_dequantize_the_same_bytes(dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off
     found = prefill_widened.dequantize(packed, 0, 37)
     assert bool(((found.double() - exact).abs() <= exact.abs() * limit * (1 + 1e-3)).all())
-    x_TI = torch.randn(prefill_widened.MIN_ROWS_ON_HOPPER, K, generator=torch.Generator().manual_seed(1))
+    x_TI = torch.randn(prefill_widened.MIN_ROWS, K, generator=torch.Generator().manual_seed(1))
     y_TO = prefill_widened.linear(x_TI.to(dtype), packed, None)
     wanted = x_TI.to(dtype).double() @ exact.t()
     assert float((y_TO.double() - wanted).norm() / wanted.norm()) < 2 * limit
