@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 
 from compress.kernels.experts import fused, launch, packed, reference, slices
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.matrix_product import Tile
 from compress.kernels.operands.routing import ExpertWeights, router_weights
@@ -273,7 +274,7 @@ def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool)
     """Yield how rows are served, and other ways where a sweep is wanted."""
     prefill = rows > launch.MAX_DECODE_ROWS
     if ready.format == "w4" and not prefill:
-        served = slices.tiles_of(rows)
+        served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
         yield "served", slices.decode, {"tiles": served}
         for tiles in sweep_tiles(served) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}

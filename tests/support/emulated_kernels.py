@@ -13,6 +13,7 @@ import pytest
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source
+from compress.kernels.experts import slices as expert_slices
 from compress.kernels.experts import units
 from compress.kernels.linear import launch as linear
 from compress.kernels.operands import slices
@@ -52,10 +53,13 @@ static u32 numbers(u32 words, int i, u32 offset) {
     u32 pair = 0;
     for (int h = 0; h < 2; ++h) {
         const float code = words >> (16 * h + 4 * i) & 15;
-        pair |= (u32)narrow(code + (F16 ? 1024.0f : 128.0f) + widen(offset >> 16 * h)) << 16 * h;
+        pair |= (u32)narrow((F16 ? code + 1024.0f : code / 64) + widen(offset >> 16 * h)) << 16 * h;
     }
     return pair;
 }
+""",
+    "offset_of": """
+static u32 offset_of(u16 stored) { return (F16 ? stored : narrow(widen(stored) / 64 + 2)) * 0x10001u; }
 """,
     "scaled": """
 static u32 scaled(u32 words, int i, u32 scale) {
@@ -158,6 +162,8 @@ static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow
 UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
 
 
+A100 = Gpu(80, 108, 163 * 1024)
+"""What they plan for."""
 KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
     slices: (lambda made: made.source, IN_CPP),
     warps: (lambda made: made.source, ROUTER_IN_CPP),
@@ -171,8 +177,9 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let these kernels run on this CPU; what is compiled for it stays in `folder`."""
     for module in KERNELS:
         monkeypatch.setattr(module, "_function", partial(_emulated, module, folder))
+    for module in (*KERNELS, expert_slices):
         if hasattr(module, "gpu_of"):
-            monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(80, 108, 0))
+            monkeypatch.setattr(module, "gpu_of", lambda device: A100)
 
 
 def use_emulated_rows(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -182,7 +189,7 @@ def use_emulated_rows(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "_prepare_function",
         lambda *made_of: EmulatedFunction(linear.prepare_source(*made_of[:-1]), {}, folder),
     )
-    monkeypatch.setattr(linear, "gpu_of", lambda device: Gpu(80, 108, 0))
+    monkeypatch.setattr(linear, "gpu_of", lambda device: A100)
 
 
 def _emulated(module: ModuleType, folder: Path, *made_of: Any) -> EmulatedFunction:

@@ -22,32 +22,64 @@ from compress.kernels.experts.packed import (
 )
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
+from compress.kernels.operands.gpu import Gpu, gpu_of
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
+from compress.kernels.operands.slices import (
+    STATIC_BYTES,
+    Chosen,
+    Sum,
+    Tile,
+    multiply,
+    steps_of,
+    variant_of,
+)
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MAX_PAIRED_CHOICES = 16
 PAIRED_DOWN = (
-    Tile(1, 1, 6, 1, False, staged=True),
+    Tile(2, 1, 6, 1, False, staged=True),
     Tile(1, 1, 3, 1, False, staged=True),
-    Tile(2, 1, 2, 1, False),
-    Tile(2, 1, 2, 1, False),
+    Tile(2, 1, 2, 2, False),
+    Tile(1, 1, 1, 2, False),
 )
 """The tiles of down where every pair is a unit of its own, by the number of rows."""
+IN_REGISTERS = Tile(1, 1, 1, 2, False)
+"""The tile of down where the steps of all choices do not fit the shared memory of a block."""
 
 
-def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
+def is_paired(num_rows: int, top_k: int) -> bool:
+    """Return whether every pair is a unit of its own."""
+    return num_rows <= MAX_PAIRED_ROWS and top_k <= MAX_PAIRED_CHOICES
+
+
+def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
     (`scripts/bench_experts.py`, and the steps of whole models)."""
-    if num_rows <= MAX_PAIRED_ROWS:
-        return Tile(1, 1, 1, 3, True), PAIRED_DOWN[num_rows - 1]
+    if is_paired(num_rows, top_k):
+        down = PAIRED_DOWN[num_rows - 1]
+        fits = shared_bytes(packed, down, top_k) <= gpu.shared_bytes - STATIC_BYTES
+        return Tile(1, 1, 1, 3, True), down if fits else IN_REGISTERS
     if num_rows <= 32:
-        return Tile(2, 1, 1, 4, False), Tile(2, 1, 1, 5, False)
+        return Tile(2, 1, 1, 4, False), Tile(4, 1, 1, 5, False)
     if num_rows <= 64:
         return Tile(1, 1, 1, 6, False), Tile(2, 1, 1, 6, False)
     row_tiles = 2 if num_rows <= 256 else 4
     return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
+
+
+def shared_bytes(packed: PackedExperts, tile: Tile, top_k: int) -> int:
+    """Return the bytes of shared memory of down where every pair is a unit of its own."""
+    variant = variant_of(
+        packed.down,
+        tile,
+        dtype=packed.dtype,
+        activation=None,
+        out_dtype=packed.dtype,
+        rows="by pair",
+        choices=top_k,
+    )
+    return variant.shared_bytes(steps_of(packed.down))
 
 
 def decode(
@@ -70,11 +102,11 @@ def decode(
         return out_TD
     assert ids_TK.is_contiguous()
     assert weights_TK.is_contiguous()
-    first, second = tiles or tiles_of(num_rows)
+    first, second = tiles or tiles_of(packed, num_rows, top_k, gpu_of(device))
     assert first.row_tiles == second.row_tiles, "both products have the same units"
     h_PF = torch.empty(num_rows * top_k, packed.down.in_features, dtype=packed.dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    paired = num_rows <= MAX_PAIRED_ROWS and top_k <= MAX_PAIRED_CHOICES
+    paired = is_paired(num_rows, top_k)
     chosen = Chosen(ids_TK, None, top_k)
     if not paired:
         units = sort_pairs(ids_TK, packed.num_experts, 8 * first.row_tiles)

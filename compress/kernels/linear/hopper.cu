@@ -55,7 +55,7 @@ constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
 constexpr bool TRADES_REGISTERS = (W4 && NT > 2) || (FP8 && NT > 8);
 constexpr int THREADS = CONSUMERS * 32;               // of theirs
 constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
-constexpr float UNIT = W4A8 ? 512.0f : W8 && !F16 ? 64.0f : 1.0f;  // of a sum, in products of codes
+constexpr float UNIT = W4A8 ? 512.0f : W8 && !F16 ? 64.0f : CODE_UNIT;  // of a sum, in products of codes
 constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
 constexpr int PARTS = SCALED_SUMS && SUBGROUPS > 2 ? SUBGROUPS : 2;  // of a chunk: one becomes numbers while the one before it is multiplied
 constexpr int STEPS = (W4A8 ? 4 : 8) / PARTS;         // instructions of a part
@@ -190,8 +190,8 @@ __device__ __forceinline__ Sum (&sums_of(Sum (&d)[NT][4], int half))[WIDE][4] { 
 #if W4
 // One of the two 16-bit numbers of a word, twice: those of rows g and g + 8.
 __device__ __forceinline__ u32 twice(u32 pair, int row) { return __byte_perm(pair, 0, row ? 0x3232 : 0x1010); }
-// What `dequantize` adds for a row: of a pair of -(128 + zero point), or -(1024 + zero point) in float16.
-__device__ __forceinline__ u32 zero_of_rows(u32 pair, int row) { return FORMAT == 2 ? twice(pair, row) : F16 ? 0xE408E408 : 0xC308C308; }
+// What `dequantize` adds for a row.
+__device__ __forceinline__ u32 zero_of_rows(u32 pair, int row) { return FORMAT == 2 ? zero_added(twice(pair, row)) : NO_ZERO; }
 #if FP4
 // Eight codes of one thread in one k16 step, times the scales of rows g and g + 8. The bits of a magnitude, where 16 bits have the lowest of their
 // exponent and the highest of their mantissa, are 2^-126 (2^-14 in float16) of the number, which the scales make up for.
@@ -342,7 +342,7 @@ __device__ __forceinline__ float finished(const Args& args, const Channel& c, fl
         whole -= zero * c.sum[half];
 #endif
         const float s = (float)whole;
-        const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : FP4 || W8 ? s * UNIT * c.scale[half] : s;
+        const float v = INT8 ? s * token_scale * c.scale[half] : FP8 && !BLOCKED ? s * c.scale[half] * token_scale : W4A8 ? s * token_scale : FP4 || W8 ? s * UNIT * c.scale[half] : s * UNIT;
         return args.bias ? v + c.bias[half] : v;
     };
 #if ACT

@@ -19,6 +19,7 @@ constexpr int TOKENS = NT * 8;
 #define SUBGROUPS 1  // scale groups in 128 columns of four-bit weights; several by hopper.cu alone
 #endif
 constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) * SUBGROUPS : 0;
+constexpr float CODE_UNIT = W4 && !W4A8 && !FP4 && !F16 ? 64.0f : 1.0f;  // of a sum, in products of codes
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
 constexpr int AT_ONCE = W4 && NT <= 2 && STAGES > 2 ? 2 : 1;  // stages that a warp multiplies side by side
 constexpr bool X_IN_REGISTERS = !WGMMA && NT <= 2;  // before a stage is multiplied
@@ -148,7 +149,8 @@ __device__ __forceinline__ void codes_of(u32& a, u32& b, u32 word) {
 #endif
 }
 #endif
-// Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
+// Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly; in bfloat16 2^-6 of it. There the code's bits alone are the number:
+// with an exponent of 0 or 1, bits are worth 2^-133 each, so that the high half of a byte needs no shift.
 __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, u32 high_zero) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -157,11 +159,19 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, 
         IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
         IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(zero));
 #else
-        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
-        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x3F803F80), "r"(zero));
+        IN_ORDER("and.b32 %0, %1, %2;" : "=r"(v) : "r"(j < 2 ? word : word >> 8), "r"(j & 1 ? 0x00F000F0 : 0x000F000F));
+        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(j & 1 ? 0x7D007D00 : 0x7F007F00), "r"(zero));  // 2^123, 2^127
 #endif
     }
 }
+// What it adds for a pair of rows, from -(128 + 8 + zero point) twice, or in float16 -(1024 + 8 + zero point).
+__device__ __forceinline__ u32 zero_added(u32 stored) {
+#if !F16
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(stored) : "r"(0x3C803C80), "r"(0x40004000));  // / 64 + 2
+#endif
+    return stored;
+}
+constexpr u32 NO_ZERO = F16 ? 0xE408E408 : 0xBE00BE00;  // -1032, or -8 / 64
 #endif
 
 #if WGMMA && W4
@@ -207,9 +217,9 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
         scales[c] = load_word(a_tile[c] + 1024 + (lane >> 2) * 4);
 #if FORMAT == 2
         const u32 zeros = load_word(a_tile[c] + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
-        low_zero[c] = __byte_perm(zeros, 0, 0x1010), high_zero[c] = __byte_perm(zeros, 0, 0x3232);
+        low_zero[c] = zero_added(__byte_perm(zeros, 0, 0x1010)), high_zero[c] = zero_added(__byte_perm(zeros, 0, 0x3232));
 #else
-        low_zero[c] = high_zero[c] = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+        low_zero[c] = high_zero[c] = NO_ZERO;
 #endif
     }
 #endif
@@ -290,7 +300,7 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
 #if W4
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
-        const float low_scale = widen(scales[c] & 0xFFFF), high_scale = widen(scales[c] >> 16);
+        const float low_scale = widen(scales[c] & 0xFFFF) * CODE_UNIT, high_scale = widen(scales[c] >> 16) * CODE_UNIT;
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             total[j][0] = fmaf(low_scale, sums[c][j][0], total[j][0]), total[j][1] = fmaf(low_scale, sums[c][j][1], total[j][1]);

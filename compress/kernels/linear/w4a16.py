@@ -5,11 +5,11 @@ Packed layout: one block for each tile of 16 rows and 128 columns, blocks of a t
 codes, 16 scales, and for an asymmetric scheme 16 offsets. Groups of 64 or 32 columns have two or four times
 as many of both; those of longer groups, or of a channel, are repeated. A 32-bit word is the eight codes
 that one thread feeds to one m16n8k16 instruction: register j (rows g, g + 8, g, g + 8 and columns 2 t, 2
-t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8; the
-bits 0x4300 | code are the bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly
-(in float16 0x6400 and 1032). Words of steps 0..3 of a lane are neighbours, then words of steps 4..7.
-Scales and offsets are stored as pairs (row g, row g + 8), those of a pair's groups side by side. A tile of a
-gated linear holds 8 gate rows over the matching 8 up rows.
+t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8, and
+offsets as -(136 + zero point), in float16 -(1032 + zero point): what is added to a number whose last bits are
+a code, as those of 128 + code are in bfloat16. Words of steps 0..3 of a lane are neighbours, then words of
+steps 4..7. Scales and offsets are stored as pairs (row g, row g + 8), those of a pair's groups side by side.
+A tile of a gated linear holds 8 gate rows over the matching 8 up rows.
 
 The product is exact on integers within a group; the group's sum is scaled in float32. So weights are not
 rounded to bfloat16 first, as the reference (and every consumer that dequantizes) does: the difference is

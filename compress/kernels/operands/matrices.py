@@ -15,11 +15,11 @@
 Matrices that share their input are stacked along O, and blocks of fp8_block begin with the first row of each.
 Codes of two and three bits are stored as nibbles, too: they are read as fast as four bits, not faster.
 Nibble i of word j of w4 holds column 32 i + j of its 128, stored + 8: a product of 128 columns is four of 32,
-each of whose factors is a nibble of the same words, so nothing is shuffled. The bits 0x4300 | code are the
-bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly (in float16 0x6400 and 1032): an
-offset is - 136 - zero point. A nibble of fp4 is a number of e2m1 (`quant/e2m1.py`), zero where I ends. Its
-scale is a power of two, or an e4m3 number over a global scale g: then 2^e is stored in place of g, and
-`outer` has 2^e / g, between a half and 1.
+each of whose factors is a nibble of the same words, so nothing is shuffled. An offset is -(136 + zero point),
+in float16 -(1032 + zero point): what is added to a number whose last bits are a code, as those of 128 + code
+are in bfloat16. A nibble of fp4 is a number of e2m1 (`quant/e2m1.py`), zero where I ends. Its scale is a
+power of two, or an e4m3 number over a global scale g: then 2^e is stored in place of g, and `outer` has 2^e /
+g, between a half and 1.
 
 Shapes: E matrices, O out, I in.
 """

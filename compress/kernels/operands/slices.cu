@@ -123,15 +123,24 @@ __device__ __forceinline__ int load_index(const int* at) {
     return v;
 }
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-// Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point) - 128, in float16 - 1024, twice.
+// Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point), in float16 - 1024, twice. In bfloat16 it is 2^-6 of them, and so
+// is `offset`: with an exponent of 0 or 1 a nibble's bits are the number, each worth 2^-133, so that the high half of a byte needs no shift.
 __device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
     u32 v;
 #if F16
     asm("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(offset));
 #else
-    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(0x3F803F80), "r"(offset));
+    v = (i < 2 ? words : words >> 8) & (i & 1 ? 0x00F000F0 : 0x000F000F);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(i & 1 ? 0x7D007D00 : 0x7F007F00), "r"(offset));  // 2^123, 2^127
+#endif
+    return v;
+}
+// `offset` of what is stored: in bfloat16 - 128 - (8 + zero point).
+__device__ __forceinline__ u32 offset_of(u16 stored) {
+    u32 v = stored * 0x10001u;
+#if !F16
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x3C803C80), "r"(0x40004000));  // / 64 + 2
 #endif
     return v;
 }
@@ -357,9 +366,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                         const u32 word = word_of(words, v % 2 * 2 + k);
                         a[h] = widened(word, 0), a[2 + h] = widened(word, 1);
 #elif FORMAT == 1
-                        u32 offset = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+                        u32 offset = F16 ? 0xE408E408 : 0xBE00BE00;  // -1032, -8 / 64
 #if OFFSETS
-                        offset = from.offset[i][h][v * SUBGROUPS / 4] * 0x10001u;
+                        offset = offset_of(from.offset[i][h][v * SUBGROUPS / 4]);
 #endif
                         a[h] = numbers(word_of(words, 2 * k), v, offset), a[2 + h] = numbers(word_of(words, 2 * k + 1), v, offset);
 #elif FORMAT == 0 || FORMAT == 4
@@ -464,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 const float x_scale = load_float(args.x_scale + row_of(pair)) * (FP8 ? E4M3_FACTOR : 1.0f);
                 v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[own_expert * args.expert_scales + output]);
             }
+            if (FORMAT == 1 && !F16) v = __fmul_rn(v, 64.0f);
             if (FORMAT == 5) v = __fmul_rn(v, ((const float*)args.scale)[own_expert * args.expert_scales + output]);
             if (FORMAT == 6 && args.outer) v = __fmul_rn(v, args.outer[(long long)own_expert * args.out + output]);
             if (args.bias) v += widen(args.bias[(long long)own_expert * args.out + output]);

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import reference
+from compress.kernels.experts import packed as packed_experts
+from compress.kernels.experts import reference, slices
 from compress.kernels.operands import matrices
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
@@ -303,6 +305,21 @@ def test_four_bit_words_hold_every_code_once() -> None:
     words = matrices.w4_words(codes).to(torch.int32)
     nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=-2) - 8
     assert torch.equal(nibbles.transpose(1, 2).reshape(48, 256).to(torch.int8), codes)
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize("top_k", [1, 8, 10, 16])
+@pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G32_ASYM", "W8A16", "NVFP4"])
+def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
+    name: str, top_k: int, shared_kib: int
+) -> None:
+    packed = packed_experts.repack(
+        layer(name, torch.bfloat16).experts, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    gpu = Gpu(80, 108, shared_kib * 1024)
+    for num_rows in (1, 2, 3, 4):
+        _, down = slices.tiles_of(packed, num_rows, top_k, gpu)
+        assert slices.shared_bytes(packed, down, top_k) < gpu.shared_bytes
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
