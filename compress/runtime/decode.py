@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.operands.paged import PADDING_BLOCK, SHORT_CONTEXT
 from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
 from compress.kernels.step.host_memory import host_visible
 from compress.runtime.decode_run import FirstTokens, HostResults, host_results
@@ -117,9 +117,11 @@ class DecodeState:
         """
         self._next_block[row_idx] = block
 
-    def begin(self, num_rows: int, embed_VD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def begin(
+        self, num_rows: int, embed_VD: Tensor, *, max_blocks: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Begin a step of the first rows; return its embeddings, positions, slots, block table and context
-        lengths.
+        lengths. The table has the first `max_blocks` columns, or all.
         """
         buffers = self._buffers
         x_RD, positions_R, slots_R = begin_step(buffers, num_rows, embed_VD, block_size=self._block_size)
@@ -127,7 +129,7 @@ class DecodeState:
             x_RD,
             positions_R,
             slots_R,
-            buffers.block_table_SB[:num_rows],
+            buffers.block_table_SB[:num_rows, :max_blocks],
             buffers.context_lens_S[:num_rows],
         )
 
@@ -140,6 +142,9 @@ class DecodeState:
         return self._sampling.first(num_rows)
 
 
+MIN_ROWS_BY_LENGTH = 32
+"""Rows from which steps of short contexts have graphs of their own: attention of fewer is spread alike for
+every length."""
 _TOKEN, _SOURCE, _CONTEXT, _RUNNING, _STEPS = range(5)
 """The rows of facts: the token that the host has, where to take the token from, the context length, whether
 a request is there; and in the first column, the number of steps launched."""
@@ -251,7 +256,8 @@ class PlainDecoding:
         self._rows_entering: dict[int, list[int]] = {}
         """Rows that enter a new block with step n of the run, by n modulo the block size."""
         self._max_steps = 0
-        """The number of steps of the run after which some request has all its tokens."""
+        """The number of steps of the run after which some request has all its tokens, or no longer a short
+        context."""
         self._num_of_run = 0
         self._num_launched = 0
         self._run_step: Callable[[], Tensor]
@@ -270,14 +276,16 @@ class PlainDecoding:
         self._generations = generations
         self._num_of_run = 0
         self._max_steps = min(each.end - each.length for each in generations)
+        num_rows, max_blocks, self._plan = key = self._key(generations)
+        if max_blocks is not None:
+            self._max_steps = min(self._max_steps, SHORT_CONTEXT - max(each.length for each in generations))
         self._rows_entering = {}
         for row_idx, each in enumerate(generations):
             step = (len(each.blocks) * self._block_size - each.length + 1) % self._block_size
             self._rows_entering.setdefault(step, []).append(row_idx)
-        num_rows, self._plan = key = self._key(generations)
         plan = self._plan
         self._run_step = self._graphs.prepare(
-            key, lambda: self._step(num_rows, plan), set_aside=self._state.only_padding
+            key, lambda: self._step(num_rows, max_blocks, plan), set_aside=self._state.only_padding
         )
         self._state.load(
             generations,
@@ -311,10 +319,12 @@ class PlainDecoding:
             each.num_computed += 1
         return DecodedTokens(len(self._generations), self._plan.logprobs, logits_SV, results)
 
-    def _key(self, generations: Sequence[Generation]) -> tuple[int, SamplingPlan]:
-        """Return the number of rows and the plan of a graph."""
+    def _key(self, generations: Sequence[Generation]) -> tuple[int, int | None, SamplingPlan]:
+        """Return the number of rows of a graph, of blocks of a context where all are short, and the plan."""
         plan = SamplingPlan.of([each.request.params for each in generations])
-        return self._graphs.num_rows(len(generations)), plan
+        num_rows = self._graphs.num_rows(len(generations))
+        short = num_rows >= MIN_ROWS_BY_LENGTH and all(each.length < SHORT_CONTEXT for each in generations)
+        return num_rows, SHORT_CONTEXT // self._block_size if short else None, plan
 
     def _sources(self, generations: Sequence[Generation], firsts: FirstTokens | None) -> list[int]:
         """Return where each row takes its token from, as `DecodeState.load` counts the places; nothing if the
@@ -329,10 +339,12 @@ class PlainDecoding:
         return [places[each] if each.num_pending else row_idx for row_idx, each in enumerate(generations)]
 
     @torch.inference_mode()
-    def _step(self, num_rows: int, plan: SamplingPlan) -> Tensor:
+    def _step(self, num_rows: int, max_blocks: int | None, plan: SamplingPlan) -> Tensor:
         """Run one step; return its logits [R, V]."""
         state = self._state
-        x_RD, positions_R, slots_R, table_RB, context_lens_R = state.begin(num_rows, self._runner.embedding)
+        x_RD, positions_R, slots_R, table_RB, context_lens_R = state.begin(
+            num_rows, self._runner.embedding, max_blocks=max_blocks
+        )
         logits_RV = self._runner.decode(x_RD, positions_R, slots_R, table_RB, context_lens_R)
         state.end(sample_rows(logits_RV, state.sampling(num_rows), context_lens_R, plan))
         return logits_RV

@@ -19,6 +19,7 @@ from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_te
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
     INT4_TOKEN_HEAD,
+    SHORT_CONTEXT,
     TOKEN_HEAD_FORMATS,
     PagedKV,
 )
@@ -155,7 +156,14 @@ def attention_decode(
     (num_rows, num_heads, head_dim) = q_THC.shape
     rows_each = q_len * num_heads // num_kv_heads
     row_eights = row_eights_of(rows_each)
-    slicing, cluster = spread_of(num_rows // q_len * num_kv_heads, rows_each, kv.format, head_dim)
+    longest = block_table_RB.shape[1] * kv.block_size
+    slicing, cluster = spread_of(
+        num_rows // q_len * num_kv_heads,
+        rows_each,
+        kv.format,
+        head_dim,
+        longest=longest if window is None else min(longest, window),
+    )
     return attend(
         q_THC,
         kv,
@@ -183,18 +191,22 @@ def row_bytes_of(kv_format: str, head_dim: int) -> int:
     )
 
 
-def spread_of(pairs: int, num_rows: int, kv_format: str, head_dim: int) -> tuple[Slicing, int]:
+def spread_of(
+    pairs: int, num_rows: int, kv_format: str, head_dim: int, *, longest: int
+) -> tuple[Slicing, int]:
     """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
-    head, and of query rows of each.
+    head, of query rows of each, and of positions of a context at most.
 
-    Keys of four bits arrive faster than eight warps of a multiprocessor work them off: where two blocks for
-    each pair are there at once, they have eight warps each. Of other keys, more pairs than that have two
-    blocks each all the same, up to four pairs for a multiprocessor: smaller blocks leave less to a last round
-    of few (llama-3.1-8b in bfloat16, H200, `bench_kv_attention --sweep`: 64 requests of 544 tokens 47 -> 41
-    us, 32 of 2,048 73 -> 68, of 544 22 -> 23).
+    Few pairs have eight blocks each, whose two warps have a lane each. Keys of four bits arrive faster than
+    eight warps of a multiprocessor work them off: where two blocks for each pair are there at once, they have
+    eight warps each. Of other keys, more pairs than that have two blocks each all the same, up to four pairs
+    for a multiprocessor, because smaller blocks leave less to a last round of few; they have two warps where
+    contexts are short, so that more of them are there at once. `docs/LOG.md` (2026-11-26) has the times.
     """
     slicing = slicing_of(kv_format, head_dim)
     eights = row_eights_of(num_rows)
+    if slicing.lanes == 16 and pairs <= CLUSTERS[8] and num_rows <= 16:
+        return replace(slicing, warps=2), 8
     cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format in CODED_FORMATS)
     if kv_format == INT4_TOKEN_HEAD:
         small = head_dim <= 128 and num_rows <= 4  # two blocks fit, with room for the sums of all warps
@@ -202,21 +214,21 @@ def spread_of(pairs: int, num_rows: int, kv_format: str, head_dim: int) -> tuple
             slicing = replace(slicing, warps=8)
     elif cluster == 1 and _has_few_sums(head_dim, eights):
         rounds = pairs / CLUSTERS[1]
-        if rounds <= 2:
-            cluster = 2
-        elif rounds <= 4 and not 2.7 < rounds <= 3:  # three blocks fit, and nearly fill, a multiprocessor
-            slicing, cluster = replace(slicing, warps=2), 2
+        if rounds <= 4 and not 2.7 < rounds <= 3:  # three blocks fit, and nearly fill, a multiprocessor
+            slicing, cluster = replace(slicing, warps=2 if longest <= SHORT_CONTEXT else 4), 2
     return slicing, cluster
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:
     """Return the number of blocks for each pair of request and KV head, given the number of pairs: as many
-    as are there at once. Tiles of codes are smaller, so that a multiprocessor holds three blocks."""
-    blocks = 3 if coded and _has_few_sums(head_dim, row_eights) else 2
+    as are there at once. Tiles of codes are smaller, so that a multiprocessor holds three blocks; of clusters
+    of four, which stay in a group of multiprocessors, only two are quick."""
+    of_small = 3 if coded and _has_few_sums(head_dim, row_eights) else 2
+    least = _least_cluster(row_eights, head_dim, slicing)
     return next(
         each
         for each in clusters_of(slicing)
-        if pairs <= blocks * CLUSTERS[each] or each == _least_cluster(row_eights, head_dim, slicing)
+        if each == least or pairs <= (of_small if each <= 2 else 2) * CLUSTERS[each]
     )
 
 

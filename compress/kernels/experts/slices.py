@@ -38,7 +38,7 @@ from compress.kernels.select import Kernel, register
 
 MAX_PAIRED_CHOICES = 16
 PAIRED_DOWN = (
-    Tile(2, 1, 6, 1, False, staged=True),
+    Tile(1, 1, 6, 1, False, staged=True),
     Tile(1, 1, 3, 1, False, staged=True),
     Tile(2, 1, 2, 2, False),
     Tile(1, 1, 1, 2, False),
@@ -61,7 +61,7 @@ def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tupl
         fits = shared_bytes(packed, down, top_k) <= gpu.shared_bytes - STATIC_BYTES
         return Tile(1, 1, 1, 3, True), down if fits else IN_REGISTERS
     if num_rows <= 32:
-        return Tile(2, 1, 1, 4, False), Tile(4, 1, 1, 5, False)
+        return Tile(2, 1, 1, 4, False), Tile(2, 1, 1, 5, False)
     if num_rows <= 64:
         return Tile(1, 1, 1, 6, False), Tile(2, 1, 1, 6, False)
     row_tiles = 2 if num_rows <= 256 else 4

@@ -70,7 +70,7 @@ def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
         for num_rows in (1, 8, 9, 32, 64):
             eights = row_eights_of(num_rows)
             for pairs in (1, 128, 1024):
-                slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim)
+                slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim, longest=4096)
                 each = replace(
                     variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster), slicing=slicing
                 )
@@ -87,30 +87,42 @@ def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> No
     assert [wide(8 * rows, 1, 256) for rows in (1, 3, 4, 128)] == [8, 8, 4, 4]
     assert [wide(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
     coded = partial(cluster_of, slicing=slicing_of("INT8_TOKEN_HEAD", 128), coded=True)
-    assert [coded(8 * rows, 1, 128) for rows in (1, 11, 12, 24, 25)] == [4, 4, 2, 2, 1]
+    assert [coded(8 * rows, 1, 128) for rows in (1, 7, 8, 24, 25)] == [4, 4, 2, 2, 1]
     assert [coded(8 * rows, 2, 128) for rows in (1, 7, 8, 128)] == [4, 4, 2, 2]
 
 
 def test_keys_of_four_bits_have_sixteen_warps_where_two_blocks_for_each_pair_fill_the_machine() -> None:
     def dealt(pairs: int, num_rows: int = 4, kv_format: str = "INT4_TOKEN_HEAD") -> tuple[int, int]:
-        slicing, cluster = spread_of(pairs, num_rows, kv_format, 128)
+        slicing, cluster = spread_of(pairs, num_rows, kv_format, 128, longest=4096)
         assert replace(slicing, warps=4) == slicing_of(kv_format, 128), "the bits are the same"
         return slicing.warps, cluster
 
-    assert [dealt(8 * rows) for rows in (1, 11, 12, 16, 17, 24, 25)] == [
+    assert [dealt(8 * rows) for rows in (2, 7, 8, 16, 17, 24, 25)] == [
         (4, 4), (4, 4), (8, 2), (8, 2), (4, 2), (4, 2), (4, 1)
     ]  # fmt: skip
     assert [dealt(128, num_rows) for num_rows in (1, 5, 9)] == [(8, 2), (4, 2), (4, 2)]
     assert dealt(128, kv_format="INT8_TOKEN_HEAD") == (4, 2)
-    slicing, cluster = spread_of(128, 4, "INT4_TOKEN_HEAD", 128)
+    slicing, cluster = spread_of(128, 4, "INT4_TOKEN_HEAD", 128, longest=4096)
     each = replace(variant_of("INT4_TOKEN_HEAD", 128, cluster=cluster), slicing=slicing)
     assert 2 * (each.shared_bytes(4) + STATIC_BYTES + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
 
 
+@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
+def test_few_pairs_have_eight_blocks_with_a_lane_for_each_warp(kv_format: str) -> None:
+    for pairs in (1, 8, 15):
+        slicing, cluster = spread_of(pairs, 8, kv_format, 128, longest=1 << 20)
+        assert cluster * slicing.warps == slicing.lanes
+        assert pairs <= CLUSTERS[cluster]
+        assert replace(slicing, warps=4) == slicing_of(kv_format, 128), "the bits are the same"
+    assert spread_of(16, 8, kv_format, 128, longest=1 << 20)[1] == 4
+
+
 def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thin() -> None:
-    def dealt(kv_format: str, *, num_rows: int = 4, head_dim: int = 128) -> list[tuple[int, int]]:
+    def dealt(
+        kv_format: str, *, num_rows: int = 4, head_dim: int = 128, longest: int = 1024
+    ) -> list[tuple[int, int]]:
         spreads = [
-            spread_of(8 * requests, num_rows, kv_format, head_dim)
+            spread_of(8 * requests, num_rows, kv_format, head_dim, longest=longest)
             for requests in (16, 24, 32, 40, 48, 64, 66, 67, 256)
         ]
         cut = slicing_of(kv_format, head_dim)
@@ -119,8 +131,11 @@ def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thi
         )
         return [(slicing.warps, cluster) for slicing, cluster in spreads]
 
-    expected = [(4, 2), (4, 2), (4, 2), (2, 2), (4, 1), (2, 2), (2, 2), (4, 1), (4, 1)]
-    assert dealt("BF16") == dealt("FP8_TOKEN_HEAD") == dealt("BF16", num_rows=8) == expected
+    expected = [(4, 2), (2, 2), (2, 2), (2, 2), (4, 1), (2, 2), (2, 2), (4, 1), (4, 1)]
+    assert dealt("BF16") == dealt("BF16", num_rows=8) == expected
+    assert dealt("FP8_TOKEN_HEAD") == [(4, 2), (4, 2), *expected[2:]]
+    long = [(4, cluster) for _, cluster in expected]
+    assert dealt("BF16", longest=1025) == dealt("INT8_TOKEN_HEAD", longest=1 << 20) == long
     assert dealt("INT4_TOKEN_HEAD")[3:] == [(4, 1)] * 6
     assert {cluster for _, cluster in dealt("BF16", num_rows=9)} == {2}
     assert {warps for warps, _ in dealt("BF16", head_dim=256)} == {4}

@@ -113,6 +113,29 @@ def test_prefill_beside_decodes_changes_no_bits_of_either() -> None:
     assert_same_bits(recorder.take(), expected)
 
 
+def test_steps_of_short_contexts_read_a_narrow_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end where a context grows long, and nothing that is generated changes."""
+    requests = [
+        Request(str(idx), tuple(range(3 + idx % 5)), SamplingParams(60, ignore_eos=True)) for idx in range(33)
+    ]
+    config = EngineConfig(max_batch_size=40, block_size=16)
+    expected = tokens(Engine(make_source(), device=CPU, config=config).generate(requests))
+    widths: set[int] = set()
+    begin = decode.DecodeState.begin
+
+    def watched(state: Any, num_rows: int, embed_VD: Tensor, **given: Any) -> Any:
+        begun = begin(state, num_rows, embed_VD, **given)
+        widths.add(begun[3].shape[1])
+        assert int(begun[4].max()) <= begun[3].shape[1] * 16
+        return begun
+
+    monkeypatch.setattr(decode.DecodeState, "begin", watched)
+    monkeypatch.setattr(decode, "SHORT_CONTEXT", 48)
+    assert tokens(Engine(make_source(), device=CPU, config=config).generate(requests)) == expected
+    assert len(widths) == 2
+    assert min(widths) == 3
+
+
 @pytest.mark.parametrize("kv_blocks", [200, 17], ids=["roomy", "preempting"])
 def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatch, kv_blocks: int) -> None:
     """On the CPU a launched step is done at once, which changes nothing for who reads it a step later."""
