@@ -19,8 +19,8 @@ MAX_PAIRED_ROWS = 4
 """Decode rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the
 last program of some outputs combines (one program reads K numbers of every row)."""
 MAX_DECODE_ROWS = 512
-SPAN = 1024
-"""Outputs of a program that adds the choices of a row."""
+SPAN = {128: 256, None: 1024}
+"""Outputs of a program that adds the choices of a row, by the number of rows up to which it is best."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,15 @@ def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, ou
     """Write out = residual + round(sum over K of weights y), y of pairs t K + k."""
     num_rows, top_k = weights_TK.shape
     hidden = out_TD.shape[1]
-    combine[num_rows, -(-hidden // SPAN)](
+    span = next(span for most, span in SPAN.items() if most is None or num_rows <= most)
+    combine[num_rows, -(-hidden // span)](
         y_PD,
         weights_TK,
         residual_TD,
         out_TD,
         D=hidden,
         K=top_k,
-        SPAN=SPAN,
+        SPAN=span,
         RESIDUAL=residual_TD is not None,
         num_warps=4,
         **pdl_options(out_TD.device),
