@@ -5,11 +5,12 @@
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor
 //
-// A block takes 16 experts and 8 rows, and the one that arrives last for its rows chooses: so a row's bits depend on the row alone. A key is the
+// A block takes 16 experts and 8 rows. Those of all experts are one cluster, whose first block is sent their logits and chooses; where they are too many,
+// or there are no clusters, the one that arrives last for its rows chooses. So a row's bits depend on the row alone. A key is the
 // compared number as an unsigned integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
@@ -80,13 +81,13 @@ __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& ar
 }
 #endif
 
-__device__ __forceinline__ void choose(const Args& args, int row, int lane, float* compared_of) {
+template <typename Logit> __device__ __forceinline__ void choose(const Args& args, int row, int lane, float* compared_of, Logit logit_of) {
     float logits[PER_LANE], scores[PER_LANE];
     float most = __uint_as_float(0xFF800000), total = 0.0f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        logits[j] = id < args.num_experts ? load_float(args.logits + (long long)row * args.num_experts + id) : __uint_as_float(0xFF800000);
+        logits[j] = id < args.num_experts ? logit_of(id) : __uint_as_float(0xFF800000);
         most = larger(most, logits[j]);
     }
     if (SCORE == 0) {
@@ -143,7 +144,12 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, floa
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __grid_constant__ Args args) {
     __shared__ float compared[GROUPED ? WARPS * PER_LANE * WARP : 1];
     __shared__ float sums[WARPS][EXPERTS * ROWS];
+#if CLUSTER
+    __shared__ float all_logits[ROWS][CLUSTER * EXPERTS];  // of the first block
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
     __shared__ bool last;
+#endif
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     const int first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * ROWS, num_rows = min(args.num_rows - first_row, ROWS);
     const int column = warp * VECTORS * 32 + t * 8;  // of this thread, in the first vector
@@ -184,9 +190,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
         float logit = sums[0][threadIdx.x];
 #pragma unroll
         for (int s = 1; s < WARPS; ++s) logit += sums[s][threadIdx.x];
-        if (expert < args.num_experts && row < num_rows)
-            args.logits[(long long)(first_row + row) * args.num_experts + expert] = args.bias ? logit + args.bias[expert] : logit;
+        if (args.bias && expert < args.num_experts) logit += args.bias[expert];
+#if CLUSTER
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the first block runs
+        u32 to;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(to) : "r"((u32)__cvta_generic_to_shared(&all_logits[row][expert])));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(logit) : "memory");
+#else
+        if (expert < args.num_experts && row < num_rows) args.logits[(long long)(first_row + row) * args.num_experts + expert] = logit;
+#endif
     }
+#if CLUSTER
+    else asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (blockIdx.x == 0 && warp < num_rows)
+        choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return all_logits[warp][id]; });
+#else
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -195,5 +214,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
         __threadfence();
     }
     __syncthreads();
-    if (last && warp < num_rows) choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0));
+    const float* logits = args.logits + (long long)(first_row + warp) * args.num_experts;
+    if (last && warp < num_rows)
+        choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return load_float(logits + id); });
+#endif
 }

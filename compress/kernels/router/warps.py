@@ -19,6 +19,8 @@ WARPS = 8
 """Slices of a row's columns, and rows, of a block."""
 EXPERTS = 16
 """Experts of a block."""
+MAX_CLUSTER = 8
+"""Blocks of a cluster that every device of sm_90 has."""
 MAX_DECODE_ROWS = WARPS * COUNTED_ROWS
 MAX_CHOICES = 32
 MAX_GROUPS = 32
@@ -39,6 +41,7 @@ class Variant:
     renormalize: bool
     grouped: bool
     selection_bias: bool
+    cluster: int
 
     @property
     def source(self) -> Source:
@@ -51,6 +54,7 @@ class Variant:
             "RENORMALIZE": int(self.renormalize),
             "GROUPED": int(self.grouped),
             "SELECTION": int(self.selection_bias),
+            "CLUSTER": self.cluster,
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
 
@@ -71,8 +75,9 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def variant_of(dtype: torch.dtype, size: int, facts: Experts) -> Variant:
+def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Variant:
     """Return what the kernel is compiled for to serve a router of rows of `size` columns."""
+    blocks = -(-facts.num_experts // EXPERTS)
     return Variant(
         dtype=dtype,
         vectors=-(-size // (32 * WARPS)),
@@ -81,6 +86,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts) -> Variant:
         renormalize=facts.renormalize,
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
+        cluster=blocks if sm >= 90 and blocks <= MAX_CLUSTER else 0,
     )
 
 
@@ -118,13 +124,16 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
         facts.scale,
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,
     )
+    sm = gpu_of(device).sm
+    variant = variant_of(x_TD.dtype, size, facts, sm)
     launch = Launch(
         grid=(-(-facts.num_experts // EXPERTS), -(-num_rows // WARPS)),
         threads=32 * WARPS,
         shared_bytes=0,
-        overlap=gpu_of(device).sm >= 90,
+        cluster=max(variant.cluster, 1),
+        overlap=sm >= 90,
     )
-    _function(variant_of(x_TD.dtype, size, facts), device)(launch, arguments, device=device)
+    _function(variant, device)(launch, arguments, device=device)
     return ids_TK, weights_TK
 
 

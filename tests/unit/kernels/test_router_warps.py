@@ -34,7 +34,7 @@ def test_the_kernel_compiles(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for dtype in (torch.bfloat16, torch.float16):
-        made = warps.variant_of(dtype, size, facts)
+        made = warps.variant_of(dtype, size, facts, sm)
         assert nvrtc.compile_cubin(made.source, sm)[:4] == b"\x7fELF"
 
 
