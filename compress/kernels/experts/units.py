@@ -33,7 +33,8 @@ class Deal:
         return self.warps // self.parts
 
 
-FEW = Deal(warps=8, parts=1, staged=2048)
+FEW = Deal(warps=8, parts=1, staged=256)
+SOME = Deal(warps=8, parts=4, staged=2048)
 MANY = Deal(warps=32, parts=8, staged=0)
 
 
@@ -61,7 +62,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
     device = ids_TK.device
     experts = torch.empty(num_units, dtype=torch.int32, device=device)
     pairs = torch.empty(num_units, size, dtype=torch.int32, device=device)
-    deal = FEW if num_pairs <= FEW.staged else MANY
+    deal = next((each for each in (FEW, SOME) if num_pairs <= each.staged), MANY)
     part_size = -(-num_pairs // (32 * deal.parts)) * 32
     arguments = _Arguments(
         *(each.data_ptr() for each in (ids_TK, experts, pairs)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
-from compress.kernels.experts.units import FEW, MANY, Deal, sort_pairs, source_of
+from compress.kernels.experts.units import FEW, MANY, SOME, Deal, sort_pairs, source_of
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
 
@@ -53,7 +53,7 @@ def test_units(
 
 @pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("deal", [FEW, MANY])
+@pytest.mark.parametrize("deal", [FEW, SOME, MANY])
 def test_the_kernel_compiles(deal: Deal, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert nvrtc.compile_cubin(source_of(128, deal), sm)[:4] == b"\x7fELF"
