@@ -6,9 +6,9 @@ from scripts.docs.result_files import Row, Run, result_file
 from scripts.docs.tables.performance import scheme_text
 
 
-def serving_runs() -> list[Run]:
-    """Return the runs that time several formats of weights, one table each."""
-    return [result_file(name).run for name in ("h200/runtime_formats", "h200/runtime_fp4")]
+def serving_run() -> Run:
+    """Return the run that times every format of weights in a step."""
+    return result_file("h200/runtime_formats").run
 
 
 def serving(run: Run) -> str:
@@ -39,9 +39,9 @@ def first_token_ms(run: Run, scheme: str) -> float:
     return float(next(row["ttft_ms_p50"] for row in run.where(scheme=scheme) if "ttft_floor_ms" in row))
 
 
-def linears_runs() -> list[Run]:
-    """Return the runs that time linears in every format of weights, one table each."""
-    return [result_file(name).run for name in ("h200/kernels_formats", "h200/kernels_fp4")]
+def linears_run() -> Run:
+    """Return the run that times linears in every format of weights."""
+    return result_file("h200/kernels_formats").run
 
 
 def linears(run: Run) -> str:
