@@ -52,6 +52,9 @@ ROUTERS = [
     (Experts(128, 8, 16, renormalize=True), 2048, False),
     (Experts(60, 4, 16), 320, True),
     (Experts(32, 4, 16, score="softmax_topk"), 2880, True),
+    (Experts(16, 2, 16, renormalize=True), 320, False),
+    (Experts(40, 8, 16, renormalize=True), 512, True),
+    (Experts(160, 6, 16), 512, False),
     (
         Experts(
             64,

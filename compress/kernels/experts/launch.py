@@ -19,8 +19,9 @@ MAX_PAIRED_ROWS = 4
 """Decode rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the
 last program of some outputs combines (one program reads K numbers of every row)."""
 MAX_DECODE_ROWS = 512
-SPAN = {128: 256, None: 1024}
-"""Outputs of a program that adds the choices of a row, by the number of rows up to which it is best."""
+FEW_ROWS = 128
+SPANS = (256, 1024)
+"""Outputs of a program that adds the choices of a row: of few rows, and of more."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, ou
     """Write out = residual + round(sum over K of weights y), y of pairs t K + k."""
     num_rows, top_k = weights_TK.shape
     hidden = out_TD.shape[1]
-    span = next(span for most, span in SPAN.items() if most is None or num_rows <= most)
+    span = SPANS[num_rows > FEW_ROWS]
     combine[num_rows, -(-hidden // span)](
         y_PD,
         weights_TK,

@@ -5,9 +5,9 @@
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor
 //
-// A block takes 16 experts and 8 rows. Those of all experts are one cluster, whose first block is sent their logits and chooses; where they are too many,
-// or there are no clusters, the one that arrives last for its rows chooses. So a row's bits depend on the row alone. A key is the
-// compared number as an unsigned integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
+// A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
+// chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
+// integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
 // chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0.

@@ -19,8 +19,8 @@ WARPS = 8
 """Slices of a row's columns, and rows, of a block."""
 EXPERTS = 16
 """Experts of a block."""
-MAX_CLUSTER = 8
-"""Blocks of a cluster that every device of sm_90 has."""
+CLUSTERS = (2, 4, 8)
+"""Numbers of blocks that are one cluster on sm_90."""
 MAX_DECODE_ROWS = WARPS * COUNTED_ROWS
 MAX_CHOICES = 32
 MAX_GROUPS = 32
@@ -86,7 +86,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
         renormalize=facts.renormalize,
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
-        cluster=blocks if sm >= 90 and blocks <= MAX_CLUSTER else 0,
+        cluster=blocks if sm >= 90 and blocks in CLUSTERS else 0,
     )
 
 

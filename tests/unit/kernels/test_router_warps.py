@@ -17,6 +17,7 @@ ROUTINGS = (
     (Experts(128, 8, 16, renormalize=True), 2048),
     (Experts(60, 4, 16, scale=2.5), 2048),
     (Experts(32, 4, 16, score="softmax_topk"), 2880),
+    (Experts(40, 8, 16), 1536),
     (
         Experts(
             160, 8, 16, score="sigmoid", renormalize=True, num_groups=8, top_groups=4, selection_bias=True
@@ -36,6 +37,14 @@ def test_the_kernel_compiles(
     for dtype in (torch.bfloat16, torch.float16):
         made = warps.variant_of(dtype, size, facts, sm)
         assert nvrtc.compile_cubin(made.source, sm)[:4] == b"\x7fELF"
+
+
+def test_blocks_of_two_four_and_eight_are_a_cluster_on_hopper() -> None:
+    def cluster(num_experts: int, sm: int = 90) -> int:
+        return warps.variant_of(torch.bfloat16, 512, Experts(num_experts, 2, 16), sm).cluster
+
+    assert [cluster(each) for each in (8, 17, 40, 60, 64, 112, 128, 129)] == [0, 2, 0, 4, 4, 0, 8, 0]
+    assert cluster(128, sm=80) == 0
 
 
 @pytest.mark.parametrize(
