@@ -212,14 +212,16 @@ def empty_layer(
     def matrices(each: Matrices) -> Matrices:
         data = many(each.data)
         assert data is not None
-        return replace(each, data=data, scale=many(each.scale), offset=many(each.offset))
+        return replace(
+            each, data=data, scale=many(each.scale), offset=many(each.offset), outer=many(each.outer)
+        )
 
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
 def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
     """Return the kernel that serves decode rows."""
-    return slices.decode if ready.format == "w4" else fused.decode
+    return slices.decode if ready.format in packed.DECODED_IN_SLICES else fused.decode
 
 
 def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
@@ -273,7 +275,7 @@ Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
 def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool) -> Iterator[Plan]:
     """Yield how rows are served, and other ways where a sweep is wanted."""
     prefill = rows > launch.MAX_DECODE_ROWS
-    if ready.format == "w4" and not prefill:
+    if ready.format in packed.DECODED_IN_SLICES and not prefill:
         served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
         yield "served", slices.decode, {"tiles": served}
         for tiles in sweep_tiles(served) if sweep else ():

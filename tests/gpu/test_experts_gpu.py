@@ -194,7 +194,7 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
 
 
 def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
-    return slices.decode if ready.format == "w4" else fused.decode
+    return slices.decode if ready.format in packed.DECODED_IN_SLICES else fused.decode
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
