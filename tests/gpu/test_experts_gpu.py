@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import fused, packed, reference, slices
+from compress.kernels.experts import fused, packed, reference, resident, slices
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -194,7 +195,13 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
 
 
 def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
-    return slices.decode if ready.format in packed.DECODED_IN_SLICES else fused.decode
+    if ready.format in packed.DECODED_IN_SLICES:
+        return slices.decode
+    return resident.decode if ready.format in packed.RESIDENT and on_hopper() else fused.decode
+
+
+def on_hopper() -> bool:
+    return gpu_of(CUDA).sm == 90
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])

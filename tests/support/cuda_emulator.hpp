@@ -140,6 +140,7 @@ static uint16_t narrow(float v) {
 #endif
 }
 static void prefetch(const void*) {}
+static uint64_t policy_of(bool) { return 0; }
 static float larger(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
 static unsigned __ballot_sync(unsigned, bool v) {

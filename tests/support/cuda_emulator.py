@@ -18,7 +18,7 @@ from compress.kernels.compilers.nvrtc import Launch, Source
 
 HERE = Path(__file__).parent
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-SHARED = ("widen", "narrow", "prefetch", "larger", "mma")
+SHARED = ("widen", "narrow", "prefetch", "policy_of", "larger", "mma")
 """Functions that the header has in place of the source's."""
 MAIN = """
 static const Args* arguments_of_launch;

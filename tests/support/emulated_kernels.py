@@ -3,6 +3,7 @@
 request and KV head (`attention_decode/lanes.cu`), and rows prepared for a linear
 (`linear/prepare_rows.cu`)."""
 
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from compress.kernels.attention_decode import hopper
 from compress.kernels.compilers.nvrtc import Source
+from compress.kernels.experts import resident, units
 from compress.kernels.experts import slices as expert_slices
-from compress.kernels.experts import units
 from compress.kernels.linear import launch as linear
 from compress.kernels.operands import slices
 from compress.kernels.operands.gpu import Gpu
@@ -23,7 +25,7 @@ from tests.support.cuda_emulator import EmulatedFunction
 
 IN_CPP = {
     "load_weight": """
-static uint4 load_weight(const char* at, bool there) {
+static uint4 load_weight(const char* at, bool there, u64) {
     uint4 v = {};
     if (there) memcpy(&v, at, 16);
     return v;
@@ -36,13 +38,13 @@ static void load_row(uint4& v, const char* at, bool there) {
 }
 """,
     "copy_weight": """
-static void copy_weight(uint4* to, const char* from, bool inside) {
+static void copy_weight(uint4* to, const char* from, bool inside, u64) {
     *to = {};
     if (inside) memcpy(to, from, 16);
 }
 """,
     "copy_row": """
-static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to, from, inside); }
+static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to, from, inside, 0); }
 """,
     "end_copies": "static void end_copies() {}\n",
     "await_copies": "template <int> static void await_copies() {}\n",
@@ -162,24 +164,147 @@ static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow
 UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
 
 
+BARRIER = """
+struct Barrier {
+    uint16_t arrivals, left;
+    int bytes_and_phase;  // twice the bytes that are missing, and the phase
+    void settle() {
+        if (left || bytes_and_phase >> 1) return;
+        left = arrivals, bytes_and_phase ^= 1;
+    }
+};
+static Barrier& barrier_at(u32 at) { return *(Barrier*)shared_at(at); }
+static void init_barrier(u32 at, u32 arrivals) {
+    barrier_at(at) = {(uint16_t)arrivals, (uint16_t)arrivals, 0};
+}
+"""
+RESIDENT_IN_CPP = {
+    "load_index": IN_CPP["load_index"],
+    "load_float": "static float load_float(const float* at) { return *at; }\n",
+    "load_number": "static u16 load_number(const u16* at) { return *at; }\n",
+    "load_chunk": """
+static uint4 load_chunk(const u16* at) {
+    uint4 v;
+    memcpy(&v, at, 16);
+    return v;
+}
+""",
+    "await_launches": LANES_IN_CPP["await_launches"],
+    "load_word": LANES_IN_CPP["load_word"],
+    "store_shared": """
+template <typename T> static void store_shared(u32 at, T v) { memcpy(shared_at(at), &v, sizeof v); }
+""",
+    "load_matrices": LANES_IN_CPP["load_blocks"].replace("load_blocks", "load_matrices"),
+    "init_barrier": BARRIER,
+    "publish_barriers": "static void publish_barriers() {}\n",
+    "arrive": "static void arrive(u32 at) { --barrier_at(at).left, barrier_at(at).settle(); }\n",
+    "arrive_expecting": """
+static void arrive_expecting(u32 at, u32 bytes) { barrier_at(at).bytes_and_phase += 2 * bytes, arrive(at); }
+""",
+    "wait_barrier": """
+static void wait_barrier(u32 at, u32 phase) {
+    while (__ballot_sync(0, (barrier_at(at).bytes_and_phase & 1) == phase)) {}
+}
+""",
+    "copy_tiles": """
+struct Described {
+    const char* data;
+    long long rows, row_bytes, number_bytes;
+};
+template <int AT_ONCE>
+static void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barrier, u64) {
+    Described of;
+    memcpy(&of, map, sizeof of);
+    for (int r = 0; r < 16 * AT_ONCE; ++r)
+        for (int c = 0; c < 8; ++c) {
+            const long long from = column * of.number_bytes + 16 * c;
+            char* place = shared_at(to + 128 * r + 16 * (c ^ r % 8));
+            memset(place, 0, 16);
+            if (row + r >= of.rows || from >= of.row_bytes) continue;
+            memcpy(place, of.data + (row + r) * of.row_bytes + from, std::min(16LL, of.row_bytes - from));
+        }
+    barrier_at(barrier).bytes_and_phase -= 2 * 2048 * AT_ONCE, barrier_at(barrier).settle();
+}
+""",
+    "count_up": "static void count_up(int* counter) { ++*counter; }\n",
+    "await_count": """
+static void await_count(const int* counter, int count) {
+    if (*counter != count) abort();  // blocks run one after the other
+}
+""",
+    "prefetch_map": "static void prefetch_map(const TileMap*) {}\n",
+    "store_pair": """
+static void store_pair(u64* at, u32 pair, u32 launch) { *at = (u64)launch << 32 | pair; }
+""",
+    "load_pairs": """
+static Chunk load_pairs(const u64* at, u32 launch) {
+    for (int i = 0; i < 4; ++i)
+        if (at[i] >> 32 != launch) abort();  // blocks run one after the other
+    return {make_uint4(at[0], at[1], at[2], at[3]), 0};
+}
+""",
+    "rest_a_moment": "static void rest_a_moment() {}\n",
+    "meet": """
+static void meet() {
+    static unsigned arrived, round;
+    const unsigned own = round;
+    if (++arrived == blockDim.x - 32) arrived = 0, ++round;
+    while (__ballot_sync(0, round == own)) {}
+}
+""",
+    "e4m3_chunk": """
+static uint8_t e4m3_of(float v) {
+    const float size = fabsf(v);
+    const uint8_t sign = std::signbit(v) ? 128 : 0;
+    if (v != v) return 127;
+    if (size >= 448) return sign | 126;
+    int exponent;
+    frexpf(size, &exponent);  // size = m 2^exponent, m in [0.5, 1)
+    exponent = std::max(exponent - 1, -6);
+    const int steps = (int)nearbyintf(ldexpf(size, 3 - exponent));  // of 2^(exponent - 3)
+    return sign | (steps + (exponent + 6) * 8);
+}
+static uint2 e4m3_chunk(uint4 v, float scale) {
+    u16 numbers[8];
+    uint8_t codes[8];
+    memcpy(numbers, &v, 16);
+    for (int i = 0; i < 8; ++i) codes[i] = e4m3_of(widen(numbers[i]) / scale);
+    uint2 both;
+    memcpy(&both, codes, 8);
+    return both;
+}
+""",
+}
+"""What resident.cu has in PTX, and its map of a tile."""
+
+
 A100 = Gpu(80, 108, 163 * 1024)
 """What they plan for."""
 KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
     slices: (lambda made: made.source, IN_CPP),
     warps: (lambda made: made.source, ROUTER_IN_CPP),
     units: (units.source_of, UNITS_IN_CPP),
+    resident: (lambda made: made.source, RESIDENT_IN_CPP),
     hopper: (lambda made: made.source, LANES_IN_CPP),
 }
 """The source of a compiled variant, and what it has in PTX, by the module that launches it."""
 
 
-def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def described(view: Tensor, tile: tuple[int, ...]) -> bytes:
+    """Describe a matrix to the emulated copy engine."""
+    assert tile in ((16, 128 // view.element_size()), (64, 128 // view.element_size()))
+    facts = (view.data_ptr(), len(view), view.shape[1] * view.element_size(), view.element_size())
+    return struct.pack("=QQQQ", *facts).ljust(128)
+
+
+def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Gpu = A100) -> None:
     """Let these kernels run on this CPU; what is compiled for it stays in `folder`."""
     for module in KERNELS:
         monkeypatch.setattr(module, "_function", partial(_emulated, module, folder))
     for module in (*KERNELS, expert_slices):
         if hasattr(module, "gpu_of"):
-            monkeypatch.setattr(module, "gpu_of", lambda device: A100)
+            monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(resident, "tile_map", described)
 
 
 def use_emulated_rows(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

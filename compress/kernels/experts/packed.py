@@ -24,19 +24,29 @@ from compress.quant.scheme import SCHEMES
 
 MIN_COLUMNS = 16
 DECODED_IN_SLICES: tuple[MatrixFormat, ...] = ("w4", "int8", "w8", "fp4")
-"""Formats of which `slices.py` serves decode rows; `fused.py` serves the others."""
+"""Formats of which `slices.py` serves decode rows."""
+RESIDENT: tuple[MatrixFormat, ...] = ("dense16", "fp8", "fp8_block")
+"""Formats of which `resident.py` serves decode rows on Hopper where they are few; `fused.py` serves the
+others."""
+MOST_UNITS = 1024
+"""Units of a launch of `resident.py`: 64 rows of 8 choices among 128 experts have up to 192."""
+
+
+MOST_PAIRS = 32
+"""Pairs of `resident.py` that are units of their own: four rows, eight choices."""
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """All experts of a layer. `arrivals` are zeroed counters [D / 16] that a kernel leaves zeroed; `dtype` is
-    the model's."""
+    """All experts of a layer. `arrivals` are zeroed counters [D / 16] that a kernel leaves zeroed, `state` is
+    what launches of `resident.cu` share; `dtype` is the model's."""
 
     gate_up: Matrices
     down: Matrices
     num_experts: int
     dtype: torch.dtype
     arrivals: Tensor
+    state: Tensor
 
     @property
     def format(self) -> MatrixFormat:
@@ -67,7 +77,14 @@ def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torc
         len(experts),
         dtype,
         torch.zeros(-(-hidden_size // TILE), dtype=torch.int32, device=device),
+        torch.zeros(state_size(experts[0].down.shape[1]), dtype=torch.int32, device=device),
     )
+
+
+def state_size(ffn: int) -> int:
+    """Return the numbers of `state`: the next range, the number of the launch, two counters for each unit,
+    and h of the rows whose pairs are units, each two numbers with the number of a launch."""
+    return 2 + 2 * MOST_UNITS + MOST_PAIRS * ffn
 
 
 def format_of_problem(problem: Problem) -> MatrixFormat | None:

@@ -84,19 +84,20 @@ template <int WORDS> __device__ __forceinline__ void load_words(u32 (&to)[WORDS]
     else if constexpr (WORDS == 2) asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
     else asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(at) : "memory");
 }
-__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 __device__ __forceinline__ void copy_tiles(u32 to, const char* map, int column, int row, int tile, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(tile), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void copy_weights(u32 to, const char* map, int chunk, int tile, u32 barrier) {
+__device__ __forceinline__ void copy_weights(u32 to, const char* map, int chunk, int tile, u32 barrier, u64 policy) {
 #if W4
-    copy_tiles(to, map, 0, chunk, tile, barrier);
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(chunk), "r"(tile), "r"(barrier), "l"(policy) : "memory");
 #elif ACT
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];"
-                 ::"r"(to), "l"(map), "r"(0), "r"(tile), "r"(chunk), "r"(barrier) : "memory");
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(tile), "r"(chunk), "r"(barrier), "l"(policy) : "memory");
 #else
-    copy_tiles(to, map, 0, tile * 16, chunk, barrier);
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(tile * 16), "r"(chunk), "r"(barrier), "l"(policy) : "memory");
 #endif
 }
 #if BLOCKED
@@ -395,13 +396,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         }
         const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.window);
         const int early = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
+        const u64 policy = policy_of(args.token_blocks == 1);
         auto load_weights = [&](int item, int step, int slot) {
             const u32 barrier = full + 8 * slot;
             arrive_expecting(barrier, filled);
 #if BLOCKED
             copy_scales(ring + slot * stage_bytes + scales_in_stage, args.scale_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
 #endif
-            copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
+            copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier, policy);
         };
         if (lane < args.stages) {
             init_barrier(full + 8 * lane, 1), init_barrier(empty + 8 * lane, CONSUMERS);

@@ -31,6 +31,7 @@ from compress.kernels.problem import Problem
 SOURCES = (
     "operands/numbers.cuh",
     "operands/products.cuh",
+    "operands/shared.cuh",
     "linear/pieces.cuh",
     "linear/hopper.cu",
 )

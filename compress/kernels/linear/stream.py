@@ -29,6 +29,7 @@ from compress.kernels.operands.rows import QuantizedRows, RawRows
 SOURCES = (
     "operands/numbers.cuh",
     "operands/products.cuh",
+    "operands/shared.cuh",
     "linear/pieces.cuh",
     "linear/stream.cu",
 )

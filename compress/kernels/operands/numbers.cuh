@@ -36,6 +36,13 @@ __device__ __forceinline__ u16 narrow(float v) {
 }
 __device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// How the second-level cache keeps what is read: numbers that are read once leave before all others.
+__device__ __forceinline__ u64 policy_of(bool once) {
+    u64 first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return once ? first : normal;
+}
 __device__ __forceinline__ float low(u32 pair) { return widen((u16)(pair & 0xFFFF)); }
 __device__ __forceinline__ float high(u32 pair) { return widen((u16)(pair >> 16)); }
 

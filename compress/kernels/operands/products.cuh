@@ -27,6 +27,19 @@ __device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
     return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
 }
 
+// Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
+#if __CUDA_ARCH__ >= 890
+#define E4M3_FACTOR 1.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) {
+    uint2 v;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(v.x), "=r"(v.y) : "r"(codes));
+    return v;
+}
+#else
+#define E4M3_FACTOR 65536.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) { return e4m3_to_f16(codes); }
+#endif
+
 #if ACT
 __device__ __forceinline__ float activated(float v) {
 #if ACT == 1

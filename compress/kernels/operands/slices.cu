@@ -73,13 +73,13 @@ struct Args {
 };
 
 // 16 bytes of a weight, or zeros past the end of its row: without a branch, so that loads stay one after another.
-__device__ __forceinline__ uint4 load_weight(const char* at, bool inside) {
+__device__ __forceinline__ uint4 load_weight(const char* at, bool inside, u64 policy) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (TAIL)
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)inside));
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
+                     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)inside), "l"(policy));
     else
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
     return v;
 }
 // 16 bytes of a row, past the first-level cache, which may hold what was there before, or zeros past its end. Of no row v may stay: what a token
@@ -91,8 +91,9 @@ __device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
 }
 
 // The same, to shared memory.
-__device__ __forceinline__ void copy_weight(uint4* to, const char* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_weight(uint4* to, const char* from, bool inside, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                 ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void copy_row(uint4* to, const char* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
@@ -100,18 +101,6 @@ __device__ __forceinline__ void copy_row(uint4* to, const char* from, bool insid
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int STEPS> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STEPS) : "memory"); }
 
-// Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
-#if __CUDA_ARCH__ >= 890
-#define E4M3_FACTOR 1.0f
-__device__ __forceinline__ uint2 factors_of(u32 codes) {
-    uint2 v;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(v.x), "=r"(v.y) : "r"(codes));
-    return v;
-}
-#else
-#define E4M3_FACTOR 65536.0f
-__device__ __forceinline__ uint2 factors_of(u32 codes) { return e4m3_to_f16(codes); }
-#endif
 __device__ __forceinline__ float load_float(const float* at) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
@@ -233,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 own_scale = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps;
 #endif
             }
+    const u64 policy = policy_of(UNITS || gridDim.y == 1);
     auto load_weights = [&](Step& to, int step, int place) {  // of one step after the other
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
@@ -243,9 +233,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                     const bool inside = NIBBLES || (first + step) * 128 + v * 64 + t * 16 < w_bytes;
                     const char* at = w + (u64)w_at[i][h % HALVES] * 16 + (h / HALVES * 512 + v * 64);
 #if STAGED
-                    copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside);
+                    copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside, policy);
 #else
-                    to.w[i][h][v] = load_weight(at, inside);
+                    to.w[i][h][v] = load_weight(at, inside, policy);
 #endif
                 }
 #if NIBBLES

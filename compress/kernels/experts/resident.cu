@@ -1,0 +1,518 @@
+// Experts of decode rows in one launch, on sm_90: gate, up and their activation, then down, of weights of 16 bits and of e4m3. Blocks stay, one on a
+// multiprocessor, and read their share of both products through one ring, so that weights of down arrive while the last of gate and up is multiplied.
+//
+//     sum of an output    steps of 128 bytes of a row ascend (128 columns of e4m3, 64 of 16 bits); 16 columns to a matrix instruction, ascending. Blocks
+//                         of e4m3 sum a step from zero and add it times its two scales
+//     sum of a token      choices ascend, in float32, then the residual
+//
+// So a row's bits depend on the row alone. A row of x or h is rounded to e4m3 where it is read (numbers.cuh), and multiplied as float16, exactly.
+//
+// Work: an item is a unit (eight rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and 64 outputs of gate
+// and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds. Items of gate and
+// up are dealt in as many ranges as there are blocks, and so are those of down. A block takes ranges of gate and up until none is left, then the same
+// ranges of down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for.
+//
+// A block has four warps that multiply, two tiles of 16 outputs each, and one that asks for weights: a stage of the ring is 8 tiles of 16 rows x 128
+// bytes, by the copy engine, 16-byte chunks swizzled by row. `state`: the next range, the number of the launch,
+// counters of the tiles of h that are written, for even and for odd launches, and where units are pairs h itself (two numbers and the launch that they
+// are of). The last to ask for a range in vain makes the counters of the next launch zero.
+//
+// Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks;
+// ACT as in products.cuh; CHOICES.
+
+struct alignas(64) TileMap {
+    char bytes[128];
+};
+// Eight numbers, and whether they are of another launch.
+struct Chunk {
+    uint4 numbers;
+    u32 stale;
+};
+struct Args {
+    TileMap gate_up_map, down_map;
+    const u16 *x, *residual, *gate_up_bias, *down_bias;
+    const float *gate_up_scale, *down_scale;
+    u16* h;     // [pairs, F]
+    float* y;   // [pairs, D], CHOICES 0
+    u16* out;   // [T, D], else
+    const int *experts, *pairs;  // of units, -1 after the last; their pairs, -1 where there are fewer
+    const float* weights;        // of pairs
+    int* state;
+    int hidden, ffn, num_units, num_rows, choices, stages, num_counters;
+};
+
+constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
+constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
+constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
+constexpr int TOKENS = 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
+constexpr int SUMS = TILES * 128, BUFFERS = PAIRED ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
+constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
+static_assert(CHOICES <= TILES, "a tile for each choice");
+
+__device__ __forceinline__ int load_index(const int* at) {  // past the first-level cache, as all that other blocks or launches write
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_float(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u16 load_number(const u16* at) {
+    u16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_chunk(const u16* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void prefetch_map(const TileMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void await_launches() {
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");  // the next launch may read what was written before this one
+}
+// Some tiles of 16 rows, which the map says, too.
+template <int AT_ONCE> __device__ __forceinline__ void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void count_up(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
+__device__ __forceinline__ void await_count(const int* counter, int count) {
+    int v;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
+    while (v < count);
+}
+// Two numbers of h and the launch that they are of, at once: who reads them needs no other sign that they are there.
+__device__ __forceinline__ void store_pair(u64* at, u32 pair, u32 launch) {
+    asm volatile("{.reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v;}" ::"l"(at), "r"(pair), "r"(launch) : "memory");
+}
+__device__ __forceinline__ Chunk load_pairs(const u64* at, u32 launch) {
+    Chunk v;
+    u32 pairs[4], launches[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm volatile("{.reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v;}" : "=r"(pairs[i]), "=r"(launches[i]) : "l"(at + i) : "memory");
+    v.numbers = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    v.stale = (launches[0] ^ launch) | (launches[1] ^ launch) | (launches[2] ^ launch) | (launches[3] ^ launch);
+    return v;
+}
+__device__ __forceinline__ void rest_a_moment() { asm volatile("nanosleep.u32 40;"); }
+__device__ __forceinline__ void meet() {  // of the warps that multiply
+    __syncwarp();
+    asm volatile("bar.sync 1, 512;" ::: "memory");
+}
+
+// What those that multiply are told: a range of items, of gate and up or of down, -1 after the last.
+struct alignas(16) Ticket {
+    int range, down, num_units;
+    u32 launch;
+};
+__device__ __forceinline__ int steps_of(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
+// Where things lie in shared memory.
+struct Places {
+    char* base;
+    u32 ring, rows, full, empty, range_full, range_empty;
+    float *row_scales, *parts, *weights;
+    int *pairs, *experts, *ranges;
+    Ticket* tickets;
+};
+__device__ __forceinline__ Places places_of(const Args& args, char* base) {
+    Places at;
+    const u32 start = (u32)__cvta_generic_to_shared(base);
+    u32 next = args.stages * STAGE_BYTES;
+    auto take = [&](u32 bytes) { const u32 own = next; next += bytes; return own; };
+    at.base = base, at.ring = start;
+    const int x_steps = steps_of(args.hidden), h_steps = steps_of(args.ffn);
+    at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, TOKENS * h_steps) : TOKENS * max(x_steps, h_steps)));
+    at.parts = (float*)(base + take(4 * BUFFERS * PARTS * SUMS));
+    at.tickets = (Ticket*)(base + take(2 * sizeof(Ticket)));
+    at.full = start + take(8 * args.stages), at.empty = start + take(8 * args.stages);
+    at.range_full = start + take(16), at.range_empty = start + take(16);
+    at.row_scales = (float*)(base + take(4 * TOKENS * (FORMAT == 3 ? max(x_steps, h_steps) : 1)));
+    at.weights = (float*)(base + take(4 * TILES));
+    at.pairs = (int*)(base + take(4 * TOKENS)), at.ranges = (int*)(base + take(4 * gridDim.x)), at.experts = (int*)(base + take(4 * args.num_units));
+    return at;
+}
+
+// One of the two products: its items, and the tiles of a stage of them.
+template <bool DOWN> struct Product {
+    int units, tiles, steps, columns, outputs;  // outputs of one matrix
+    int row_bytes, scales;                      // of a row of x or h in shared memory: from one to the next, 0 where there is one
+    __device__ Product(const Args& args, int num_units) {
+        units = DOWN && PAIRED ? args.num_rows : num_units;
+        columns = DOWN ? args.ffn : args.hidden, outputs = DOWN ? args.hidden : args.ffn;
+        steps = steps_of(columns);
+        row_bytes = PAIRED && !DOWN ? 0 : 2 * COLUMNS * steps, scales = FORMAT == 3 ? steps : 1;
+        constexpr int AT_ONCE = 16 * (DOWN ? DOWN_TILES : GATE_TILES);
+        tiles = (outputs + AT_ONCE - 1) / AT_ONCE;
+    }
+    // The first item of a range. Of pairs sorted by expert, blocks with one item more of gate and up have fewer of down.
+    __device__ int begin(const Args& args, int num_units, int range) const {
+        if constexpr (DOWN && !PAIRED) {
+            const Product<false> before(args, num_units);
+            const u32 all = before.units * before.tiles * before.steps + units * tiles * steps;
+            return max(0, (int)((u64)all * range / gridDim.x) - before.begin(args, num_units, range) * before.steps) / steps;
+        }
+        return (u32)(units * tiles) * range / gridDim.x;
+    }
+    // The tile of outputs that tile i of a stage is of, or -1; its matrix of gate and up; its pair or unit.
+    __device__ int tile_of(int tile, int i) const {
+        const int own = !DOWN ? tile * GATE_TILES + i % GATE_TILES : !PAIRED ? tile * TILES + i : tile * DOWN_TILES + i / max(CHOICES, 1);
+        return 16 * own < outputs && (!DOWN || !PAIRED || i < CHOICES * DOWN_TILES) ? own : -1;
+    }
+    __device__ int matrix_of(int expert, int i) const { return DOWN ? expert : 2 * expert + i / GATE_TILES; }
+    __device__ int unit_of(int unit, int i) const { return DOWN && PAIRED ? unit * CHOICES + i % max(CHOICES, 1) : unit; }
+};
+struct Item {
+    int unit, tile;
+    __device__ Item next(int tiles) const { return tile + 1 < tiles ? Item{unit, tile + 1} : Item{unit + 1, 0}; }
+};
+
+template <bool DOWN, typename Midway> __device__ __forceinline__ void ask(const Args& args, const Places& at, int num_units, int range, u32& stage, u32& phase, Midway midway) {
+    constexpr int AT_ONCE = DOWN && PAIRED ? 1 : GATE_TILES;  // tiles of a copy
+    const Product<DOWN> product(args, num_units);
+    const int lane = threadIdx.x % WARP, first = lane * AT_ONCE, begin = product.begin(args, num_units, range);  // of the tiles of this lane's copy
+    const TileMap* map = DOWN ? &args.down_map : &args.gate_up_map;
+    const u64 policy = policy_of(true);
+    Item item{begin / product.tiles, begin % product.tiles};
+#pragma unroll 1
+    for (int left = product.begin(args, num_units, range + 1) - begin; left > 0; --left, item = item.next(product.tiles)) {
+        const int own = first < TILES ? product.tile_of(item.tile, first) : -1;
+        const u32 bytes = __popc(__ballot_sync(0xFFFFFFFFu, own >= 0)) * AT_ONCE * TILE_BYTES;
+        const int row = product.matrix_of(at.experts[product.unit_of(item.unit, first % TILES)], first) * product.outputs + 16 * own;
+#pragma unroll 1
+        for (int step = 0; step < product.steps; ++step) {
+            wait_barrier(at.empty + 8 * stage, phase);
+            if (lane == 0) arrive_expecting(at.full + 8 * stage, bytes);
+            __syncwarp();
+            if (own >= 0) copy_tiles<AT_ONCE>(at.ring + stage * STAGE_BYTES + first * TILE_BYTES, map, step * COLUMNS, row, at.full + 8 * stage, policy);
+            if (++stage == args.stages) stage = 0, phase ^= 1;
+            if (step == product.steps / 2) midway();
+        }
+    }
+}
+
+__device__ __forceinline__ u64* h_of(const Args& args, int pair) { return (u64*)(args.state + 2 + 2 * args.num_counters) + (long long)pair * (args.ffn / 2); }
+
+// The rows of x or h that a unit multiplies, to shared memory, rounded where their format is, chunks swizzled like the weights'.
+template <bool DOWN> __device__ __forceinline__ void load_rows(const Args& args, const Places& at, int unit, const Product<DOWN>& product, u32 launch) {
+    constexpr int COUNT = !PAIRED ? TOKENS : DOWN ? CHOICES : 1, PLACES = COUNT <= 1 ? 1 : COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : 16;
+    constexpr int SHARE = WARPS / PLACES;  // warps of a row
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, columns = product.columns, row = warp % PLACES, own = warp / PLACES;
+    const u16* from = nullptr;
+    const u64* pairs = nullptr;  // of h, where units are pairs
+    if (PAIRED) {
+        if (row < COUNT) from = args.x + (long long)unit * columns;
+        if (DOWN) pairs = h_of(args, unit * CHOICES + row);
+        if (DOWN && threadIdx.x < CHOICES) at.weights[threadIdx.x] = load_float(args.weights + unit * CHOICES + threadIdx.x);
+    } else {
+        const int pair = load_index(args.pairs + unit * TOKENS + row);
+        if (pair >= 0) from = DOWN ? args.h + (long long)pair * columns : args.x + (long long)(pair / args.choices) * columns;
+        if (own == 0 && lane == 0) at.pairs[row] = pair;
+    }
+    if (!from) return;
+    auto load = [&](int chunk) { return DOWN && PAIRED ? load_pairs(pairs + 4 * chunk, launch) : Chunk{load_chunk(from + 8 * chunk), 0}; };
+    auto settled = [&](int chunk, Chunk v) {
+        while (DOWN && PAIRED && v.stale) v = load(chunk);
+        return v.numbers;
+    };
+    if (DOWN && PAIRED) {  // of the outputs of an item, which are stored at once, one lane looks whether they are there
+        constexpr int SEEN = 16 * GATE_TILES / 8;  // chunks
+#pragma unroll 1
+        for (int chunk = (own * WARP + lane) * SEEN; chunk * 8 < columns; chunk += SHARE * WARP * SEEN)
+            while (load(chunk).stale) rest_a_moment();
+        __syncwarp();
+    }
+    auto place = [&](int chunk) { return at.rows + row * product.row_bytes + chunk / 8 * 128 + ((chunk % 8 ^ row % 8) << 4); };
+    auto store_codes = [&](int eight, uint2 codes) {  // eight columns, as the factors of 16 columns of weights lie in their registers
+        const uint2 low = factors_of(codes.x), high = factors_of(codes.y);
+        const u32 half = eight % 2 * 8;
+        store_shared(place(eight & ~1) + half, make_uint2(low.x, high.x));
+        store_shared(place(eight | 1) + half, make_uint2(low.y, high.y));
+    };
+#if FORMAT == 0
+    constexpr int AT_ONCE = 4;  // chunks of a lane under way
+    const int chunks = product.steps * 8;
+#pragma unroll 1
+    for (int first = own * WARP + lane; first < chunks; first += AT_ONCE * SHARE * WARP) {
+        Chunk held[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int chunk = first + i * SHARE * WARP;
+            held[i] = chunk * 8 < columns ? load(chunk) : Chunk{};
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int chunk = first + i * SHARE * WARP;
+            if (chunk < chunks) store_shared(place(chunk), settled(chunk, held[i]));
+        }
+    }
+#elif FORMAT == 3
+    const int quarter = lane % 16;  // half a warp has a group of 128 columns
+    auto load_group = [&](int group) { return group < product.steps ? load(group * 16 + quarter) : Chunk{}; };
+    const int begin = 2 * own + lane / 16;
+    Chunk next = load_group(begin), ahead[3];  // of the next groups
+#pragma unroll
+    for (int i = 0; i < 3; ++i) ahead[i] = load_group(begin + 2 * SHARE * (i + 1));
+#pragma unroll 1
+    for (int first = 0; first < product.steps - 2 * own; first += 2 * SHARE) {
+        const int group = begin + first;
+        const bool there = group < product.steps;
+        const uint4 chunk = settled(group * 16 + quarter, next);
+        float most = max_magnitude(0.0f, chunk);
+#pragma unroll
+        for (int lanes = 8; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+        const float scale = scale_of(most);
+        if (there) {
+            store_codes(group * 16 + quarter, e4m3_chunk(chunk, scale));
+            if (quarter == 0) at.row_scales[row * product.scales + group] = scale;
+        }
+        next = ahead[0], ahead[0] = ahead[1], ahead[1] = ahead[2], ahead[2] = load_group(group + 8 * SHARE);
+    }
+#else
+    const int chunks = columns / 8, padded = product.steps * 16;
+    float most = 0.0f;
+#pragma unroll 4
+    for (int chunk = lane; chunk < chunks; chunk += WARP) most = max_magnitude(most, settled(chunk, load(chunk)));
+    const float scale = scale_of(warp_max(most));
+#pragma unroll 1
+    for (int chunk = own * WARP + lane; chunk < padded; chunk += SHARE * WARP)
+        store_codes(chunk, e4m3_chunk(chunk < chunks ? settled(chunk, load(chunk)) : make_uint4(0, 0, 0, 0), scale));
+    if (lane == 0) at.row_scales[row * product.scales] = scale;
+#endif
+}
+
+// Whether all that gate and up read is one row, which is there before the first range is known.
+__device__ __forceinline__ bool of_one_token(const Args& args) { return PAIRED && args.num_rows == 1; }
+
+// Products of the steps of this team, for two tiles of a stage.
+__device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][4]) {
+    const int lane = threadIdx.x % WARP;
+    const u32 w_lane = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4), row = row_bytes ? lane % 8 : 0, x_lane = row * row_bytes + ((lane / 8 ^ row) << 4);
+    u32 x[FACTORS / 2][4];
+#pragma unroll
+    for (int i = 0; i < FACTORS / 2; ++i) load_matrices(x[i], rows + i / 2 * 128 + (x_lane ^ i % 2 * 64));
+    wait_barrier(full, phase);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+        u32 w[4][4];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) load_matrices(w[pair], tiles[s] + (w_lane ^ pair * 32));
+        if (s == 1) {
+            __syncwarp();
+            if (lane == 0) arrive(empty);
+        }
+#pragma unroll
+        for (int k = 0; k < FACTORS; ++k) {
+#if FORMAT == 0
+            const u32(&a)[4] = w[k];
+#else
+            const uint2 above = factors_of(w[k / 2][k % 2 * 2]), below = factors_of(w[k / 2][k % 2 * 2 + 1]);
+            const u32 a[4] = {above.x, below.x, above.y, below.y};
+#endif
+            mma<F16 || FP8>(sums[s], a, x[k / 2][k % 2 * 2], x[k / 2][k % 2 * 2 + 1], FORMAT != 3 || k > 0);
+        }
+    }
+}
+
+template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
+    const Product<DOWN> product(args, ticket.num_units);
+    int* const done = args.state + 2 + ticket.launch % 2 * args.num_counters;
+    const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3, begin = product.begin(args, ticket.num_units, ticket.range);
+    const float* scales = DOWN ? args.down_scale : args.gate_up_scale;
+    const u16* bias = DOWN ? args.down_bias : args.gate_up_bias;
+    auto place_of = [&](int s) { return s * TEAM + warp; };  // of this warp's two tiles in a stage: the same outputs of gate and up
+    auto expert_of = [&](int unit, int i) { return at.experts[product.unit_of(unit, i)]; };
+    auto block_scale = [&](Item item, bool there, int s, int step) {  // of a step for each lane
+        const int i = place_of(s), own = product.tile_of(item.tile, i);
+        if (!there || own < 0 || step + lane >= product.steps) return 0.0f;
+        const int matrix = product.matrix_of(expert_of(item.unit, i), i);
+        return scales[((long long)matrix * ((product.outputs + 127) / 128) + own / 8) * product.steps + step + lane];
+    };
+    auto advance = [&](u32& stage, u32& phase, u32 steps) {
+        for (stage += steps; stage >= args.stages; stage -= args.stages) phase ^= 1;
+    };
+    Item item{begin / product.tiles, begin % product.tiles};
+    float of_steps[2], of_next[2];
+    int* written = nullptr;  // the counter of the item before, whose part of h all have written when they meet again
+    int held = !DOWN && of_one_token(args) ? 0 : -1, left = product.begin(args, ticket.num_units, ticket.range + 1) - begin;
+    if (FORMAT == 3)
+        for (int s = 0; s < 2; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
+#pragma unroll 1
+    for (; left > 0; --left) {
+        const int group = !DOWN && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
+        if (group != held) {
+            if (DOWN && !PAIRED && threadIdx.x == 0) await_count(done + group, Product<false>(args, ticket.num_units).tiles);
+            meet();
+            load_rows<DOWN>(args, at, group, product, ticket.launch);
+            meet();
+            held = group;
+        }
+        const Item next = item.next(product.tiles);
+        if (FORMAT == 3)
+            for (int s = 0; s < 2; ++s) of_steps[s] = of_next[s], of_next[s] = block_scale(next, left > 1, s, 0);
+        const int choice = lane / 4, own = threadIdx.x / WARP * 4 + lane % 4;  // of a lane that ends an output of down, where units are pairs
+        const bool ends = choice < CHOICES && own < 16 * DOWN_TILES && 16 * DOWN_TILES * item.tile + own < product.outputs;
+        const long long to = (long long)item.unit * product.outputs + 16 * DOWN_TILES * item.tile + own;
+        const u16 residual = DOWN && PAIRED && ends && args.residual ? load_number(args.residual + to) : 0;
+        float total[2][4] = {};
+        u32 own_stage = stage, own_phase = phase;
+        advance(own_stage, own_phase, part);
+        advance(stage, phase, product.steps);
+#pragma unroll 1
+        for (int step = part; step < product.steps; step += PARTS) {
+            if (FORMAT == 3 && step >= WARP && step % WARP < PARTS)
+                for (int s = 0; s < 2; ++s) of_steps[s] = block_scale(item, true, s, step / WARP * WARP);
+            const u32 tiles = at.ring + own_stage * STAGE_BYTES, of_tiles[2] = {tiles + place_of(0) * TILE_BYTES, tiles + place_of(1) * TILE_BYTES};
+            float step_sums[2][4];
+            multiply_step(at, of_tiles, at.rows + step * (2 * COLUMNS), product.row_bytes, at.full + 8 * own_stage, own_phase, at.empty + 8 * own_stage, FORMAT == 3 ? step_sums : total);
+            advance(own_stage, own_phase, PARTS);
+            if (FORMAT == 3) {
+                const float w_scale[2] = {__shfl_sync(0xFFFFFFFFu, of_steps[0], step % WARP), __shfl_sync(0xFFFFFFFFu, of_steps[1], step % WARP)};
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const float x_scale = at.row_scales[(2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) total[s][r] = __fmaf_rn(__fmul_rn(step_sums[s][r], x_scale), w_scale[s], total[s][r]);
+                }
+            }
+        }
+
+        // All parts, as they lie in registers; then every thread ends outputs of its own.
+        float* const parts = at.parts + buffer * PARTS * SUMS;
+#pragma unroll
+        for (int s = 0; s < 2; ++s) *(float4*)(parts + part * SUMS + place_of(s) * 128 + lane * 4) = make_float4(total[s][0], total[s][1], total[s][2], total[s][3]);
+        meet();
+        if (written && threadIdx.x == 0) count_up(written);
+        auto finished = [&](int i, int output, int token) {  // of 16 outputs of tile i
+            const float* sum = parts + i * 128 + (output % 8 * 4 + token / 2) * 4 + output / 8 * 2 + token % 2;
+            float v = *sum;
+#pragma unroll
+            for (int p = 1; p < PARTS; ++p) v += sum[p * SUMS];
+            const long long at_matrix = (long long)product.matrix_of(expert_of(item.unit, i), i) * product.outputs + 16 * product.tile_of(item.tile, i) + output;
+            if (FORMAT == 2) v = __fmul_rn(__fmul_rn(v, at.row_scales[token * product.scales] * E4M3_FACTOR), scales[at_matrix]);
+            return bias ? v + widen(bias[at_matrix]) : v;
+        };
+        if constexpr (DOWN && PAIRED) {  // a lane for each choice of four outputs of a warp
+            const float y = ends ? finished(own / 16 * CHOICES + choice, own % 16, choice) : 0.0f;
+            float sum = 0.0f;
+#pragma unroll
+            for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, 4 * c + lane % 4), at.weights[c], sum);
+            if (ends && choice == 0) args.out[to] = args.residual ? narrow(widen(residual) + rounded(sum)) : narrow(sum);
+        } else if constexpr (PAIRED) {
+            const int own = 2 * threadIdx.x, output = 16 * GATE_TILES * item.tile + own;
+            if (own < 16 * GATE_TILES && output < product.outputs) {
+                u32 pair = 0;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) pair |= (u32)narrow(gated(finished(own / 16, own % 16 + i, 0), finished(GATE_TILES + own / 16, own % 16 + i, 0))) << 16 * i;
+                store_pair(h_of(args, item.unit) + output / 2, pair, ticket.launch);
+            }
+        } else {
+            constexpr int OUTPUTS = 16 * (DOWN ? TILES : GATE_TILES), ENDED = OUTPUTS * TOKENS;
+#pragma unroll 1
+            for (int i = threadIdx.x; i < ENDED; i += THREADS) {
+                const int own = i % OUTPUTS, output = OUTPUTS * item.tile + own, token = i / OUTPUTS, pair = at.pairs[token];
+                if (output >= product.outputs || pair < 0) continue;
+                const long long to = (long long)pair * product.outputs + output;
+                const float v = finished(own / 16, own % 16, token);
+                if constexpr (DOWN) args.y[to] = v;
+                else args.h[to] = narrow(gated(v, finished(GATE_TILES + own / 16, own % 16, token)));
+            }
+        }
+        __syncwarp();
+        if (!DOWN && !PAIRED) written = done + group;
+        if (BUFFERS == 1) meet();
+        else buffer ^= 1;
+        item = next;
+    }
+    if (!DOWN && !PAIRED) {
+        meet();
+        if (written && threadIdx.x == 0) count_up(written);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) char shared_memory[];
+    const Places at = places_of(args, shared_memory);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, blocks = gridDim.x;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < args.stages; ++s) init_barrier(at.full + 8 * s, 1), init_barrier(at.empty + 8 * s, TEAM);
+        for (int s = 0; s < 2; ++s) init_barrier(at.range_full + 8 * s, 1), init_barrier(at.range_empty + 8 * s, WARPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    u32 stage = 0, slot = 0;
+    if (warp == WARPS) {
+        if (lane == 0) prefetch_map(&args.gate_up_map), prefetch_map(&args.down_map);
+        await_launches();
+        int range = 0, num_units = args.num_units;
+        if (lane == 0) range = atomicAdd(args.state, 1);
+        const u32 launch = load_index(args.state + 1) + 1, next = (launch + 1) % 2;
+        constexpr int AT_ONCE = 8;
+        for (int first = lane; first < num_units; first += AT_ONCE * WARP) {
+            int held[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) held[i] = load_index(args.experts + min(first + i * WARP, num_units - 1));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (first + i * WARP < num_units) at.experts[first + i * WARP] = held[i];
+        }
+        __syncwarp();
+        if (!PAIRED)  // units that there are
+            for (int first = 0; first < num_units;) {
+                const int middle = (first + num_units) / 2;
+                if (at.experts[middle] < 0) num_units = middle;
+                else first = middle + 1;
+            }
+        u32 phase = 1, slot_phase = 1;  // places are free at first
+        auto tell = [&](int range, bool down) {  // those that multiply
+            wait_barrier(at.range_empty + 8 * slot, slot_phase);
+            if (lane == 0) {
+                at.tickets[slot] = {range, down, num_units, launch};
+                arrive(at.range_full + 8 * slot);
+            }
+            slot ^= 1, slot_phase ^= slot == 0;
+        };
+        int taken = 0;
+        for (;; ++taken) {
+            range = __shfl_sync(0xFFFFFFFFu, range, 0);
+            if (range >= blocks) break;
+            if (lane == 0) at.ranges[taken] = range;
+            tell(range, false);
+            int following = -1;
+            auto take_next = [&] { if (lane == 0 && following < 0) following = atomicAdd(args.state, 1); };
+            ask<false>(args, at, num_units, range, stage, phase, take_next);
+            take_next();
+            range = following;
+        }
+        if (range == 2 * blocks - 1) {  // every block has asked in vain
+            for (int u = lane; u < args.num_counters; u += WARP) args.state[2 + next * args.num_counters + u] = 0;
+            if (lane == 0) args.state[0] = 0, args.state[1] = launch;
+        }
+        __syncwarp();
+        for (int i = 0; i < taken; ++i) {
+            tell(at.ranges[i], true);
+            ask<true>(args, at, num_units, at.ranges[i], stage, phase, [] {});
+        }
+        tell(-1, true);
+    } else {
+        await_launches();
+        if (of_one_token(args)) {
+            load_rows<false>(args, at, 0, Product<false>(args, args.num_units), 0);
+            meet();
+        }
+        u32 phase = 0, slot_phase = 0, buffer = 0;
+        for (;;) {
+            wait_barrier(at.range_full + 8 * slot, slot_phase);
+            const Ticket ticket = at.tickets[slot];
+            __syncwarp();
+            if (lane == 0) arrive(at.range_empty + 8 * slot);
+            slot ^= 1, slot_phase ^= slot == 0;
+            if (ticket.range < 0) break;
+            if (ticket.down) multiply<true>(args, at, ticket, stage, phase, buffer);
+            else multiply<false>(args, at, ticket, stage, phase, buffer);
+        }
+    }
+}
