@@ -148,14 +148,16 @@ template <bool DOWN> struct Product {
         constexpr int AT_ONCE = 16 * (DOWN ? DOWN_TILES : GATE_TILES);
         tiles = (outputs + AT_ONCE - 1) / AT_ONCE;
     }
-    // The first item of a range. Of pairs sorted by expert, blocks with one item more of gate and up have fewer of down.
+    // The first item of a range. Of pairs sorted by expert, blocks with one item more of gate and up have fewer of down; where a range has fewer steps
+    // than that item, both are dealt alike.
     __device__ int begin(const Args& args, int num_units, int range) const {
+        const u32 blocks = gridDim.x;
         if constexpr (DOWN && !PAIRED) {
             const Product<false> before(args, num_units);
             const u32 all = before.units * before.tiles * before.steps + units * tiles * steps;
-            return max(0, (int)((u64)all * range / gridDim.x) - before.begin(args, num_units, range) * before.steps) / steps;
+            if (all >= before.steps * blocks) return ((u32)((u64)all * range / blocks) - before.begin(args, num_units, range) * before.steps) / steps;
         }
-        return (u32)(units * tiles) * range / gridDim.x;
+        return (u32)(units * tiles) * range / blocks;
     }
     // The tile of outputs that tile i of a stage is of, or -1; its matrix of gate and up; its pair or unit.
     __device__ int tile_of(int tile, int i) const {

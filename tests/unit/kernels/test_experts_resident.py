@@ -24,6 +24,8 @@ from tests.unit.kernels.test_experts import CPU, in_float64, layer, same_bits
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 FIVE_BLOCKS = Gpu(90, 5, resident.SHARED_BYTES)
+FEW_ITEMS = Gpu(90, 40, resident.SHARED_BYTES)
+"""More blocks than one expert's rows give work."""
 
 
 def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, out_TD: Tensor) -> None:
@@ -93,6 +95,22 @@ def test_experts_in_one_launch(
     for start, stop in ((0, 1), (1, 4), (rows - 1, rows), (0, rows)):
         assert same_bits(decode(start, stop), out[start:stop])
     assert packed.state[0] == 0, "the next launch begins with the first range"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", None])
+def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    given = layer(name, torch.bfloat16, hidden=384, ffn=256, count=2, top_k=1, rows=9)
+    packed = repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    given.ids_TK.zero_()
+    x_TD, ids_TK, weights_TK = given.rows(0, 9)
+    many = resident.decode(x_TD, packed, ids_TK, weights_TK, activation="silu")
+    monkeypatch.setattr(resident, "gpu_of", lambda device: FEW_ITEMS)
+    few = resident.decode(x_TD, packed, ids_TK, weights_TK, activation="silu")
+    assert same_bits(few, many)
 
 
 @needs_nvrtc
