@@ -209,13 +209,12 @@ static void wait_barrier(u32 at, u32 phase) {
     "copy_tiles": """
 struct Described {
     const char* data;
-    long long rows, row_bytes, number_bytes;
+    long long rows, row_bytes, number_bytes, copied;
 };
-template <int AT_ONCE>
 static void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barrier, u64) {
     Described of;
     memcpy(&of, map, sizeof of);
-    for (int r = 0; r < 16 * AT_ONCE; ++r)
+    for (int r = 0; r < of.copied; ++r)
         for (int c = 0; c < 8; ++c) {
             const long long from = column * of.number_bytes + 16 * c;
             char* place = shared_at(to + 128 * r + 16 * (c ^ r % 8));
@@ -223,7 +222,7 @@ static void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barr
             if (row + r >= of.rows || from >= of.row_bytes) continue;
             memcpy(place, of.data + (row + r) * of.row_bytes + from, std::min(16LL, of.row_bytes - from));
         }
-    barrier_at(barrier).bytes_and_phase -= 2 * 2048 * AT_ONCE, barrier_at(barrier).settle();
+    barrier_at(barrier).bytes_and_phase -= 2 * 128 * of.copied, barrier_at(barrier).settle();
 }
 """,
     "count_up": "static void count_up(int* counter) { ++*counter; }\n",
@@ -292,9 +291,11 @@ KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
 
 def described(view: Tensor, tile: tuple[int, ...]) -> bytes:
     """Describe a matrix to the emulated copy engine."""
-    assert tile in ((16, 128 // view.element_size()), (64, 128 // view.element_size()))
-    facts = (view.data_ptr(), len(view), view.shape[1] * view.element_size(), view.element_size())
-    return struct.pack("=QQQQ", *facts).ljust(128)
+    rows, columns = tile
+    assert rows in (16, 32, 48, 64)
+    assert columns == 128 // view.element_size()
+    facts = (view.data_ptr(), len(view), view.shape[1] * view.element_size(), view.element_size(), rows)
+    return struct.pack("=QQQQQ", *facts).ljust(128)
 
 
 def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Gpu = A100) -> None:

@@ -7,18 +7,19 @@
 //
 // So a row's bits depend on the row alone. A row of x or h is rounded to e4m3 where it is read (numbers.cuh), and multiplied as float16, exactly.
 //
-// Work: an item is a unit (eight rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and 64 outputs of gate
-// and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds. Items of gate and
-// up are dealt in as many ranges as there are blocks, and so are those of down. A block takes ranges of gate and up until none is left, then the same
-// ranges of down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for.
+// Work: an item is a unit (TOKENS rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and up to 64 outputs of
+// gate and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds.
+// Items of gate and up are dealt in as many ranges as there are blocks, and so are those of down. A block takes ranges of gate and up until none is left,
+// then the same ranges of down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for.
 //
-// A block has four warps that multiply, two tiles of 16 outputs each, and one that asks for weights: a stage of the ring is 8 tiles of 16 rows x 128
-// bytes, by the copy engine, 16-byte chunks swizzled by row. `state`: the next range, the number of the launch,
-// counters of the tiles of h that are written, for even and for odd launches, and where units are pairs h itself (two numbers and the launch that they
-// are of). The last to ask for a range in vain makes the counters of the next launch zero.
+// A block has four warps that multiply for each part of a sum, two tiles of 16 outputs each, and one warp that asks for weights: a stage of the ring is 8
+// tiles of 16 rows x 128 bytes, by the copy engine, 16-byte chunks swizzled by row. Where units are pairs, it asks for weights of down when its own of gate
+// and up have arrived, so that no block waits for h behind them. `state`: the next range, the number of the launch, counters of the tiles of h that are
+// written, for even and for odd launches, and where units are pairs h itself (two numbers and the launch that they are of). The last to ask for a range in
+// vain makes the counters of the next launch zero.
 //
 // Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks;
-// ACT as in products.cuh; CHOICES.
+// ACT as in products.cuh; CHOICES; TOKENS 8 or 16.
 
 struct alignas(64) TileMap {
     char bytes[128];
@@ -38,16 +39,16 @@ struct Args {
     const int *experts, *pairs;  // of units, -1 after the last; their pairs, -1 where there are fewer
     const float* weights;        // of pairs
     int* state;
-    int hidden, ffn, num_units, num_rows, choices, stages, num_counters;
+    int hidden, ffn, num_units, num_rows, choices, stages, gate_tiles, num_counters;  // gate_tiles of an item, up to GATE_TILES
 };
 
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
-constexpr int TOKENS = 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
-constexpr int SUMS = TILES * 128, BUFFERS = PAIRED ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
+constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
+constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
 constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
-static_assert(CHOICES <= TILES, "a tile for each choice");
+static_assert(CHOICES <= TILES && (TOKENS == 8 || (TOKENS == 16 && !PAIRED)), "a tile for each choice");
 
 __device__ __forceinline__ int load_index(const int* at) {  // past the first-level cache, as all that other blocks or launches write
     int v;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void await_launches() {
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");  // the next launch may read what was written before this one
 }
 // Some tiles of 16 rows, which the map says, too.
-template <int AT_ONCE> __device__ __forceinline__ void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barrier, u64 policy) {
+__device__ __forceinline__ void copy_tiles(u32 to, const TileMap* map, int column, int row, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
@@ -125,7 +126,7 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
     auto take = [&](u32 bytes) { const u32 own = next; next += bytes; return own; };
     at.base = base, at.ring = start;
     const int x_steps = steps_of(args.hidden), h_steps = steps_of(args.ffn);
-    at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, TOKENS * h_steps) : TOKENS * max(x_steps, h_steps)));
+    at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, TILES * h_steps) : TOKENS * max(x_steps, h_steps)));
     at.parts = (float*)(base + take(4 * BUFFERS * PARTS * SUMS));
     at.tickets = (Ticket*)(base + take(2 * sizeof(Ticket)));
     at.full = start + take(8 * args.stages), at.empty = start + take(8 * args.stages);
@@ -139,14 +140,15 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
 // One of the two products: its items, and the tiles of a stage of them.
 template <bool DOWN> struct Product {
     int units, tiles, steps, columns, outputs;  // outputs of one matrix
+    int of_item;                                // tiles of 16 outputs of one matrix
     int row_bytes, scales;                      // of a row of x or h in shared memory: from one to the next, 0 where there is one
     __device__ Product(const Args& args, int num_units) {
         units = DOWN && PAIRED ? args.num_rows : num_units;
         columns = DOWN ? args.ffn : args.hidden, outputs = DOWN ? args.hidden : args.ffn;
         steps = steps_of(columns);
         row_bytes = PAIRED && !DOWN ? 0 : 2 * COLUMNS * steps, scales = FORMAT == 3 ? steps : 1;
-        constexpr int AT_ONCE = 16 * (DOWN ? DOWN_TILES : GATE_TILES);
-        tiles = (outputs + AT_ONCE - 1) / AT_ONCE;
+        of_item = DOWN ? DOWN_TILES : args.gate_tiles;
+        tiles = (outputs + 16 * of_item - 1) / (16 * of_item);
     }
     // The first item of a range. Of pairs sorted by expert, blocks with one item more of gate and up have fewer of down; where a range has fewer steps
     // than that item, both are dealt alike.
@@ -161,7 +163,8 @@ template <bool DOWN> struct Product {
     }
     // The tile of outputs that tile i of a stage is of, or -1; its matrix of gate and up; its pair or unit.
     __device__ int tile_of(int tile, int i) const {
-        const int own = !DOWN ? tile * GATE_TILES + i % GATE_TILES : !PAIRED ? tile * TILES + i : tile * DOWN_TILES + i / max(CHOICES, 1);
+        if (!DOWN && i % GATE_TILES >= of_item) return -1;
+        const int own = !DOWN ? tile * of_item + i % GATE_TILES : !PAIRED ? tile * TILES + i : tile * DOWN_TILES + i / max(CHOICES, 1);
         return 16 * own < outputs && (!DOWN || !PAIRED || i < CHOICES * DOWN_TILES) ? own : -1;
     }
     __device__ int matrix_of(int expert, int i) const { return DOWN ? expert : 2 * expert + i / GATE_TILES; }
@@ -172,28 +175,32 @@ struct Item {
     __device__ Item next(int tiles) const { return tile + 1 < tiles ? Item{unit, tile + 1} : Item{unit + 1, 0}; }
 };
 
-template <bool DOWN, typename Midway> __device__ __forceinline__ void ask(const Args& args, const Places& at, int num_units, int range, u32& stage, u32& phase, Midway midway) {
-    constexpr int AT_ONCE = DOWN && PAIRED ? 1 : GATE_TILES;  // tiles of a copy
+// Whether there was anything to ask for.
+template <bool DOWN, typename Midway> __device__ __forceinline__ bool ask(const Args& args, const Places& at, int num_units, int range, u32& stage, u32& phase, Midway midway) {
+    constexpr int APART = DOWN && PAIRED ? 1 : GATE_TILES;  // tiles of a stage from one copy to the next
     const Product<DOWN> product(args, num_units);
-    const int lane = threadIdx.x % WARP, first = lane * AT_ONCE, begin = product.begin(args, num_units, range);  // of the tiles of this lane's copy
+    const int lane = threadIdx.x % WARP, first = lane * APART, begin = product.begin(args, num_units, range);  // of the tiles of this lane's copy
     const TileMap* map = DOWN ? &args.down_map : &args.gate_up_map;
-    const u64 policy = policy_of(true);
+    const u64 policy = policy_of(TOKENS == 8);  // of more tokens, experts have more units, which read the weights again
+    const int copied = TILE_BYTES * (DOWN ? APART : product.of_item);
     Item item{begin / product.tiles, begin % product.tiles};
+    const int count = product.begin(args, num_units, range + 1) - begin;
 #pragma unroll 1
-    for (int left = product.begin(args, num_units, range + 1) - begin; left > 0; --left, item = item.next(product.tiles)) {
+    for (int left = count; left > 0; --left, item = item.next(product.tiles)) {
         const int own = first < TILES ? product.tile_of(item.tile, first) : -1;
-        const u32 bytes = __popc(__ballot_sync(0xFFFFFFFFu, own >= 0)) * AT_ONCE * TILE_BYTES;
+        const u32 bytes = __popc(__ballot_sync(0xFFFFFFFFu, own >= 0)) * copied;
         const int row = product.matrix_of(at.experts[product.unit_of(item.unit, first % TILES)], first) * product.outputs + 16 * own;
 #pragma unroll 1
         for (int step = 0; step < product.steps; ++step) {
             wait_barrier(at.empty + 8 * stage, phase);
             if (lane == 0) arrive_expecting(at.full + 8 * stage, bytes);
             __syncwarp();
-            if (own >= 0) copy_tiles<AT_ONCE>(at.ring + stage * STAGE_BYTES + first * TILE_BYTES, map, step * COLUMNS, row, at.full + 8 * stage, policy);
+            if (own >= 0) copy_tiles(at.ring + stage * STAGE_BYTES + first * TILE_BYTES, map, step * COLUMNS, row, at.full + 8 * stage, policy);
             if (++stage == args.stages) stage = 0, phase ^= 1;
             if (step == product.steps / 2) midway();
         }
     }
+    return count > 0;
 }
 
 __device__ __forceinline__ u64* h_of(const Args& args, int pair) { return (u64*)(args.state + 2 + 2 * args.num_counters) + (long long)pair * (args.ffn / 2); }
@@ -221,7 +228,7 @@ template <bool DOWN> __device__ __forceinline__ void load_rows(const Args& args,
         return v.numbers;
     };
     if (DOWN && PAIRED) {  // of the outputs of an item, which are stored at once, one lane looks whether they are there
-        constexpr int SEEN = 16 * GATE_TILES / 8;  // chunks
+        const int SEEN = 2 * args.gate_tiles;  // chunks
 #pragma unroll 1
         for (int chunk = (own * WARP + lane) * SEEN; chunk * 8 < columns; chunk += SHARE * WARP * SEEN)
             while (load(chunk).stale) rest_a_moment();
@@ -290,12 +297,14 @@ template <bool DOWN> __device__ __forceinline__ void load_rows(const Args& args,
 __device__ __forceinline__ bool of_one_token(const Args& args) { return PAIRED && args.num_rows == 1; }
 
 // Products of the steps of this team, for two tiles of a stage.
-__device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][4]) {
+__device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][EIGHTS][4]) {
     const int lane = threadIdx.x % WARP;
     const u32 w_lane = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4), row = row_bytes ? lane % 8 : 0, x_lane = row * row_bytes + ((lane / 8 ^ row) << 4);
-    u32 x[FACTORS / 2][4];
+    u32 x[EIGHTS][FACTORS / 2][4];
 #pragma unroll
-    for (int i = 0; i < FACTORS / 2; ++i) load_matrices(x[i], rows + i / 2 * 128 + (x_lane ^ i % 2 * 64));
+    for (int eight = 0; eight < EIGHTS; ++eight)
+#pragma unroll
+        for (int i = 0; i < FACTORS / 2; ++i) load_matrices(x[eight][i], rows + eight * 8 * row_bytes + i / 2 * 128 + (x_lane ^ i % 2 * 64));
     wait_barrier(full, phase);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
@@ -314,7 +323,9 @@ __device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tile
             const uint2 above = factors_of(w[k / 2][k % 2 * 2]), below = factors_of(w[k / 2][k % 2 * 2 + 1]);
             const u32 a[4] = {above.x, below.x, above.y, below.y};
 #endif
-            mma<F16 || FP8>(sums[s], a, x[k / 2][k % 2 * 2], x[k / 2][k % 2 * 2 + 1], FORMAT != 3 || k > 0);
+#pragma unroll
+            for (int eight = 0; eight < EIGHTS; ++eight)
+                mma<F16 || FP8>(sums[s][eight], a, x[eight][k / 2][k % 2 * 2], x[eight][k / 2][k % 2 * 2 + 1], FORMAT != 3 || k > 0);
         }
     }
 }
@@ -359,7 +370,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         const bool ends = choice < CHOICES && own < 16 * DOWN_TILES && 16 * DOWN_TILES * item.tile + own < product.outputs;
         const long long to = (long long)item.unit * product.outputs + 16 * DOWN_TILES * item.tile + own;
         const u16 residual = DOWN && PAIRED && ends && args.residual ? load_number(args.residual + to) : 0;
-        float total[2][4] = {};
+        float total[2][EIGHTS][4] = {};
         u32 own_stage = stage, own_phase = phase;
         advance(own_stage, own_phase, part);
         advance(stage, phase, product.steps);
@@ -368,16 +379,17 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             if (FORMAT == 3 && step >= WARP && step % WARP < PARTS)
                 for (int s = 0; s < 2; ++s) of_steps[s] = block_scale(item, true, s, step / WARP * WARP);
             const u32 tiles = at.ring + own_stage * STAGE_BYTES, of_tiles[2] = {tiles + place_of(0) * TILE_BYTES, tiles + place_of(1) * TILE_BYTES};
-            float step_sums[2][4];
+            float step_sums[2][EIGHTS][4];
             multiply_step(at, of_tiles, at.rows + step * (2 * COLUMNS), product.row_bytes, at.full + 8 * own_stage, own_phase, at.empty + 8 * own_stage, FORMAT == 3 ? step_sums : total);
             advance(own_stage, own_phase, PARTS);
             if (FORMAT == 3) {
                 const float w_scale[2] = {__shfl_sync(0xFFFFFFFFu, of_steps[0], step % WARP), __shfl_sync(0xFFFFFFFFu, of_steps[1], step % WARP)};
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const float x_scale = at.row_scales[(2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
+                for (int i = 0; i < 4 * EIGHTS; ++i) {
+                    const int eight = i / 4, r = i % 4;
+                    const float x_scale = at.row_scales[(8 * eight + 2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
 #pragma unroll
-                    for (int s = 0; s < 2; ++s) total[s][r] = __fmaf_rn(__fmul_rn(step_sums[s][r], x_scale), w_scale[s], total[s][r]);
+                    for (int s = 0; s < 2; ++s) total[s][eight][r] = __fmaf_rn(__fmul_rn(step_sums[s][eight][r], x_scale), w_scale[s], total[s][eight][r]);
                 }
             }
         }
@@ -385,11 +397,16 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         // All parts, as they lie in registers; then every thread ends outputs of its own.
         float* const parts = at.parts + buffer * PARTS * SUMS;
 #pragma unroll
-        for (int s = 0; s < 2; ++s) *(float4*)(parts + part * SUMS + place_of(s) * 128 + lane * 4) = make_float4(total[s][0], total[s][1], total[s][2], total[s][3]);
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int eight = 0; eight < EIGHTS; ++eight) {
+                const float(&sum)[4] = total[s][eight];
+                *(float4*)(parts + part * SUMS + (place_of(s) * EIGHTS + eight) * 128 + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            }
         meet();
         if (written && threadIdx.x == 0) count_up(written);
         auto finished = [&](int i, int output, int token) {  // of 16 outputs of tile i
-            const float* sum = parts + i * 128 + (output % 8 * 4 + token / 2) * 4 + output / 8 * 2 + token % 2;
+            const float* sum = parts + (i * EIGHTS + token / 8) * 128 + (output % 8 * 4 + token % 8 / 2) * 4 + output / 8 * 2 + token % 2;
             float v = *sum;
 #pragma unroll
             for (int p = 1; p < PARTS; ++p) v += sum[p * SUMS];
@@ -404,8 +421,8 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, 4 * c + lane % 4), at.weights[c], sum);
             if (ends && choice == 0) args.out[to] = args.residual ? narrow(widen(residual) + rounded(sum)) : narrow(sum);
         } else if constexpr (PAIRED) {
-            const int own = 2 * threadIdx.x, output = 16 * GATE_TILES * item.tile + own;
-            if (own < 16 * GATE_TILES && output < product.outputs) {
+            const int own = 2 * threadIdx.x, output = 16 * product.of_item * item.tile + own;
+            if (own < 16 * product.of_item && output < product.outputs) {
                 u32 pair = 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) pair |= (u32)narrow(gated(finished(own / 16, own % 16 + i, 0), finished(GATE_TILES + own / 16, own % 16 + i, 0))) << 16 * i;
@@ -478,6 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             slot ^= 1, slot_phase ^= slot == 0;
         };
         int taken = 0;
+        bool asked = false;
         for (;; ++taken) {
             range = __shfl_sync(0xFFFFFFFFu, range, 0);
             if (range >= blocks) break;
@@ -485,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             tell(range, false);
             int following = -1;
             auto take_next = [&] { if (lane == 0 && following < 0) following = atomicAdd(args.state, 1); };
-            ask<false>(args, at, num_units, range, stage, phase, take_next);
+            asked |= ask<false>(args, at, num_units, range, stage, phase, take_next);
             take_next();
             range = following;
         }
@@ -494,6 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             if (lane == 0) args.state[0] = 0, args.state[1] = launch;
         }
         __syncwarp();
+        if (PAIRED && asked) wait_barrier(at.full + 8 * (stage ? stage - 1 : args.stages - 1), stage ? phase ^ 1 : phase);
         for (int i = 0; i < taken; ++i) {
             tell(at.ranges[i], true);
             ask<true>(args, at, num_units, at.ranges[i], stage, phase, [] {});

@@ -2,7 +2,8 @@
 activation and down, by blocks that stay (`resident.cu`, which documents its sums and its work).
 
 A few rows whose choices fit the tiles of a stage are units pair by pair, and a block adds the choices of a
-token. More rows are sorted by expert, and one more launch adds.
+token. More rows are sorted by expert, into units of eight, or of 16 where experts have many, and one more
+launch adds.
 """
 
 import ctypes
@@ -38,12 +39,14 @@ SOURCES = (
     "operands/shared.cuh",
     "experts/resident.cu",
 )
-MOST_ROWS = 64
+MOST_ROWS = 256
 """Rows at most: of more, experts have several units, which each read the weights again."""
-TOKENS = 8
-"""Rows of a unit."""
+MANY = 5
+"""Rows of an expert, on average, from which on its units have 16 rows."""
 TILES = 8
 """Tiles of 16 outputs of a stage."""
+GATE_TILES = TILES // 2
+"""Tiles of gate of a stage, at most, and as many of up."""
 ROW_BYTES = 128
 """Bytes of a row of weights in a stage."""
 STAGE_BYTES = 16 * TILES * ROW_BYTES
@@ -61,12 +64,13 @@ SHARED_BYTES = 232448
 @dataclass(frozen=True)
 class Variant:
     """The constants that the kernel is compiled with: `choices` of a token where every pair is a unit, else
-    0."""
+    0, and `tokens` of a unit."""
 
     format: MatrixFormat
     dtype: torch.dtype
     activation: str
     choices: int
+    tokens: int
 
     @property
     def source(self) -> Source:
@@ -75,24 +79,35 @@ class Variant:
             "F16": int(self.dtype == torch.float16),
             "ACT": GATED.index(self.activation),
             "CHOICES": self.choices,
+            "TOKENS": self.tokens,
             "QUANT": 1,
         }
         return Source(source_text(*SOURCES), "resident_experts", tuple(macros.items()))
 
 
-def stages_of(format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, paired: bool) -> int:
+def stages_of(format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, paired: bool, tokens: int) -> int:
     """Return the stages that shared memory has room for, as many for each part of a sum: who waits for a
     stage has read what it held before."""
     columns = ROW_BYTES // (2 if format == "dense16" else 1)
     x_steps = -(-hidden // columns)
     h_steps = -(-ffn // columns)
     longest = max(x_steps, h_steps)
-    rows = 2 * columns * (max(x_steps, TOKENS * h_steps) if paired else TOKENS * longest)
-    scales = 4 * TOKENS * (longest if format == "fp8_block" else 1)
-    parts = 4 * PARTS * TILES * 128 * (1 if paired else 2)
-    rest = 16 * MOST_STAGES + 64 + 4 * TILES + 4 * TOKENS + 4 * MOST_BLOCKS + 4 * num_units
+    rows = 2 * columns * (max(x_steps, TILES * h_steps) if paired else tokens * longest)
+    scales = 4 * tokens * (longest if format == "fp8_block" else 1)
+    parts = 4 * PARTS * TILES * 16 * tokens * (1 if paired or tokens > 8 else 2)
+    rest = 16 * MOST_STAGES + 64 + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
     room = (SHARED_BYTES - rows - scales - parts - rest) // STAGE_BYTES
-    return min(MOST_STAGES, room // PARTS * PARTS)
+    return min(MOST_STAGES, max(0, room) // PARTS * PARTS)
+
+
+def gate_tiles_of(ffn: int, num_units: int, blocks: int) -> int:
+    """Return the tiles of gate and of up of an item with which the blocks that have most have least."""
+
+    def most_of_a_block(gate_tiles: int) -> tuple[int, int]:
+        items = num_units * -(-ffn // (16 * gate_tiles))
+        return -(-items // blocks) * gate_tiles, -gate_tiles
+
+    return min(range(1, GATE_TILES + 1), key=most_of_a_block)
 
 
 class _Arguments(ctypes.Structure):
@@ -127,6 +142,7 @@ class _Arguments(ctypes.Structure):
                 "num_rows",
                 "choices",
                 "stages",
+                "gate_tiles",
                 "num_counters",
             )
         ),
@@ -155,9 +171,11 @@ def decode(
     x_TD = x_TD.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = num_rows <= MAX_PAIRED_ROWS and top_k <= TILES
+    many = not paired and num_rows * top_k >= MANY * packed.num_experts
+    tokens = 16 if many and stages_of(packed.format, hidden, ffn, MOST_UNITS, paired=False, tokens=16) else 8
     experts, pairs, h_PF, y_PD = ids_TK, None, None, None
     if not paired:
-        units = sort_pairs(ids_TK, packed.num_experts, TOKENS)
+        units = sort_pairs(ids_TK, packed.num_experts, tokens)
         experts = units.experts
         pairs = units.pairs
         h_PF = torch.empty(num_rows * top_k, ffn, dtype=packed.dtype, device=device)
@@ -166,6 +184,7 @@ def decode(
     blocks = gpu_of(device).num_sms
     assert num_units <= MOST_UNITS
     assert blocks <= MOST_BLOCKS
+    gate_tiles = gate_tiles_of(ffn, num_units, blocks) if paired else GATE_TILES
     tensors = (
         x_TD,
         residual_TD,
@@ -182,19 +201,20 @@ def decode(
         packed.state,
     )
     arguments = _Arguments(
-        _map_of(packed.gate_up, 64),
-        _map_of(packed.down, 16 if paired else 64),
+        _map_of(packed.gate_up, 16 * gate_tiles),
+        _map_of(packed.down, 16 if paired else 16 * GATE_TILES),
         *(None if each is None else each.data_ptr() for each in tensors),
         hidden,
         ffn,
         num_units,
         num_rows,
         top_k,
-        stages_of(packed.format, hidden, ffn, num_units, paired=paired),
+        stages_of(packed.format, hidden, ffn, num_units, paired=paired, tokens=tokens),
+        gate_tiles,
         MOST_UNITS,
     )
     launch = Launch(grid=(blocks, 1), threads=THREADS, shared_bytes=SHARED_BYTES, overlap=True)
-    variant = Variant(packed.format, packed.dtype, activation, top_k if paired else 0)
+    variant = Variant(packed.format, packed.dtype, activation, top_k if paired else 0, tokens)
     _function(variant, device)(launch, arguments, device=device)
     if y_PD is not None:
         add_choices(y_PD, weights_TK, residual_TD, out_TD)
@@ -219,18 +239,15 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
     if not problem.row_invariant:
         return "for decode rows"
     if problem.m_max > MOST_ROWS:
-        return f"for M up to {MOST_ROWS}, where few experts have more than one unit"
+        return f"for M up to {MOST_ROWS}, of which few experts have more than two units"
     if problem.sm != 90:
         return "its copies are sm_90's"
     format = format_of_problem(problem)
     if format not in RESIDENT:
         return "for weights of 16 bits and of e4m3"
-    if MOST_ROWS * problem.top_k // TOKENS + problem.experts > MOST_UNITS:
+    if MOST_ROWS * problem.top_k // 8 + problem.experts > MOST_UNITS:
         return f"{problem.top_k} choices among {problem.experts} experts make more than {MOST_UNITS} units"
-    if (
-        min(stages_of(format, problem.n, problem.k, MOST_UNITS, paired=each) for each in (True, False))
-        < PARTS
-    ):
+    if not all(stages_of(format, problem.n, problem.k, MOST_UNITS, paired=each, tokens=8) for each in (True, False)):
         return f"rows of {max(problem.n, problem.k)} numbers leave no room for weights in shared memory"
     return triton_refusal(problem) or refusal(problem)
 

@@ -52,6 +52,9 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     ("name", "dtype", "sizes", "rows", "activation", "bias"),
     [
         ("FP8_BLOCK", torch.float16, (256, 128, 5, 2), 9, "silu", False),
+        ("FP8_BLOCK", torch.bfloat16, (256, 128, 5, 2), 19, "silu", False),
+        ("FP8_DYNAMIC", torch.bfloat16, (272, 144, 5, 1), 25, "silu", True),
+        (None, torch.bfloat16, (96, 80, 3, 2), 20, "silu", False),
         slow("FP8_BLOCK", torch.bfloat16, (1280, 640, 9, 8), 5, "silu", False),
         ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "swiglu_clamped", True),
         slow("FP8_DYNAMIC", torch.float16, (2576, 144, 9, 3), 5, "gelu", False),
@@ -114,10 +117,10 @@ def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("choices", [0, 8])
+@pytest.mark.parametrize(("choices", "tokens"), [(0, 8), (0, 16), (8, 8)])
 @pytest.mark.parametrize("format", RESIDENT)
-def test_every_format_compiles(format: MatrixFormat, choices: int) -> None:
-    variant = resident.Variant(format, torch.bfloat16, "silu", choices)
+def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int) -> None:
+    variant = resident.Variant(format, torch.bfloat16, "silu", choices, tokens)
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
@@ -136,9 +139,9 @@ def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> Non
 
     qwen = (2048, 768)
     for scheme in (None, "FP8_BLOCK", "FP8_DYNAMIC"):
-        assert select(problem(64, 90, qwen, scheme)).name == "cuda.resident.silu"
+        assert select(problem(256, 90, qwen, scheme)).name == "cuda.resident.silu"
     for posed, reason in (
-        (problem(65, 90, qwen, None), "for M up to 64, where few experts have more than one unit"),
+        (problem(257, 90, qwen, None), "for M up to 256, of which few experts have more than two units"),
         (problem(64, 100, qwen, None), "its copies are sm_90's"),
         (problem(64, 90, qwen, "W4A16_G128"), "for weights of 16 bits and of e4m3"),
         (problem(64, 90, (4096, 14336), None, 2), "rows of 14336 numbers leave no room for weights"),
