@@ -237,9 +237,16 @@ static void store_pair(u64* at, u32 pair, u32 launch) { *at = (u64)launch << 32 
 """,
     "load_pairs": """
 static Chunk load_pairs(const u64* at, u32 launch) {
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i)
         if (at[i] >> 32 != launch) abort();  // blocks run one after the other
-    return {make_uint4(at[0], at[1], at[2], at[3]), 0};
+    return {make_uint4(at[0], at[1], 0, 0), 0};
+}
+""",
+    "load_shared": """
+static uint4 load_shared(u32 at) {
+    uint4 v;
+    memcpy(&v, shared_at(at), 16);
+    return v;
 }
 """,
     "rest_a_moment": "static void rest_a_moment() {}\n",

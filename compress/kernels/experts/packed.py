@@ -82,9 +82,10 @@ def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torc
 
 
 def state_size(ffn: int) -> int:
-    """Return the numbers of `state`: the next range, the number of the launch, two counters for each unit,
-    and h of the rows whose pairs are units, each two numbers with the number of a launch."""
-    return 2 + 2 * MOST_UNITS + MOST_PAIRS * ffn
+    """Return the numbers of `state`: the next range, the number of the launch, and from the fifth on two
+    counters for each unit, and h of the rows whose pairs are units, each two numbers with the number of a
+    launch."""
+    return 4 + 2 * MOST_UNITS + MOST_PAIRS * ffn
 
 
 def format_of_problem(problem: Problem) -> MatrixFormat | None:

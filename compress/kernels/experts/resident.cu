@@ -24,7 +24,7 @@
 struct alignas(64) TileMap {
     char bytes[128];
 };
-// Eight numbers, and whether they are of another launch.
+// Eight numbers, of h where units are pairs four, and whether they are of another launch.
 struct Chunk {
     uint4 numbers;
     u32 stale;
@@ -42,6 +42,7 @@ struct Args {
     int hidden, ffn, num_units, num_rows, choices, stages, gate_tiles, num_counters;  // gate_tiles of an item, up to GATE_TILES
 };
 
+constexpr int HEADER = 4;  // numbers of `state` before the counters: the next range, the number of the launch
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
@@ -90,14 +91,10 @@ __device__ __forceinline__ void store_pair(u64* at, u32 pair, u32 launch) {
     asm volatile("{.reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v;}" ::"l"(at), "r"(pair), "r"(launch) : "memory");
 }
 __device__ __forceinline__ Chunk load_pairs(const u64* at, u32 launch) {
-    Chunk v;
-    u32 pairs[4], launches[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile("{.reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v;}" : "=r"(pairs[i]), "=r"(launches[i]) : "l"(at + i) : "memory");
-    v.numbers = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    v.stale = (launches[0] ^ launch) | (launches[1] ^ launch) | (launches[2] ^ launch) | (launches[3] ^ launch);
-    return v;
+    u32 pairs[2], launches[2];
+    asm volatile("{.reg .b64 v, w; ld.relaxed.gpu.global.v2.b64 {v, w}, [%4]; mov.b64 {%0, %1}, v; mov.b64 {%2, %3}, w;}"
+                 : "=r"(pairs[0]), "=r"(launches[0]), "=r"(pairs[1]), "=r"(launches[1]) : "l"(at) : "memory");
+    return {make_uint4(pairs[0], pairs[1], 0, 0), (launches[0] ^ launch) | (launches[1] ^ launch)};
 }
 __device__ __forceinline__ void rest_a_moment() { asm volatile("nanosleep.u32 40;"); }
 __device__ __forceinline__ void meet() {  // of the warps that multiply
@@ -115,7 +112,7 @@ __device__ __forceinline__ int steps_of(int columns) { return (columns + COLUMNS
 struct Places {
     char* base;
     u32 ring, rows, full, empty, range_full, range_empty;
-    float *row_scales, *parts, *weights;
+    float *row_scales, *parts, *weights, *mosts;
     int *pairs, *experts, *ranges;
     Ticket* tickets;
 };
@@ -132,7 +129,7 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
     at.full = start + take(8 * args.stages), at.empty = start + take(8 * args.stages);
     at.range_full = start + take(16), at.range_empty = start + take(16);
     at.row_scales = (float*)(base + take(4 * TOKENS * (FORMAT == 3 ? max(x_steps, h_steps) : 1)));
-    at.weights = (float*)(base + take(4 * TILES));
+    at.weights = (float*)(base + take(4 * TILES)), at.mosts = (float*)(base + take(4 * WARPS));
     at.pairs = (int*)(base + take(4 * TOKENS)), at.ranges = (int*)(base + take(4 * gridDim.x)), at.experts = (int*)(base + take(4 * args.num_units));
     return at;
 }
@@ -203,37 +200,27 @@ template <bool DOWN, typename Midway> __device__ __forceinline__ bool ask(const 
     return count > 0;
 }
 
-__device__ __forceinline__ u64* h_of(const Args& args, int pair) { return (u64*)(args.state + 2 + 2 * args.num_counters) + (long long)pair * (args.ffn / 2); }
+__device__ __forceinline__ u64* h_of(const Args& args, int pair) { return (u64*)(args.state + HEADER + 2 * args.num_counters) + (long long)pair * (args.ffn / 2); }
 
-// The rows of x or h that a unit multiplies, to shared memory, rounded where their format is, chunks swizzled like the weights'.
-template <bool DOWN> __device__ __forceinline__ void load_rows(const Args& args, const Places& at, int unit, const Product<DOWN>& product, u32 launch) {
-    constexpr int COUNT = !PAIRED ? TOKENS : DOWN ? CHOICES : 1, PLACES = COUNT <= 1 ? 1 : COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : 16;
-    constexpr int SHARE = WARPS / PLACES;  // warps of a row
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, columns = product.columns, row = warp % PLACES, own = warp / PLACES;
-    const u16* from = nullptr;
-    const u64* pairs = nullptr;  // of h, where units are pairs
-    if (PAIRED) {
-        if (row < COUNT) from = args.x + (long long)unit * columns;
-        if (DOWN) pairs = h_of(args, unit * CHOICES + row);
-        if (DOWN && threadIdx.x < CHOICES) at.weights[threadIdx.x] = load_float(args.weights + unit * CHOICES + threadIdx.x);
-    } else {
-        const int pair = load_index(args.pairs + unit * TOKENS + row);
-        if (pair >= 0) from = DOWN ? args.h + (long long)pair * columns : args.x + (long long)(pair / args.choices) * columns;
-        if (own == 0 && lane == 0) at.pairs[row] = pair;
-    }
-    if (!from) return;
-    auto load = [&](int chunk) { return DOWN && PAIRED ? load_pairs(pairs + 4 * chunk, launch) : Chunk{load_chunk(from + 8 * chunk), 0}; };
-    auto settled = [&](int chunk, Chunk v) {
-        while (DOWN && PAIRED && v.stale) v = load(chunk);
-        return v.numbers;
-    };
-    if (DOWN && PAIRED) {  // of the outputs of an item, which are stored at once, one lane looks whether they are there
-        const int SEEN = 2 * args.gate_tiles;  // chunks
-#pragma unroll 1
-        for (int chunk = (own * WARP + lane) * SEEN; chunk * 8 < columns; chunk += SHARE * WARP * SEEN)
-            while (load(chunk).stale) rest_a_moment();
-        __syncwarp();
-    }
+// The pairs of a unit, one for a lane, -1 where there is none.
+__device__ __forceinline__ int pair_of_lane(const Args& args, int unit) {
+    const int lane = threadIdx.x % WARP;
+    return !PAIRED && lane < TOKENS ? load_index(args.pairs + unit * TOKENS + lane) : -1;
+}
+
+// The rows of x or h that a unit multiplies, to shared memory, rounded where their format is, chunks swizzled like the weights'. Returns how many.
+template <bool DOWN> __device__ __forceinline__ int load_rows(const Args& args, const Places& at, int unit, int own_pair, const Product<DOWN>& product, u32 launch) {
+    constexpr bool EXCHANGED = DOWN && PAIRED;  // h by the launch that its numbers are of
+    constexpr int NUMBERS = EXCHANGED ? 4 : 8, AT_ONCE = 4;  // of a load; loads of a lane under way
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, columns = product.columns;
+    const int count = !PAIRED ? __popc(__ballot_sync(0xFFFFFFFFu, own_pair >= 0)) : DOWN ? CHOICES : 1;
+    const int places = count <= 1 ? 1 : count <= 2 ? 2 : count <= 4 ? 4 : count <= 8 ? 8 : 16;  // of rows, which have as many warps each
+    const int row = warp % places, own = warp / places, share = WARPS / places, pair = __shfl_sync(0xFFFFFFFFu, own_pair, row);
+    const u16* from = DOWN ? args.h + (long long)pair * columns : args.x + (long long)(PAIRED ? unit : pair / args.choices) * columns;
+    const u64* exchanged = h_of(args, unit * CHOICES + row);
+    if (EXCHANGED && threadIdx.x < CHOICES) at.weights[threadIdx.x] = load_float(args.weights + unit * CHOICES + threadIdx.x);
+    if (!PAIRED && threadIdx.x < TOKENS) at.pairs[threadIdx.x] = own_pair;
+    auto load = [&](int number) { return EXCHANGED ? load_pairs(exchanged + 2 * number, launch) : Chunk{load_chunk(from + 8 * number), 0}; };
     auto place = [&](int chunk) { return at.rows + row * product.row_bytes + chunk / 8 * 128 + ((chunk % 8 ^ row % 8) << 4); };
     auto store_codes = [&](int eight, uint2 codes) {  // eight columns, as the factors of 16 columns of weights lie in their registers
         const uint2 low = factors_of(codes.x), high = factors_of(codes.y);
@@ -241,68 +228,75 @@ template <bool DOWN> __device__ __forceinline__ void load_rows(const Args& args,
         store_shared(place(eight & ~1) + half, make_uint2(low.x, high.x));
         store_shared(place(eight | 1) + half, make_uint2(low.y, high.y));
     };
-#if FORMAT == 0
-    constexpr int AT_ONCE = 4;  // chunks of a lane under way
-    const int chunks = product.steps * 8;
+    const int there = row < count ? columns / NUMBERS : 0, padded = row < count ? product.steps * COLUMNS / NUMBERS : 0;
+    float* const scales = at.row_scales + row * product.scales;
+    float most = 0.0f;
 #pragma unroll 1
-    for (int first = own * WARP + lane; first < chunks; first += AT_ONCE * SHARE * WARP) {
+    for (int first = own * WARP; first < padded; first += AT_ONCE * share * WARP) {
         Chunk held[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int chunk = first + i * SHARE * WARP;
-            held[i] = chunk * 8 < columns ? load(chunk) : Chunk{};
+            const int number = first + i * share * WARP + lane;
+            held[i] = number < there ? load(number) : Chunk{};
         }
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int chunk = first + i * SHARE * WARP;
-            if (chunk < chunks) store_shared(place(chunk), settled(chunk, held[i]));
-        }
-    }
-#elif FORMAT == 3
-    const int quarter = lane % 16;  // half a warp has a group of 128 columns
-    auto load_group = [&](int group) { return group < product.steps ? load(group * 16 + quarter) : Chunk{}; };
-    const int begin = 2 * own + lane / 16;
-    Chunk next = load_group(begin), ahead[3];  // of the next groups
+            const int number = first + i * share * WARP + lane;
+            if (number - lane >= padded) break;
+            while (EXCHANGED && number < there && held[0].stale) {
+                rest_a_moment();
+                held[0] = load(number);
+            }
+            const uint4 v = held[0].numbers;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) ahead[i] = load_group(begin + 2 * SHARE * (i + 1));
-#pragma unroll 1
-    for (int first = 0; first < product.steps - 2 * own; first += 2 * SHARE) {
-        const int group = begin + first;
-        const bool there = group < product.steps;
-        const uint4 chunk = settled(group * 16 + quarter, next);
-        float most = max_magnitude(0.0f, chunk);
+            for (int j = 1; j < AT_ONCE; ++j) held[j - 1] = held[j];
+            const int chunk = number * NUMBERS / 8;
+#if FORMAT == 3
+            most = max_magnitude(0.0f, v);
 #pragma unroll
-        for (int lanes = 8; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
-        const float scale = scale_of(most);
-        if (there) {
-            store_codes(group * 16 + quarter, e4m3_chunk(chunk, scale));
-            if (quarter == 0) at.row_scales[row * product.scales + group] = scale;
-        }
-        next = ahead[0], ahead[0] = ahead[1], ahead[1] = ahead[2], ahead[2] = load_group(group + 8 * SHARE);
-    }
+            for (int lanes = 64 / NUMBERS; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+            const float scale = scale_of(most);
+            uint2 codes = e4m3_chunk(v, scale);
+            if (EXCHANGED) codes.y = __shfl_xor_sync(0xFFFFFFFFu, codes.x, 1);
+            if (number < padded && (!EXCHANGED || lane % 2 == 0)) store_codes(chunk, codes);
+            if (number < padded && number % (128 / NUMBERS) == 0) scales[number / (128 / NUMBERS)] = scale;
 #else
-    const int chunks = columns / 8, padded = product.steps * 16;
-    float most = 0.0f;
-#pragma unroll 4
-    for (int chunk = lane; chunk < chunks; chunk += WARP) most = max_magnitude(most, settled(chunk, load(chunk)));
-    const float scale = scale_of(warp_max(most));
-#pragma unroll 1
-    for (int chunk = own * WARP + lane; chunk < padded; chunk += SHARE * WARP)
-        store_codes(chunk, e4m3_chunk(chunk < chunks ? settled(chunk, load(chunk)) : make_uint4(0, 0, 0, 0), scale));
-    if (lane == 0) at.row_scales[row * product.scales] = scale;
+            if (FORMAT == 2) most = max_magnitude(most, v);
+            if (number >= padded) continue;
+            if (EXCHANGED) store_shared(place(chunk) + number % 2 * 8, make_uint2(v.x, v.y));
+            else store_shared(place(chunk), v);
 #endif
+        }
+    }
+#if FORMAT == 2  // rounded where it lies, once all warps have seen their part
+    most = warp_max(most);
+    if (lane == 0) at.mosts[warp] = most;
+    meet();
+    for (int s = 0; s < share; ++s) most = larger(most, at.mosts[s * places + row]);
+    const float scale = scale_of(most);
+    const int chunks = padded * NUMBERS / 8;
+#pragma unroll 1
+    for (int first = own * WARP; first < chunks; first += share * WARP) {
+        const int chunk = first + lane;
+        const uint4 v = chunk < chunks ? load_shared(place(chunk)) : make_uint4(0, 0, 0, 0);
+        __syncwarp();
+        if (chunk < chunks) store_codes(chunk, e4m3_chunk(v, scale));
+    }
+    if (own == 0 && lane == 0 && row < count) *scales = scale;
+#endif
+    return count;
 }
 
 // Whether all that gate and up read is one row, which is there before the first range is known.
 __device__ __forceinline__ bool of_one_token(const Args& args) { return PAIRED && args.num_rows == 1; }
 
-// Products of the steps of this team, for two tiles of a stage.
-__device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][EIGHTS][4]) {
+// Products of a step of this team, for two tiles of a stage and the first COUNT eights of rows.
+template <int COUNT> __device__ __forceinline__ void multiply_step(const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][EIGHTS][4]) {
     const int lane = threadIdx.x % WARP;
     const u32 w_lane = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4), row = row_bytes ? lane % 8 : 0, x_lane = row * row_bytes + ((lane / 8 ^ row) << 4);
-    u32 x[EIGHTS][FACTORS / 2][4];
+    u32 x[COUNT][FACTORS / 2][4];
 #pragma unroll
-    for (int eight = 0; eight < EIGHTS; ++eight)
+    for (int eight = 0; eight < COUNT; ++eight)
 #pragma unroll
         for (int i = 0; i < FACTORS / 2; ++i) load_matrices(x[eight][i], rows + eight * 8 * row_bytes + i / 2 * 128 + (x_lane ^ i % 2 * 64));
     wait_barrier(full, phase);
@@ -324,7 +318,7 @@ __device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tile
             const u32 a[4] = {above.x, below.x, above.y, below.y};
 #endif
 #pragma unroll
-            for (int eight = 0; eight < EIGHTS; ++eight)
+            for (int eight = 0; eight < COUNT; ++eight)
                 mma<F16 || FP8>(sums[s][eight], a, x[eight][k / 2][k % 2 * 2], x[eight][k / 2][k % 2 * 2 + 1], FORMAT != 3 || k > 0);
         }
     }
@@ -332,7 +326,7 @@ __device__ __forceinline__ void multiply_step(const Places& at, const u32 (&tile
 
 template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
     const Product<DOWN> product(args, ticket.num_units);
-    int* const done = args.state + 2 + ticket.launch % 2 * args.num_counters;
+    int* const done = args.state + HEADER + ticket.launch % 2 * args.num_counters;
     const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3, begin = product.begin(args, ticket.num_units, ticket.range);
     const float* scales = DOWN ? args.down_scale : args.gate_up_scale;
     const u16* bias = DOWN ? args.down_bias : args.gate_up_bias;
@@ -350,7 +344,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
     Item item{begin / product.tiles, begin % product.tiles};
     float of_steps[2], of_next[2];
     int* written = nullptr;  // the counter of the item before, whose part of h all have written when they meet again
-    int held = !DOWN && of_one_token(args) ? 0 : -1, left = product.begin(args, ticket.num_units, ticket.range + 1) - begin;
+    int held = !DOWN && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = product.begin(args, ticket.num_units, ticket.range + 1) - begin;
     if (FORMAT == 3)
         for (int s = 0; s < 2; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
 #pragma unroll 1
@@ -359,11 +353,13 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         if (group != held) {
             if (DOWN && !PAIRED && threadIdx.x == 0) await_count(done + group, Product<false>(args, ticket.num_units).tiles);
             meet();
-            load_rows<DOWN>(args, at, group, product, ticket.launch);
+            const int count = load_rows<DOWN>(args, at, group, next_pair, product, ticket.launch);
+            if (EIGHTS > 1) eights = (count + 7) / 8;
             meet();
             held = group;
         }
         const Item next = item.next(product.tiles);
+        if (next.unit != item.unit && left > 1) next_pair = pair_of_lane(args, next.unit);
         if (FORMAT == 3)
             for (int s = 0; s < 2; ++s) of_steps[s] = of_next[s], of_next[s] = block_scale(next, left > 1, s, 0);
         const int choice = lane / 4, own = threadIdx.x / WARP * 4 + lane % 4;  // of a lane that ends an output of down, where units are pairs
@@ -380,13 +376,17 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
                 for (int s = 0; s < 2; ++s) of_steps[s] = block_scale(item, true, s, step / WARP * WARP);
             const u32 tiles = at.ring + own_stage * STAGE_BYTES, of_tiles[2] = {tiles + place_of(0) * TILE_BYTES, tiles + place_of(1) * TILE_BYTES};
             float step_sums[2][EIGHTS][4];
-            multiply_step(at, of_tiles, at.rows + step * (2 * COLUMNS), product.row_bytes, at.full + 8 * own_stage, own_phase, at.empty + 8 * own_stage, FORMAT == 3 ? step_sums : total);
+            float(&sums)[2][EIGHTS][4] = FORMAT == 3 ? step_sums : total;
+            const u32 rows = at.rows + step * (2 * COLUMNS), full = at.full + 8 * own_stage, empty = at.empty + 8 * own_stage;
+            if (eights == 1) multiply_step<1>(of_tiles, rows, product.row_bytes, full, own_phase, empty, sums);
+            else multiply_step<EIGHTS>(of_tiles, rows, product.row_bytes, full, own_phase, empty, sums);
             advance(own_stage, own_phase, PARTS);
             if (FORMAT == 3) {
                 const float w_scale[2] = {__shfl_sync(0xFFFFFFFFu, of_steps[0], step % WARP), __shfl_sync(0xFFFFFFFFu, of_steps[1], step % WARP)};
 #pragma unroll
                 for (int i = 0; i < 4 * EIGHTS; ++i) {
                     const int eight = i / 4, r = i % 4;
+                    if (eight == eights) break;
                     const float x_scale = at.row_scales[(8 * eight + 2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
 #pragma unroll
                     for (int s = 0; s < 2; ++s) total[s][eight][r] = __fmaf_rn(__fmul_rn(step_sums[s][eight][r], x_scale), w_scale[s], total[s][eight][r]);
@@ -400,6 +400,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         for (int s = 0; s < 2; ++s)
 #pragma unroll
             for (int eight = 0; eight < EIGHTS; ++eight) {
+                if (eight == eights) break;
                 const float(&sum)[4] = total[s][eight];
                 *(float4*)(parts + part * SUMS + (place_of(s) * EIGHTS + eight) * 128 + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
             }
@@ -429,9 +430,9 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
                 store_pair(h_of(args, item.unit) + output / 2, pair, ticket.launch);
             }
         } else {
-            constexpr int OUTPUTS = 16 * (DOWN ? TILES : GATE_TILES), ENDED = OUTPUTS * TOKENS;
+            constexpr int OUTPUTS = 16 * (DOWN ? TILES : GATE_TILES);
 #pragma unroll 1
-            for (int i = threadIdx.x; i < ENDED; i += THREADS) {
+            for (int i = threadIdx.x; i < OUTPUTS * 8 * eights; i += THREADS) {
                 const int own = i % OUTPUTS, output = OUTPUTS * item.tile + own, token = i / OUTPUTS, pair = at.pairs[token];
                 if (output >= product.outputs || pair < 0) continue;
                 const long long to = (long long)pair * product.outputs + output;
@@ -508,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             range = following;
         }
         if (range == 2 * blocks - 1) {  // every block has asked in vain
-            for (int u = lane; u < args.num_counters; u += WARP) args.state[2 + next * args.num_counters + u] = 0;
+            for (int u = lane; u < args.num_counters; u += WARP) args.state[HEADER + next * args.num_counters + u] = 0;
             if (lane == 0) args.state[0] = 0, args.state[1] = launch;
         }
         __syncwarp();
@@ -521,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
     } else {
         await_launches();
         if (of_one_token(args)) {
-            load_rows<false>(args, at, 0, Product<false>(args, args.num_units), 0);
+            load_rows<false>(args, at, 0, -1, Product<false>(args, args.num_units), 0);
             meet();
         }
         u32 phase = 0, slot_phase = 0, buffer = 0;

@@ -95,7 +95,7 @@ def stages_of(format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, pa
     rows = 2 * columns * (max(x_steps, TILES * h_steps) if paired else tokens * longest)
     scales = 4 * tokens * (longest if format == "fp8_block" else 1)
     parts = 4 * PARTS * TILES * 16 * tokens * (1 if paired or tokens > 8 else 2)
-    rest = 16 * MOST_STAGES + 64 + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
+    rest = 16 * MOST_STAGES + 64 + 16 * PARTS + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
     room = (SHARED_BYTES - rows - scales - parts - rest) // STAGE_BYTES
     return min(MOST_STAGES, max(0, room) // PARTS * PARTS)
 
