@@ -9,8 +9,8 @@
 //
 // Work: an item is a unit (TOKENS rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and up to 64 outputs of
 // gate and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds.
-// Items of gate and up are dealt in as many ranges as there are blocks, and so are those of down. A block takes ranges of gate and up until none is left,
-// then the same ranges of down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for.
+// Items are dealt in ranges, as many as there are blocks or some times as many, and blocks take one after the other, first all of gate and up, then those of
+// down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for, and a block that memory serves slowly takes fewer.
 //
 // A block has four warps that multiply for each part of a sum, two tiles of 16 outputs each, and one warp that asks for weights: a stage of the ring is 8
 // tiles of 16 rows x 128 bytes, by the copy engine, 16-byte chunks swizzled by row. Where units are pairs, it asks for weights of down when its own of gate
@@ -39,13 +39,14 @@ struct Args {
     const int *experts, *pairs;  // of units, -1 after the last; their pairs, -1 where there are fewer
     const float* weights;        // of pairs
     int* state;
-    int hidden, ffn, num_units, num_rows, choices, stages, gate_tiles, num_counters;  // gate_tiles of an item, up to GATE_TILES
+    int hidden, ffn, num_units, num_rows, choices, stages, gate_tiles, gate_items, down_items, num_counters;  // gate_tiles of an item, up to GATE_TILES; items of a unit
 };
 
 constexpr int HEADER = 4;  // numbers of `state` before the counters: the next range, the number of the launch
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
+constexpr int MOST_RANGES = PAIRED || FP8 ? 1 : 4;  // for each block; weights of 16 bits leave time to load rows more often
 constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
 constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
 constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
@@ -102,9 +103,9 @@ __device__ __forceinline__ void meet() {  // of the warps that multiply
     asm volatile("bar.sync 1, 512;" ::: "memory");
 }
 
-// What those that multiply are told: a range of items, of gate and up or of down, -1 after the last.
+// What those that multiply are told: the first item of a range of gate and up or of down, and how many it has, -1 after the last range.
 struct alignas(16) Ticket {
-    int range, down, num_units;
+    int unit, tile, count, down;
     u32 launch;
 };
 __device__ __forceinline__ int steps_of(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
@@ -130,60 +131,46 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
     at.range_full = start + take(16), at.range_empty = start + take(16);
     at.row_scales = (float*)(base + take(4 * TOKENS * (FORMAT == 3 ? max(x_steps, h_steps) : 1)));
     at.weights = (float*)(base + take(4 * TILES)), at.mosts = (float*)(base + take(4 * WARPS));
-    at.pairs = (int*)(base + take(4 * TOKENS)), at.ranges = (int*)(base + take(4 * gridDim.x)), at.experts = (int*)(base + take(4 * args.num_units));
+    at.pairs = (int*)(base + take(4 * TOKENS)), at.ranges = (int*)(base + take(PAIRED ? 4 * gridDim.x : 0)), at.experts = (int*)(base + take(4 * args.num_units));
     return at;
 }
 
 // One of the two products: its items, and the tiles of a stage of them.
-template <bool DOWN> struct Product {
-    int units, tiles, steps, columns, outputs;  // outputs of one matrix
-    int of_item;                                // tiles of 16 outputs of one matrix
-    int row_bytes, scales;                      // of a row of x or h in shared memory: from one to the next, 0 where there is one
-    __device__ Product(const Args& args, int num_units) {
-        units = DOWN && PAIRED ? args.num_rows : num_units;
-        columns = DOWN ? args.ffn : args.hidden, outputs = DOWN ? args.hidden : args.ffn;
+struct Product {
+    const bool down;
+    int steps, columns, outputs;  // outputs of one matrix
+    int of_item, tiles;           // tiles of 16 outputs of one matrix in an item; items of a unit
+    int row_bytes, scales;        // of a row of x or h in shared memory: from one to the next, 0 where there is one
+    __device__ Product(const Args& args, bool down) : down(down) {
+        columns = down ? args.ffn : args.hidden, outputs = down ? args.hidden : args.ffn;
         steps = steps_of(columns);
-        row_bytes = PAIRED && !DOWN ? 0 : 2 * COLUMNS * steps, scales = FORMAT == 3 ? steps : 1;
-        of_item = DOWN ? DOWN_TILES : args.gate_tiles;
-        tiles = (outputs + 16 * of_item - 1) / (16 * of_item);
-    }
-    // The first item of a range. Of pairs sorted by expert, blocks with one item more of gate and up have fewer of down; where a range has fewer steps
-    // than that item, both are dealt alike.
-    __device__ int begin(const Args& args, int num_units, int range) const {
-        const u32 blocks = gridDim.x;
-        if constexpr (DOWN && !PAIRED) {
-            const Product<false> before(args, num_units);
-            const u32 all = before.units * before.tiles * before.steps + units * tiles * steps;
-            if (all >= before.steps * blocks) return ((u32)((u64)all * range / blocks) - before.begin(args, num_units, range) * before.steps) / steps;
-        }
-        return (u32)(units * tiles) * range / blocks;
+        of_item = down ? DOWN_TILES : args.gate_tiles, tiles = down ? args.down_items : args.gate_items;
+        row_bytes = PAIRED && !down ? 0 : 2 * COLUMNS * steps, scales = FORMAT == 3 ? steps : 1;
     }
     // The tile of outputs that tile i of a stage is of, or -1; its matrix of gate and up; its pair or unit.
     __device__ int tile_of(int tile, int i) const {
-        if (!DOWN && i % GATE_TILES >= of_item) return -1;
-        const int own = !DOWN ? tile * of_item + i % GATE_TILES : !PAIRED ? tile * TILES + i : tile * DOWN_TILES + i / max(CHOICES, 1);
-        return 16 * own < outputs && (!DOWN || !PAIRED || i < CHOICES * DOWN_TILES) ? own : -1;
+        const bool own = !down ? i % GATE_TILES < of_item : !PAIRED || i < CHOICES * DOWN_TILES;
+        const int outputs_tile = tile * of_item + (!down ? i % GATE_TILES : !PAIRED ? i : i / max(CHOICES, 1));
+        return own && 16 * outputs_tile < outputs ? outputs_tile : -1;
     }
-    __device__ int matrix_of(int expert, int i) const { return DOWN ? expert : 2 * expert + i / GATE_TILES; }
-    __device__ int unit_of(int unit, int i) const { return DOWN && PAIRED ? unit * CHOICES + i % max(CHOICES, 1) : unit; }
+    __device__ int matrix_of(int expert, int i) const { return down ? expert : 2 * expert + i / GATE_TILES; }
+    __device__ int unit_of(int unit, int i) const { return down && PAIRED ? unit * CHOICES + i % max(CHOICES, 1) : unit; }
 };
 struct Item {
     int unit, tile;
     __device__ Item next(int tiles) const { return tile + 1 < tiles ? Item{unit, tile + 1} : Item{unit + 1, 0}; }
 };
 
-// Whether there was anything to ask for.
-template <bool DOWN, typename Midway> __device__ __forceinline__ bool ask(const Args& args, const Places& at, int num_units, int range, u32& stage, u32& phase, Midway midway) {
+template <bool DOWN, typename Midway> __device__ __forceinline__ void ask(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, Midway midway) {
     constexpr int APART = DOWN && PAIRED ? 1 : GATE_TILES;  // tiles of a stage from one copy to the next
-    const Product<DOWN> product(args, num_units);
-    const int lane = threadIdx.x % WARP, first = lane * APART, begin = product.begin(args, num_units, range);  // of the tiles of this lane's copy
+    const Product product(args, DOWN);
+    const int lane = threadIdx.x % WARP, first = lane * APART;  // of the tiles of this lane's copy
     const TileMap* map = DOWN ? &args.down_map : &args.gate_up_map;
-    const u64 policy = policy_of(TOKENS == 8);  // of more tokens, experts have more units, which read the weights again
+    const u64 policy = policy_of(true);
     const int copied = TILE_BYTES * (DOWN ? APART : product.of_item);
-    Item item{begin / product.tiles, begin % product.tiles};
-    const int count = product.begin(args, num_units, range + 1) - begin;
+    Item item{ticket.unit, ticket.tile};
 #pragma unroll 1
-    for (int left = count; left > 0; --left, item = item.next(product.tiles)) {
+    for (int left = ticket.count; left > 0; --left, item = item.next(product.tiles)) {
         const int own = first < TILES ? product.tile_of(item.tile, first) : -1;
         const u32 bytes = __popc(__ballot_sync(0xFFFFFFFFu, own >= 0)) * copied;
         const int row = product.matrix_of(at.experts[product.unit_of(item.unit, first % TILES)], first) * product.outputs + 16 * own;
@@ -197,7 +184,6 @@ template <bool DOWN, typename Midway> __device__ __forceinline__ bool ask(const 
             if (step == product.steps / 2) midway();
         }
     }
-    return count > 0;
 }
 
 __device__ __forceinline__ u64* h_of(const Args& args, int pair) { return (u64*)(args.state + HEADER + 2 * args.num_counters) + (long long)pair * (args.ffn / 2); }
@@ -209,7 +195,7 @@ __device__ __forceinline__ int pair_of_lane(const Args& args, int unit) {
 }
 
 // The rows of x or h that a unit multiplies, to shared memory, rounded where their format is, chunks swizzled like the weights'. Returns how many.
-template <bool DOWN> __device__ __forceinline__ int load_rows(const Args& args, const Places& at, int unit, int own_pair, const Product<DOWN>& product, u32 launch) {
+template <bool DOWN> __device__ __forceinline__ int load_rows(const Args& args, const Places& at, int unit, int own_pair, const Product& product, u32 launch) {
     constexpr bool EXCHANGED = DOWN && PAIRED;  // h by the launch that its numbers are of
     constexpr int NUMBERS = EXCHANGED ? 4 : 8, AT_ONCE = 4;  // of a load; loads of a lane under way
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, columns = product.columns;
@@ -256,7 +242,7 @@ template <bool DOWN> __device__ __forceinline__ int load_rows(const Args& args, 
 #pragma unroll
             for (int lanes = 64 / NUMBERS; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
             const float scale = scale_of(most);
-            uint2 codes = e4m3_chunk(v, scale);
+            uint2 codes = e4m3_chunk(EXCHANGED ? make_uint4(v.x, v.y, v.x, v.y) : v, scale);
             if (EXCHANGED) codes.y = __shfl_xor_sync(0xFFFFFFFFu, codes.x, 1);
             if (number < padded && (!EXCHANGED || lane % 2 == 0)) store_codes(chunk, codes);
             if (number < padded && number % (128 / NUMBERS) == 0) scales[number / (128 / NUMBERS)] = scale;
@@ -294,42 +280,46 @@ __device__ __forceinline__ bool of_one_token(const Args& args) { return PAIRED &
 template <int COUNT> __device__ __forceinline__ void multiply_step(const u32 (&tiles)[2], u32 rows, u32 row_bytes, u32 full, u32 phase, u32 empty, float (&sums)[2][EIGHTS][4]) {
     const int lane = threadIdx.x % WARP;
     const u32 w_lane = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4), row = row_bytes ? lane % 8 : 0, x_lane = row * row_bytes + ((lane / 8 ^ row) << 4);
-    u32 x[COUNT][FACTORS / 2][4];
-#pragma unroll
-    for (int eight = 0; eight < COUNT; ++eight)
-#pragma unroll
-        for (int i = 0; i < FACTORS / 2; ++i) load_matrices(x[eight][i], rows + eight * 8 * row_bytes + i / 2 * 128 + (x_lane ^ i % 2 * 64));
+    u32 x[COUNT][4];
     wait_barrier(full, phase);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-        u32 w[4][4];
+    for (int pair = 0; pair < 4; ++pair) {
+        constexpr int EACH = FACTORS / 4;  // matrix instructions of a pair of chunks; rows have two of them in four
+        if (pair * EACH % 2 == 0)
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) load_matrices(w[pair], tiles[s] + (w_lane ^ pair * 32));
-        if (s == 1) {
+            for (int eight = 0, i = pair * EACH / 2; eight < COUNT; ++eight) load_matrices(x[eight], rows + eight * 8 * row_bytes + i / 2 * 128 + (x_lane ^ i % 2 * 64));
+        u32 w[2][4];
+#pragma unroll
+        for (int s = 0; s < 2; ++s) load_matrices(w[s], tiles[s] + (w_lane ^ pair * 32));
+        if (pair == 3) {
             __syncwarp();
             if (lane == 0) arrive(empty);
         }
 #pragma unroll
-        for (int k = 0; k < FACTORS; ++k) {
-#if FORMAT == 0
-            const u32(&a)[4] = w[k];
-#else
-            const uint2 above = factors_of(w[k / 2][k % 2 * 2]), below = factors_of(w[k / 2][k % 2 * 2 + 1]);
-            const u32 a[4] = {above.x, below.x, above.y, below.y};
-#endif
+        for (int k = 0; k < EACH; ++k)
 #pragma unroll
-            for (int eight = 0; eight < COUNT; ++eight)
-                mma<F16 || FP8>(sums[s][eight], a, x[eight][k / 2][k % 2 * 2], x[eight][k / 2][k % 2 * 2 + 1], FORMAT != 3 || k > 0);
-        }
+            for (int s = 0; s < 2; ++s) {
+#if FORMAT == 0
+                const u32(&a)[4] = w[s];
+#else
+                const uint2 above = factors_of(w[s][k * 2]), below = factors_of(w[s][k * 2 + 1]);
+                const u32 a[4] = {above.x, below.x, above.y, below.y};
+#endif
+                const int of_step = pair * EACH + k;
+#pragma unroll
+                for (int eight = 0; eight < COUNT; ++eight)
+                    mma<F16 || FP8>(sums[s][eight], a, x[eight][of_step % 2 * 2], x[eight][of_step % 2 * 2 + 1], FORMAT != 3 || of_step > 0);
+            }
     }
 }
 
-template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
-    const Product<DOWN> product(args, ticket.num_units);
+__device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
+    const bool down = ticket.down;
+    const Product product(args, down);
     int* const done = args.state + HEADER + ticket.launch % 2 * args.num_counters;
-    const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3, begin = product.begin(args, ticket.num_units, ticket.range);
-    const float* scales = DOWN ? args.down_scale : args.gate_up_scale;
-    const u16* bias = DOWN ? args.down_bias : args.gate_up_bias;
+    const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3;
+    const float* scales = down ? args.down_scale : args.gate_up_scale;
+    const u16* bias = down ? args.down_bias : args.gate_up_bias;
     auto place_of = [&](int s) { return s * TEAM + warp; };  // of this warp's two tiles in a stage: the same outputs of gate and up
     auto expert_of = [&](int unit, int i) { return at.experts[product.unit_of(unit, i)]; };
     auto block_scale = [&](Item item, bool there, int s, int step) {  // of a step for each lane
@@ -341,19 +331,19 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
     auto advance = [&](u32& stage, u32& phase, u32 steps) {
         for (stage += steps; stage >= args.stages; stage -= args.stages) phase ^= 1;
     };
-    Item item{begin / product.tiles, begin % product.tiles};
+    Item item{ticket.unit, ticket.tile};
     float of_steps[2], of_next[2];
     int* written = nullptr;  // the counter of the item before, whose part of h all have written when they meet again
-    int held = !DOWN && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = product.begin(args, ticket.num_units, ticket.range + 1) - begin;
+    int held = !down && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = ticket.count;
     if (FORMAT == 3)
         for (int s = 0; s < 2; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
 #pragma unroll 1
     for (; left > 0; --left) {
-        const int group = !DOWN && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
+        const int group = !down && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
         if (group != held) {
-            if (DOWN && !PAIRED && threadIdx.x == 0) await_count(done + group, Product<false>(args, ticket.num_units).tiles);
+            if (!PAIRED && down && threadIdx.x == 0) await_count(done + group, args.gate_items);
             meet();
-            const int count = load_rows<DOWN>(args, at, group, next_pair, product, ticket.launch);
+            const int count = down ? load_rows<true>(args, at, group, next_pair, product, ticket.launch) : load_rows<false>(args, at, group, next_pair, product, ticket.launch);
             if (EIGHTS > 1) eights = (count + 7) / 8;
             meet();
             held = group;
@@ -365,7 +355,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         const int choice = lane / 4, own = threadIdx.x / WARP * 4 + lane % 4;  // of a lane that ends an output of down, where units are pairs
         const bool ends = choice < CHOICES && own < 16 * DOWN_TILES && 16 * DOWN_TILES * item.tile + own < product.outputs;
         const long long to = (long long)item.unit * product.outputs + 16 * DOWN_TILES * item.tile + own;
-        const u16 residual = DOWN && PAIRED && ends && args.residual ? load_number(args.residual + to) : 0;
+        const u16 residual = PAIRED && down && ends && args.residual ? load_number(args.residual + to) : 0;
         float total[2][EIGHTS][4] = {};
         u32 own_stage = stage, own_phase = phase;
         advance(own_stage, own_phase, part);
@@ -415,13 +405,13 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             if (FORMAT == 2) v = __fmul_rn(__fmul_rn(v, at.row_scales[token * product.scales] * E4M3_FACTOR), scales[at_matrix]);
             return bias ? v + widen(bias[at_matrix]) : v;
         };
-        if constexpr (DOWN && PAIRED) {  // a lane for each choice of four outputs of a warp
+        if (PAIRED && down) {  // a lane for each choice of four outputs of a warp
             const float y = ends ? finished(own / 16 * CHOICES + choice, own % 16, choice) : 0.0f;
             float sum = 0.0f;
 #pragma unroll
             for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, 4 * c + lane % 4), at.weights[c], sum);
             if (ends && choice == 0) args.out[to] = args.residual ? narrow(widen(residual) + rounded(sum)) : narrow(sum);
-        } else if constexpr (PAIRED) {
+        } else if (PAIRED) {
             const int own = 2 * threadIdx.x, output = 16 * product.of_item * item.tile + own;
             if (own < 16 * product.of_item && output < product.outputs) {
                 u32 pair = 0;
@@ -430,24 +420,24 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
                 store_pair(h_of(args, item.unit) + output / 2, pair, ticket.launch);
             }
         } else {
-            constexpr int OUTPUTS = 16 * (DOWN ? TILES : GATE_TILES);
+            const int outputs = 16 * product.of_item;
 #pragma unroll 1
-            for (int i = threadIdx.x; i < OUTPUTS * 8 * eights; i += THREADS) {
-                const int own = i % OUTPUTS, output = OUTPUTS * item.tile + own, token = i / OUTPUTS, pair = at.pairs[token];
+            for (int i = threadIdx.x; i < outputs * 8 * eights; i += THREADS) {
+                const int own = i % outputs, output = outputs * item.tile + own, token = i / outputs, pair = at.pairs[token];
                 if (output >= product.outputs || pair < 0) continue;
                 const long long to = (long long)pair * product.outputs + output;
                 const float v = finished(own / 16, own % 16, token);
-                if constexpr (DOWN) args.y[to] = v;
+                if (down) args.y[to] = v;
                 else args.h[to] = narrow(gated(v, finished(GATE_TILES + own / 16, own % 16, token)));
             }
         }
         __syncwarp();
-        if (!DOWN && !PAIRED) written = done + group;
+        if (!PAIRED && !down) written = done + group;
         if (BUFFERS == 1) meet();
         else buffer ^= 1;
         item = next;
     }
-    if (!DOWN && !PAIRED) {
+    if (!PAIRED && !down) {
         meet();
         if (written && threadIdx.x == 0) count_up(written);
     }
@@ -456,7 +446,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) char shared_memory[];
     const Places at = places_of(args, shared_memory);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, blocks = gridDim.x;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) {
         for (int s = 0; s < args.stages; ++s) init_barrier(at.full + 8 * s, 1), init_barrier(at.empty + 8 * s, TEAM);
         for (int s = 0; s < 2; ++s) init_barrier(at.range_full + 8 * s, 1), init_barrier(at.range_empty + 8 * s, WARPS);
@@ -487,42 +477,56 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
                 else first = middle + 1;
             }
         u32 phase = 1, slot_phase = 1;  // places are free at first
-        auto tell = [&](int range, bool down) {  // those that multiply
+        auto tell = [&](const Ticket& ticket) {  // those that multiply
             wait_barrier(at.range_empty + 8 * slot, slot_phase);
             if (lane == 0) {
-                at.tickets[slot] = {range, down, num_units, launch};
+                at.tickets[slot] = ticket;
                 arrive(at.range_full + 8 * slot);
             }
             slot ^= 1, slot_phase ^= slot == 0;
         };
+        auto items_of = [&](int range, int ranges, bool down) {
+            const int tiles = down ? args.down_items : args.gate_items;
+            const u32 items = tiles * (PAIRED && down ? args.num_rows : num_units), begin = items * range / ranges;
+            return Ticket{(int)(begin / tiles), (int)(begin % tiles), (int)(items * (range + 1) / ranges - begin), down, launch};
+        };
+        auto ranges_of = [&](int items) { return (int)gridDim.x * min(max(items / (int)(2 * gridDim.x), 1), MOST_RANGES); };
+        const int gates = ranges_of(num_units * args.gate_items), downs = ranges_of(num_units * args.down_items), all = PAIRED ? gates : gates + downs;
         int taken = 0;
         bool asked = false;
         for (;; ++taken) {
             range = __shfl_sync(0xFFFFFFFFu, range, 0);
-            if (range >= blocks) break;
-            if (lane == 0) at.ranges[taken] = range;
-            tell(range, false);
+            if (range >= all) break;
+            const bool down = range >= gates;
+            const Ticket ticket = down ? items_of(range - gates, downs, true) : items_of(range, gates, false);
+            tell(ticket);
+            if (PAIRED && lane == 0) at.ranges[taken] = range;
+            asked |= ticket.count > 0;
             int following = -1;
             auto take_next = [&] { if (lane == 0 && following < 0) following = atomicAdd(args.state, 1); };
-            asked |= ask<false>(args, at, num_units, range, stage, phase, take_next);
+            if (down) ask<true>(args, at, ticket, stage, phase, take_next);
+            else ask<false>(args, at, ticket, stage, phase, take_next);
             take_next();
             range = following;
         }
-        if (range == 2 * blocks - 1) {  // every block has asked in vain
+        if (range == all + (int)gridDim.x - 1) {  // every block has asked in vain
             for (int u = lane; u < args.num_counters; u += WARP) args.state[HEADER + next * args.num_counters + u] = 0;
             if (lane == 0) args.state[0] = 0, args.state[1] = launch;
         }
-        __syncwarp();
-        if (PAIRED && asked) wait_barrier(at.full + 8 * (stage ? stage - 1 : args.stages - 1), stage ? phase ^ 1 : phase);
-        for (int i = 0; i < taken; ++i) {
-            tell(at.ranges[i], true);
-            ask<true>(args, at, num_units, at.ranges[i], stage, phase, [] {});
+        if (PAIRED) {  // the same ranges of down: whoever has taken none of gate and up would take many, and then wait for h
+            __syncwarp();
+            if (asked) wait_barrier(at.full + 8 * (stage ? stage - 1 : args.stages - 1), stage ? phase ^ 1 : phase);
+            for (int i = 0; i < taken; ++i) {
+                const Ticket ticket = items_of(at.ranges[i], gates, true);
+                tell(ticket);
+                ask<true>(args, at, ticket, stage, phase, [] {});
+            }
         }
-        tell(-1, true);
+        tell({0, 0, -1, true, launch});
     } else {
         await_launches();
         if (of_one_token(args)) {
-            load_rows<false>(args, at, 0, -1, Product<false>(args, args.num_units), 0);
+            load_rows<false>(args, at, 0, -1, Product(args, false), 0);
             meet();
         }
         u32 phase = 0, slot_phase = 0, buffer = 0;
@@ -532,9 +536,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             __syncwarp();
             if (lane == 0) arrive(at.range_empty + 8 * slot);
             slot ^= 1, slot_phase ^= slot == 0;
-            if (ticket.range < 0) break;
-            if (ticket.down) multiply<true>(args, at, ticket, stage, phase, buffer);
-            else multiply<false>(args, at, ticket, stage, phase, buffer);
+            if (ticket.count < 0) break;
+            multiply(args, at, ticket, stage, phase, buffer);
         }
     }
 }

@@ -39,7 +39,9 @@ SOURCES = (
     "operands/shared.cuh",
     "experts/resident.cu",
 )
-MOST_ROWS = 256
+MOST_BLOCKS = 160
+"""Multiprocessors of a GPU, at most."""
+MOST_ROWS = 128
 """Rows at most: of more, experts have several units, which each read the weights again."""
 MANY = 5
 """Rows of an expert, on average, from which on its units have 16 rows."""
@@ -55,8 +57,6 @@ PARTS = 4
 THREADS = 32 * (4 * PARTS + 1)
 MOST_STAGES = 8
 """Stages at most: with more of them on their way, h takes longer from block to block."""
-MOST_BLOCKS = 160
-"""Multiprocessors of a GPU, at most."""
 SHARED_BYTES = 232448
 """Shared memory that a block of sm_90 may have."""
 
@@ -95,7 +95,7 @@ def stages_of(format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, pa
     rows = 2 * columns * (max(x_steps, TILES * h_steps) if paired else tokens * longest)
     scales = 4 * tokens * (longest if format == "fp8_block" else 1)
     parts = 4 * PARTS * TILES * 16 * tokens * (1 if paired or tokens > 8 else 2)
-    rest = 16 * MOST_STAGES + 64 + 16 * PARTS + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
+    rest = 16 * MOST_STAGES + 96 + 16 * PARTS + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
     room = (SHARED_BYTES - rows - scales - parts - rest) // STAGE_BYTES
     return min(MOST_STAGES, max(0, room) // PARTS * PARTS)
 
@@ -143,6 +143,8 @@ class _Arguments(ctypes.Structure):
                 "choices",
                 "stages",
                 "gate_tiles",
+                "gate_items",
+                "down_items",
                 "num_counters",
             )
         ),
@@ -185,6 +187,7 @@ def decode(
     assert num_units <= MOST_UNITS
     assert blocks <= MOST_BLOCKS
     gate_tiles = gate_tiles_of(ffn, num_units, blocks) if paired else GATE_TILES
+    down_tiles = min(TILES // top_k, GATE_TILES) if paired else TILES
     tensors = (
         x_TD,
         residual_TD,
@@ -211,6 +214,8 @@ def decode(
         top_k,
         stages_of(packed.format, hidden, ffn, num_units, paired=paired, tokens=tokens),
         gate_tiles,
+        -(-ffn // (16 * gate_tiles)),
+        -(-hidden // (16 * down_tiles)),
         MOST_UNITS,
     )
     launch = Launch(grid=(blocks, 1), threads=THREADS, shared_bytes=SHARED_BYTES, overlap=True)

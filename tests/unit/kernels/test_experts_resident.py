@@ -139,9 +139,9 @@ def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> Non
 
     qwen = (2048, 768)
     for scheme in (None, "FP8_BLOCK", "FP8_DYNAMIC"):
-        assert select(problem(256, 90, qwen, scheme)).name == "cuda.resident.silu"
+        assert select(problem(128, 90, qwen, scheme)).name == "cuda.resident.silu"
     for posed, reason in (
-        (problem(257, 90, qwen, None), "for M up to 256, of which few experts have more than two units"),
+        (problem(129, 90, qwen, None), "for M up to 128, of which few experts have more than two units"),
         (problem(64, 100, qwen, None), "its copies are sm_90's"),
         (problem(64, 90, qwen, "W4A16_G128"), "for weights of 16 bits and of e4m3"),
         (problem(64, 90, (4096, 14336), None, 2), "rows of 14336 numbers leave no room for weights"),
