@@ -31,9 +31,11 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.matrix_product import Tile
 from compress.kernels.operands.routing import ExpertWeights, router_weights
+from compress.kernels.problem import KernelDevice
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
 from compress.kernels.router import warps
+from compress.kernels.select import Kernel, select
 from compress.models.experts import Experts
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
@@ -125,7 +127,7 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
 
         call = partial(_call, inputs, ready, activation)
-        decode = decode_of(ready)
+        decode = decode_kernel(ready, scheme, activation, top_k).fn
         few = call(decode, slice(0, 300))
         alone = all(
             torch.equal(call(decode, slice(start, stop)), few[start:stop])
@@ -219,9 +221,20 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
-def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
-    """Return the kernel that serves decode rows."""
-    return slices.decode if ready.format in packed.DECODED_IN_SLICES else fused.decode
+def decode_kernel(ready: packed.PackedExperts, scheme: str | None, activation: str, top_k: int) -> Kernel:
+    """Return the kernel that serves decode rows of an engine of usual size."""
+    device = KernelDevice.from_torch(ready.down.data.device, ready.dtype)
+    return select(
+        device.problem(
+            "experts",
+            n=ready.down.out_features,
+            k=ready.down.in_features,
+            scheme=scheme,
+            activation=activation,
+            experts=ready.num_experts,
+            top_k=top_k,
+        )
+    )
 
 
 def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
@@ -272,17 +285,25 @@ Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
 """What it is called, the function, and the plan or the tiles that it is given."""
 
 
-def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool) -> Iterator[Plan]:
+def plans_of(
+    ready: packed.PackedExperts, scheme: str | None, rows: int, top_k: int, *, sweep: bool
+) -> Iterator[Plan]:
     """Yield how rows are served, and other ways where a sweep is wanted."""
     prefill = rows > launch.MAX_DECODE_ROWS
-    if ready.format in packed.DECODED_IN_SLICES and not prefill:
+    decode = decode_kernel(ready, scheme, "silu", top_k)
+    resident_serves = decode.name.startswith("cuda.resident")
+    if resident_serves and not prefill:
+        yield "served", decode.fn, {}
+        if not sweep:
+            return
+    elif not prefill and ready.format in packed.DECODED_IN_SLICES:
         served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
         yield "served", slices.decode, {"tiles": served}
         for tiles in sweep_tiles(served) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}
         return
     plan = fused.prefill_plan(ready, rows, top_k) if prefill else fused.decode_plan(ready, rows)
-    yield "served", launch.run, {"plan": plan}
+    yield "served" if prefill or not resident_serves else "sweep", launch.run, {"plan": plan}
     for other in sweep_plans(plan, ready, prefill=prefill) if sweep else ():
         yield "sweep", launch.run, {"plan": other}
 
@@ -292,9 +313,10 @@ def experts_hit(ids: list[Tensor]) -> float:
 
 
 def described(given: dict[str, Any]) -> str:
-    """Return a plan or tiles without the names of their kind."""
-    (what,) = given.values()
-    parts = [asdict(each) for each in (what if isinstance(what, tuple) else (what,))]
+    """Return a plan or tiles, if there are any, without the names of their kind."""
+    parts = [
+        asdict(each) for what in given.values() for each in (what if isinstance(what, tuple) else (what,))
+    ]
     return str(parts).replace("'", "").replace("output_", "").strip("[]")
 
 
@@ -316,7 +338,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             num_bytes = hit * layers[0].bytes_per_expert
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
-            for name, fn, given in plans_of(layers[0], rows, top_k, sweep=args.sweep):
+            for name, fn, given in plans_of(
+                layers[0], None if scheme in ("BF16", "F16") else scheme, rows, top_k, sweep=args.sweep
+            ):
                 launches = [
                     partial(
                         fn,

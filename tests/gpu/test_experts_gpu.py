@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import fused, packed, reference, resident, slices
-from compress.kernels.operands.gpu import gpu_of
+from compress.kernels.experts import fused, packed, reference
 from compress.kernels.operands.routing import ExpertWeights, router_weights
+from compress.kernels.problem import KernelDevice
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
 from compress.kernels.router import warps
+from compress.kernels.select import select
 from compress.models.experts import Experts
 from compress.models.random_source import RandomSource
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -179,29 +180,39 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs = make_inputs(hidden, count, top_k, dtype)
     expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
-    decode = partial(decode_of(ready), packed=ready, activation=activation)
-    few = decode(**inputs)
+    served = decode_of(ready, scheme, activation, top_k)
+    # What serves on other GPUs, and larger batches.
+    elsewhere = partial(fused.decode, packed=ready, activation=activation)
+    others = [elsewhere] if ready.format in packed.RESIDENT else []
     many = fused.prefill(**inputs, packed=ready, activation=activation)
     # A row of e4m3 whose numbers are rounded to a neighbour differs by up to 1/16 of them; weights of four
     # bits are rounded by the reference alone.
     coded = scheme is not None and SCHEMES[scheme].activation is not None
     bound = 1 / 32 if coded else 4 * torch.finfo(dtype).eps
-    for out in (few, many):
-        assert out.dtype == dtype
-        assert float((out.double() - expected).norm() / expected.norm()) < bound
-    for start, stop in COMPANIES:
-        assert torch.equal(decode(**rows_of(inputs, start, stop)), few[start:stop]), (start, stop)
-    assert int(ready.arrivals.abs().sum()) == 0
+    for decode in (served, *others):
+        few = decode(**inputs)
+        for out in (few, many):
+            assert out.dtype == dtype
+            assert float((out.double() - expected).norm() / expected.norm()) < bound
+        for start, stop in COMPANIES:
+            assert torch.equal(decode(**rows_of(inputs, start, stop)), few[start:stop]), (start, stop)
+        assert int(ready.arrivals.abs().sum()) == 0
 
 
-def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
-    if ready.format in packed.DECODED_IN_SLICES:
-        return slices.decode
-    return resident.decode if ready.format in packed.RESIDENT and on_hopper() else fused.decode
-
-
-def on_hopper() -> bool:
-    return gpu_of(CUDA).sm == 90
+def decode_of(
+    ready: packed.PackedExperts, scheme: str | None, activation: str, top_k: int
+) -> Callable[..., Tensor]:
+    """Return the kernel that serves decode rows of an engine of usual size."""
+    problem = KernelDevice.from_torch(CUDA, ready.dtype).problem(
+        "experts",
+        n=ready.down.out_features,
+        k=ready.down.in_features,
+        scheme=scheme,
+        activation=activation,
+        experts=ready.num_experts,
+        top_k=top_k,
+    )
+    return partial(select(problem).fn, packed=ready)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
@@ -215,8 +226,11 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     x = randn(rows, 384, seed=5).to(device=CUDA, dtype=dtype)
     out = torch.empty_like(x)
 
+    decode = decode_of(ready, scheme, "silu", 3)
+
     def mixture() -> Tensor:
-        return decode_of(ready)(x, ready, *warps.route(x, router, facts), activation="silu")
+        ids, weights = warps.route(x, router, facts)
+        return decode(x, ids_TK=ids, weights_TK=weights)
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):

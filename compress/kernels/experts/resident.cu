@@ -46,7 +46,7 @@ constexpr int HEADER = 4;  // numbers of `state` before the counters: the next r
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
-constexpr int MOST_RANGES = PAIRED || FP8 ? 1 : 4;  // for each block; weights of 16 bits leave time to load rows more often
+constexpr int MOST_RANGES = PAIRED || (FP8 && TOKENS == 8) ? 1 : 4;  // for each block; those of one wait less for rows
 constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
 constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
 constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
@@ -284,7 +284,7 @@ template <int COUNT> __device__ __forceinline__ void multiply_step(const u32 (&t
     wait_barrier(full, phase);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-        constexpr int EACH = FACTORS / 4;  // matrix instructions of a pair of chunks; rows have two of them in four
+        constexpr int EACH = FACTORS / 4;  // matrix instructions of a pair of chunks; rows are read for two
         if (pair * EACH % 2 == 0)
 #pragma unroll
             for (int eight = 0, i = pair * EACH / 2; eight < COUNT; ++eight) load_matrices(x[eight], rows + eight * 8 * row_bytes + i / 2 * 128 + (x_lane ^ i % 2 * 64));
@@ -313,13 +313,12 @@ template <int COUNT> __device__ __forceinline__ void multiply_step(const u32 (&t
     }
 }
 
-__device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
-    const bool down = ticket.down;
-    const Product product(args, down);
+template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
+    const Product product(args, DOWN);
     int* const done = args.state + HEADER + ticket.launch % 2 * args.num_counters;
     const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3;
-    const float* scales = down ? args.down_scale : args.gate_up_scale;
-    const u16* bias = down ? args.down_bias : args.gate_up_bias;
+    const float* scales = DOWN ? args.down_scale : args.gate_up_scale;
+    const u16* bias = DOWN ? args.down_bias : args.gate_up_bias;
     auto place_of = [&](int s) { return s * TEAM + warp; };  // of this warp's two tiles in a stage: the same outputs of gate and up
     auto expert_of = [&](int unit, int i) { return at.experts[product.unit_of(unit, i)]; };
     auto block_scale = [&](Item item, bool there, int s, int step) {  // of a step for each lane
@@ -334,16 +333,16 @@ __device__ __forceinline__ void multiply(const Args& args, const Places& at, con
     Item item{ticket.unit, ticket.tile};
     float of_steps[2], of_next[2];
     int* written = nullptr;  // the counter of the item before, whose part of h all have written when they meet again
-    int held = !down && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = ticket.count;
+    int held = !DOWN && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = ticket.count;
     if (FORMAT == 3)
         for (int s = 0; s < 2; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
 #pragma unroll 1
     for (; left > 0; --left) {
-        const int group = !down && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
+        const int group = !DOWN && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
         if (group != held) {
-            if (!PAIRED && down && threadIdx.x == 0) await_count(done + group, args.gate_items);
+            if (!PAIRED && DOWN && threadIdx.x == 0) await_count(done + group, args.gate_items);
             meet();
-            const int count = down ? load_rows<true>(args, at, group, next_pair, product, ticket.launch) : load_rows<false>(args, at, group, next_pair, product, ticket.launch);
+            const int count = load_rows<DOWN>(args, at, group, next_pair, product, ticket.launch);
             if (EIGHTS > 1) eights = (count + 7) / 8;
             meet();
             held = group;
@@ -355,7 +354,7 @@ __device__ __forceinline__ void multiply(const Args& args, const Places& at, con
         const int choice = lane / 4, own = threadIdx.x / WARP * 4 + lane % 4;  // of a lane that ends an output of down, where units are pairs
         const bool ends = choice < CHOICES && own < 16 * DOWN_TILES && 16 * DOWN_TILES * item.tile + own < product.outputs;
         const long long to = (long long)item.unit * product.outputs + 16 * DOWN_TILES * item.tile + own;
-        const u16 residual = PAIRED && down && ends && args.residual ? load_number(args.residual + to) : 0;
+        const u16 residual = PAIRED && DOWN && ends && args.residual ? load_number(args.residual + to) : 0;
         float total[2][EIGHTS][4] = {};
         u32 own_stage = stage, own_phase = phase;
         advance(own_stage, own_phase, part);
@@ -405,13 +404,13 @@ __device__ __forceinline__ void multiply(const Args& args, const Places& at, con
             if (FORMAT == 2) v = __fmul_rn(__fmul_rn(v, at.row_scales[token * product.scales] * E4M3_FACTOR), scales[at_matrix]);
             return bias ? v + widen(bias[at_matrix]) : v;
         };
-        if (PAIRED && down) {  // a lane for each choice of four outputs of a warp
+        if constexpr (DOWN && PAIRED) {  // a lane for each choice of four outputs of a warp
             const float y = ends ? finished(own / 16 * CHOICES + choice, own % 16, choice) : 0.0f;
             float sum = 0.0f;
 #pragma unroll
             for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, 4 * c + lane % 4), at.weights[c], sum);
             if (ends && choice == 0) args.out[to] = args.residual ? narrow(widen(residual) + rounded(sum)) : narrow(sum);
-        } else if (PAIRED) {
+        } else if constexpr (PAIRED) {
             const int own = 2 * threadIdx.x, output = 16 * product.of_item * item.tile + own;
             if (own < 16 * product.of_item && output < product.outputs) {
                 u32 pair = 0;
@@ -427,17 +426,17 @@ __device__ __forceinline__ void multiply(const Args& args, const Places& at, con
                 if (output >= product.outputs || pair < 0) continue;
                 const long long to = (long long)pair * product.outputs + output;
                 const float v = finished(own / 16, own % 16, token);
-                if (down) args.y[to] = v;
+                if constexpr (DOWN) args.y[to] = v;
                 else args.h[to] = narrow(gated(v, finished(GATE_TILES + own / 16, own % 16, token)));
             }
         }
         __syncwarp();
-        if (!PAIRED && !down) written = done + group;
+        if (!PAIRED && !DOWN) written = done + group;
         if (BUFFERS == 1) meet();
         else buffer ^= 1;
         item = next;
     }
-    if (!PAIRED && !down) {
+    if (!PAIRED && !DOWN) {
         meet();
         if (written && threadIdx.x == 0) count_up(written);
     }
@@ -537,7 +536,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             if (lane == 0) arrive(at.range_empty + 8 * slot);
             slot ^= 1, slot_phase ^= slot == 0;
             if (ticket.count < 0) break;
-            multiply(args, at, ticket, stage, phase, buffer);
+            if (ticket.down) multiply<true>(args, at, ticket, stage, phase, buffer);
+            else multiply<false>(args, at, ticket, stage, phase, buffer);
         }
     }
 }

@@ -43,7 +43,7 @@ MOST_BLOCKS = 160
 """Multiprocessors of a GPU, at most."""
 MOST_ROWS = 128
 """Rows at most: of more, experts have several units, which each read the weights again."""
-MANY = 5
+MANY = {"dense16": 4, "fp8": 5, "fp8_block": 5}
 """Rows of an expert, on average, from which on its units have 16 rows."""
 TILES = 8
 """Tiles of 16 outputs of a stage."""
@@ -85,7 +85,9 @@ class Variant:
         return Source(source_text(*SOURCES), "resident_experts", tuple(macros.items()))
 
 
-def stages_of(format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, paired: bool, tokens: int) -> int:
+def stages_of(
+    format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, paired: bool, tokens: int
+) -> int:
     """Return the stages that shared memory has room for, as many for each part of a sum: who waits for a
     stage has read what it held before."""
     columns = ROW_BYTES // (2 if format == "dense16" else 1)
@@ -173,7 +175,7 @@ def decode(
     x_TD = x_TD.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = num_rows <= MAX_PAIRED_ROWS and top_k <= TILES
-    many = not paired and num_rows * top_k >= MANY * packed.num_experts
+    many = not paired and num_rows * top_k >= MANY[packed.format] * packed.num_experts
     tokens = 16 if many and stages_of(packed.format, hidden, ffn, MOST_UNITS, paired=False, tokens=16) else 8
     experts, pairs, h_PF, y_PD = ids_TK, None, None, None
     if not paired:
@@ -252,7 +254,9 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
         return "for weights of 16 bits and of e4m3"
     if MOST_ROWS * problem.top_k // 8 + problem.experts > MOST_UNITS:
         return f"{problem.top_k} choices among {problem.experts} experts make more than {MOST_UNITS} units"
-    if not all(stages_of(format, problem.n, problem.k, MOST_UNITS, paired=each, tokens=8) for each in (True, False)):
+    if not all(
+        stages_of(format, problem.n, problem.k, MOST_UNITS, paired=each, tokens=8) for each in (True, False)
+    ):
         return f"rows of {max(problem.n, problem.k)} numbers leave no room for weights in shared memory"
     return triton_refusal(problem) or refusal(problem)
 
