@@ -338,9 +338,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             num_bytes = hit * layers[0].bytes_per_expert
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
-            for name, fn, given in plans_of(
-                layers[0], None if scheme in ("BF16", "F16") else scheme, rows, top_k, sweep=args.sweep
-            ):
+            known = None if scheme in ("BF16", "F16") else scheme
+            for name, fn, given in plans_of(layers[0], known, rows, top_k, sweep=args.sweep):
                 launches = [
                     partial(
                         fn,

@@ -177,7 +177,8 @@ def decode(
     paired = num_rows <= MAX_PAIRED_ROWS and top_k <= TILES
     many = not paired and num_rows * top_k >= MANY[packed.format] * packed.num_experts
     tokens = 16 if many and stages_of(packed.format, hidden, ffn, MOST_UNITS, paired=False, tokens=16) else 8
-    experts, pairs, h_PF, y_PD = ids_TK, None, None, None
+    experts = ids_TK
+    pairs = h_PF = y_PD = None
     if not paired:
         units = sort_pairs(ids_TK, packed.num_experts, tokens)
         experts = units.experts
@@ -254,9 +255,11 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
         return "for weights of 16 bits and of e4m3"
     if MOST_ROWS * problem.top_k // 8 + problem.experts > MOST_UNITS:
         return f"{problem.top_k} choices among {problem.experts} experts make more than {MOST_UNITS} units"
-    if not all(
-        stages_of(format, problem.n, problem.k, MOST_UNITS, paired=each, tokens=8) for each in (True, False)
-    ):
+    room = [
+        stages_of(format, problem.n, problem.k, MOST_UNITS, paired=paired, tokens=8)
+        for paired in (True, False)
+    ]
+    if not all(room):
         return f"rows of {max(problem.n, problem.k)} numbers leave no room for weights in shared memory"
     return triton_refusal(problem) or refusal(problem)
 
