@@ -1,5 +1,5 @@
-"""Triton experts of prompts, and of decode rows that neither `slices.py` nor `resident.py` serves: the tiles of
-their products, and what they refuse.
+"""Triton experts of prompts, and of decode rows that neither `slices.py` nor `resident.py` serves: the tiles
+of their products, and what they refuse.
 
 Tiles change no bit of a decode row, so they follow the number of rows. Sizes were chosen by measurement
 (`scripts/bench_experts.py`).
