@@ -46,7 +46,9 @@ constexpr int HEADER = 4;  // numbers of `state` before the counters: the next r
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
-constexpr int MOST_RANGES = PAIRED || (FP8 && TOKENS == 8) ? 1 : 4;  // for each block; those of one wait less for rows
+// Ranges for each block, at most: more of them even out what memory serves slowly, and load rows more often.
+constexpr bool ONE_RANGE = PAIRED || (FP8 && TOKENS == 8);
+constexpr int GATE_RANGES = ONE_RANGE ? 1 : TOKENS == 8 ? 4 : 2, DOWN_RANGES = ONE_RANGE ? 1 : 4;
 constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
 constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
 constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
@@ -489,8 +491,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) resident_experts
             const u32 items = tiles * (PAIRED && down ? args.num_rows : num_units), begin = items * range / ranges;
             return Ticket{(int)(begin / tiles), (int)(begin % tiles), (int)(items * (range + 1) / ranges - begin), down, launch};
         };
-        auto ranges_of = [&](int items) { return (int)gridDim.x * min(max(items / (int)(2 * gridDim.x), 1), MOST_RANGES); };
-        const int gates = ranges_of(num_units * args.gate_items), downs = ranges_of(num_units * args.down_items), all = PAIRED ? gates : gates + downs;
+        auto ranges_of = [&](int items, int most) { return (int)gridDim.x * min(max(items / (int)(2 * gridDim.x), 1), most); };
+        const int gates = ranges_of(num_units * args.gate_items, GATE_RANGES), downs = ranges_of(num_units * args.down_items, DOWN_RANGES), all = PAIRED ? gates : gates + downs;
         int taken = 0;
         bool asked = false;
         for (;; ++taken) {
