@@ -1,7 +1,7 @@
 """CUDA kernels on a CPU: products in slices (`operands/slices.cu`), the router of decode rows
-(`router/warps.cu`), pairs sorted by expert (`experts/units.cu`), decode attention by one block for each
-request and KV head (`attention_decode/lanes.cu`), and rows prepared for a linear
-(`linear/prepare_rows.cu`)."""
+(`router/warps.cu`), pairs sorted by expert (`experts/units.cu`), experts in one launch
+(`experts/resident.cu`), decode attention by one block for each request and KV head
+(`attention_decode/lanes.cu`), and rows prepared for a linear (`linear/prepare_rows.cu`)."""
 
 import struct
 from collections.abc import Callable
@@ -23,7 +23,23 @@ from compress.kernels.operands.gpu import Gpu
 from compress.kernels.router import warps
 from tests.support.cuda_emulator import EmulatedFunction
 
+GLOBAL_IN_CPP = {
+    "load_index": "static int load_index(const int* at) { return *at; }\n",
+    "load_float": "static float load_float(const float* at) { return *at; }\n",
+    "load_number": "static u16 load_number(const u16* at) { return *at; }\n",
+    "load_chunk": """
+static uint4 load_chunk(const u16* at) {
+    uint4 v;
+    memcpy(&v, at, 16);
+    return v;
+}
+""",
+}
+"""What global.cuh has in PTX."""
+
+
 IN_CPP = {
+    **GLOBAL_IN_CPP,
     "load_weight": """
 static uint4 load_weight(const char* at, bool there, u64) {
     uint4 v = {};
@@ -48,8 +64,6 @@ static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to,
 """,
     "end_copies": "static void end_copies() {}\n",
     "await_copies": "template <int> static void await_copies() {}\n",
-    "load_index": "static int load_index(const int* at) { return *at; }\n",
-    "load_float": "static float load_float(const float* at) { return *at; }\n",
     "numbers": """
 static u32 numbers(u32 words, int i, u32 offset) {
     u32 pair = 0;
@@ -82,19 +96,6 @@ static u32 widened(u32 word, int i) {
 """,
 }
 """What slices.cu has in PTX."""
-
-
-ROUTER_IN_CPP = {
-    "load_row": """
-static uint4 load_row(const u16* at) {
-    uint4 v;
-    memcpy(&v, at, 16);
-    return v;
-}
-""",
-    "load_float": IN_CPP["load_float"],
-}
-"""What warps.cu has in PTX."""
 
 
 LANES_IN_CPP = {
@@ -161,9 +162,6 @@ static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow
 """What lanes.cu has in PTX, for clusters of one block."""
 
 
-UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
-
-
 BARRIER = """
 struct Barrier {
     uint16_t arrivals, left;
@@ -179,16 +177,7 @@ static void init_barrier(u32 at, u32 arrivals) {
 }
 """
 RESIDENT_IN_CPP = {
-    "load_index": IN_CPP["load_index"],
-    "load_float": "static float load_float(const float* at) { return *at; }\n",
-    "load_number": "static u16 load_number(const u16* at) { return *at; }\n",
-    "load_chunk": """
-static uint4 load_chunk(const u16* at) {
-    uint4 v;
-    memcpy(&v, at, 16);
-    return v;
-}
-""",
+    **GLOBAL_IN_CPP,
     "await_launches": LANES_IN_CPP["await_launches"],
     "load_word": LANES_IN_CPP["load_word"],
     "store_shared": """
@@ -288,8 +277,8 @@ A100 = Gpu(80, 108, 163 * 1024)
 """What they plan for."""
 KERNELS: dict[ModuleType, tuple[Callable[[Any], Source], dict[str, str]]] = {
     slices: (lambda made: made.source, IN_CPP),
-    warps: (lambda made: made.source, ROUTER_IN_CPP),
-    units: (units.source_of, UNITS_IN_CPP),
+    warps: (lambda made: made.source, GLOBAL_IN_CPP),
+    units: (units.source_of, GLOBAL_IN_CPP),
     resident: (lambda made: made.source, RESIDENT_IN_CPP),
     hopper: (lambda made: made.source, LANES_IN_CPP),
 }

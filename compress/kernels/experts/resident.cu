@@ -54,26 +54,6 @@ constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2
 constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
 static_assert(CHOICES <= TILES && (TOKENS == 8 || (TOKENS == 16 && !PAIRED)), "a tile for each choice");
 
-__device__ __forceinline__ int load_index(const int* at) {  // past the first-level cache, as all that other blocks or launches write
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ float load_float(const float* at) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ u16 load_number(const u16* at) {
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 load_chunk(const u16* at) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
 __device__ __forceinline__ void prefetch_map(const TileMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void await_launches() {
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");  // the next launch may read what was written before this one

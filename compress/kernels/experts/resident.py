@@ -36,6 +36,7 @@ from compress.kernels.select import Kernel, register
 SOURCES = (
     "operands/numbers.cuh",
     "operands/products.cuh",
+    "operands/global.cuh",
     "operands/shared.cuh",
     "experts/resident.cu",
 )

@@ -16,11 +16,6 @@ struct Args {
     int num_pairs, num_units, num_experts, size, part_size;
 };
 
-__device__ __forceinline__ int load_index(const int* at) {  // past the first-level cache
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) sort_pairs(const __grid_constant__ Args args) {
     __shared__ int counts[PARTS][EXPERTS];

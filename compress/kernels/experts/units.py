@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
 
-SOURCES = ("operands/numbers.cuh", "experts/units.cu")
+SOURCES = ("operands/numbers.cuh", "operands/global.cuh", "experts/units.cu")
 
 
 @dataclass(frozen=True)

@@ -101,16 +101,6 @@ __device__ __forceinline__ void copy_row(uint4* to, const char* from, bool insid
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int STEPS> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STEPS) : "memory"); }
 
-__device__ __forceinline__ float load_float(const float* at) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ int load_index(const int* at) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 // Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point), in float16 - 1024, twice. In bfloat16 it is 2^-6 of them, and so
 // is `offset`: with an exponent of 0 or 1 a nibble's bits are the number, each worth 2^-133, so that the high half of a byte needs no shift.

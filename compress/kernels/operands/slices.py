@@ -22,7 +22,7 @@ ROWS: tuple[Rows, ...] = ("in order", "chosen", "by pair")
 where the launch ahead does not write the units. The macro UNITS."""
 STATIC_BYTES = 1024
 """Shared memory that a block keeps for the system, with a margin."""
-SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/slices.cu")
+SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/global.cuh", "operands/slices.cu")
 
 
 @dataclass(frozen=True)

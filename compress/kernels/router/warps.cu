@@ -29,16 +29,6 @@ struct Args {
     float scale, least;
 };
 
-__device__ __forceinline__ float load_float(const float* at) {  // past the first-level cache
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 load_row(const u16* at) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
 __device__ __forceinline__ u32 ordered(float v) {
     const u32 bits = __float_as_uint(v + 0.0f);  // of two zeros, too, the lowest id is first
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -173,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
 #endif
 #pragma unroll
         for (int v = 0; v < AT_ONCE; ++v)
-            if (column + (first + v) * 32 < args.size && first + v < VECTORS) rows[v] = load_row(x + (first + v) * 32);
+            if (column + (first + v) * 32 < args.size && first + v < VECTORS) rows[v] = load_chunk(x + (first + v) * 32);
 #pragma unroll
         for (int v = 0; v < AT_ONCE; ++v) {
             const u32 low_half[4] = {factors[0][v].x, factors[1][v].x, factors[0][v].y, factors[1][v].y};

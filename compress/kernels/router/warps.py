@@ -27,7 +27,7 @@ MAX_GROUPS = 32
 MAX_EXPERTS = 1024
 MAX_SIZE = 16384
 """Columns of a row."""
-SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "router/warps.cu")
+SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/global.cuh", "router/warps.cu")
 
 
 @dataclass(frozen=True)
