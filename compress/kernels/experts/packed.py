@@ -29,9 +29,7 @@ RESIDENT: tuple[MatrixFormat, ...] = ("dense16", "fp8", "fp8_block")
 """Formats of which `resident.py` serves decode rows on Hopper where they are few; `fused.py` serves the
 others."""
 MOST_UNITS = 1024
-"""Units of a launch of `resident.py`: 64 rows of 8 choices among 128 experts have up to 192."""
-
-
+"""Units of a launch of `resident.py`: 128 rows of 8 choices among 128 experts have up to 256."""
 MOST_PAIRS = 32
 """Pairs of `resident.py` that are units of their own: four rows, eight choices."""
 

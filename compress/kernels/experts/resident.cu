@@ -93,7 +93,6 @@ struct alignas(16) Ticket {
 __device__ __forceinline__ int steps_of(int columns) { return (columns + COLUMNS - 1) / COLUMNS; }
 // Where things lie in shared memory.
 struct Places {
-    char* base;
     u32 ring, rows, full, empty, range_full, range_empty;
     float *row_scales, *parts, *weights, *mosts;
     int *pairs, *experts, *ranges;
@@ -104,7 +103,7 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
     const u32 start = (u32)__cvta_generic_to_shared(base);
     u32 next = args.stages * STAGE_BYTES;
     auto take = [&](u32 bytes) { const u32 own = next; next += bytes; return own; };
-    at.base = base, at.ring = start;
+    at.ring = start;
     const int x_steps = steps_of(args.hidden), h_steps = steps_of(args.ffn);
     at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, TILES * h_steps) : TOKENS * max(x_steps, h_steps)));
     at.parts = (float*)(base + take(4 * BUFFERS * PARTS * SUMS));
