@@ -40,6 +40,7 @@ from compress.models.experts import Experts
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES
+from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from scripts.kernel_bench.timer import poisoned_memory, time_launches
 
 SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "tiny": (256, 128, 12, 3)}
@@ -127,7 +128,7 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
 
         call = partial(_call, inputs, ready, activation)
-        decode = decode_kernel(ready, scheme, activation, top_k).fn
+        decode = decode_kernel(ready, scheme, activation, top_k, SHORT_PROMPT_ROWS).fn
         few = call(decode, slice(0, 300))
         alone = all(
             torch.equal(call(decode, slice(start, stop)), few[start:stop])
@@ -221,9 +222,11 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
-def decode_kernel(ready: packed.PackedExperts, scheme: str | None, activation: str, top_k: int) -> Kernel:
-    """Return the kernel that serves decode rows of an engine of usual size."""
-    device = KernelDevice.from_torch(ready.down.data.device, ready.dtype)
+def decode_kernel(
+    ready: packed.PackedExperts, scheme: str | None, activation: str, top_k: int, most: int
+) -> Kernel:
+    """Return the kernel that serves decode rows of an engine with at most so many."""
+    device = KernelDevice.from_torch(ready.down.data.device, ready.dtype, decode_rows=most)
     return select(
         device.problem(
             "experts",
@@ -286,11 +289,11 @@ Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
 
 
 def plans_of(
-    ready: packed.PackedExperts, scheme: str | None, rows: int, top_k: int, *, sweep: bool
+    ready: packed.PackedExperts, scheme: str | None, rows: int, top_k: int, *, most: int, sweep: bool
 ) -> Iterator[Plan]:
-    """Yield how rows are served, and other ways where a sweep is wanted."""
+    """Yield how rows of an engine with at most so many are served, and other ways where a sweep is wanted."""
     prefill = rows > launch.MAX_DECODE_ROWS
-    decode = decode_kernel(ready, scheme, "silu", top_k)
+    decode = decode_kernel(ready, scheme, "silu", top_k, most)
     resident_serves = decode.name.startswith("cuda.resident")
     if resident_serves and not prefill:
         yield "served", decode.fn, {}
@@ -326,6 +329,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
     for scheme in args.schemes:
         layers = [empty_layer(scheme, hidden, ffn, count, dtype, device) for _ in range(args.layers)]
         most = max(args.rows)
+        decode_rows = (rows for rows in args.rows if rows <= launch.MAX_DECODE_ROWS)
+        most_decode = max(SHORT_PROMPT_ROWS, max(decode_rows, default=0))
         fewer: Tensor | None = None
         for rows in sorted(args.rows):
             copies = args.layers * (4 if rows == 1 else 1)
@@ -339,7 +344,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
             known = None if scheme in ("BF16", "F16") else scheme
-            for name, fn, given in plans_of(layers[0], known, rows, top_k, sweep=args.sweep):
+            for name, fn, given in plans_of(
+                layers[0], known, rows, top_k, most=most_decode, sweep=args.sweep
+            ):
                 launches = [
                     partial(
                         fn,
