@@ -19,10 +19,12 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
-                          whole=False, centered=False, growth_P=None, v_norm=False, hadamard=False) -> q_THC
+                          whole=False, centered=False, growth_P=None, v_norm=False, hadamard=False,
+                          early=False) -> q_THC
                        writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
                        `hadamard`: q, k and v are returned and written in the transform of their head
+                       `early`: the next launch may start before this one waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context

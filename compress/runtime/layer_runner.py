@@ -39,9 +39,8 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
-Attend = Callable[[LayerWeights, Tensor, PagedKV], Tensor]
-"""Attention of one pass: (layer, q [T, H, C], the layer's pages with all keys and values written) ->
-[T, H, C]."""
+Attend = Callable[[LayerWeights, "Projected"], Tensor]
+"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
@@ -71,6 +70,17 @@ class Stream:
 
     x_TD: Tensor
     rows: Rows | None = None
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
+    positions, and the slots of the layer's pages that they belong to."""
+
+    qkv_TF: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    kv: PagedKV
 
 
 class LayerRunner:
@@ -161,33 +171,27 @@ class LayerRunner:
         else:
             qkv_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase)
             ffn_rows = None
-        where = positions_T, slots_T, kv
-        return self.after_qkv(
-            layer, layer.qkv(qkv_rows, phase), stream.x_TD, *where, attend, phase, reader, ffn_rows=ffn_rows
-        )
+        projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
+        return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
 
     def after_qkv(
         self,
         layer: LayerWeights,
-        qkv_TF: Tensor,
+        projected: Projected,
         residual_TD: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        kv: PagedKV,
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,
         *,
         ffn_rows: Rows | None = None,
     ) -> Stream:
-        """Return the stream after a layer from its q, k and v, side by side in `qkv_TF`, and the stream
-        before it. `ffn_rows` are given where the FFN reads the same input as attention.
+        """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
+        where the FFN reads the same input as attention.
         """
-        q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        attended_THC = attend(layer, q_THC, kv)
+        attended_THC = attend(layer, projected)
         if self._transforms_heads:  # of the values; the transform is its own inverse
             attended_THC = self._head_ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
-        attended_TF = attended_THC.reshape(qkv_TF.shape[0], -1)
+        attended_TF = attended_THC.flatten(1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -250,21 +254,20 @@ class LayerRunner:
         rows: Rows = self._rms_norm(x_TD, norm.weight, norm.eps, quant, centered=norm.centered)
         return rows, rows
 
-    def queries(
-        self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
-    ) -> Tensor:
+    def queries(self, layer: LayerWeights, projected: Projected, *, is_first: bool = True) -> Tensor:
         """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache, all of
-        them in the Hadamard transform of their head in a format with that transform."""
+        them in the Hadamard transform of their head in a format with that transform. `is_first`: no decode
+        attention of this pass was launched before."""
         shape = layer.shape
         norm = layer.qk_norm
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
         tables = self._rope_tables[_rope_key(shape)]
         q_THC: Tensor = rope_store(
-            qkv_TF,
+            projected.qkv_TF,
             *tables,
-            positions_T,
-            slots_T,
-            kv,
+            projected.positions_T,
+            projected.slots_T,
+            projected.kv,
             num_heads=shape.num_heads,
             qk_norm=None if norm is None else norm.weight,
             eps=self._arch.norm_eps,
@@ -273,6 +276,7 @@ class LayerRunner:
             growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,
             hadamard=self._transforms_heads,
+            early=not is_first,
         )
         return q_THC
 
@@ -316,11 +320,16 @@ class LayerRunner:
             for chunk in self._chunk_sizes
         }
 
-        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        is_first = True
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            nonlocal is_first
             fn, facts = self._attention("attention_decode", layer)
+            q_THC = self.queries(layer, projected, is_first=is_first)
+            is_first = False
 
             def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
-                out: Tensor = fn(q_THC, kv, table_RB, lens_R, q_len=q_len, **facts)
+                out: Tensor = fn(q_THC, projected.kv, table_RB, lens_R, q_len=q_len, **facts)
                 return out
 
             if layer.shape.chunk in chunks:
@@ -345,7 +354,8 @@ class LayerRunner:
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
         }
 
-        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            q_THC = self.queries(layer, projected)
             fn, facts = self._attention("attention_prefill", layer)
             operands = whole
             if layer.shape.chunk in chunks:
@@ -353,7 +363,7 @@ class LayerRunner:
                 operands = parts.table_RB, parts.query_lens, parts.context_lens
             if lists is not None:
                 facts["lists"] = lists
-            out: Tensor = fn(q_THC, kv, *operands, **facts)
+            out: Tensor = fn(q_THC, projected.kv, *operands, **facts)
             return out
 
         return attend

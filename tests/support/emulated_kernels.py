@@ -157,6 +157,9 @@ static u32 plus_128_of_low_bytes(u32 v) { return (v ^ 0x00800080) & 0x00FF00FF; 
 static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
 """,
     "send": "static void send(u32 to, int, u32, float v) { memcpy(shared_at(to), &v, 4); }\n",
+    "send_four": """
+static void send_four(u32 to, int, u32, const float (&v)[4]) { memcpy(shared_at(to), v, 16); }
+""",
     "load_four": "static void load_four(float (&v)[4], u32 at) { memcpy(v, shared_at(at), 16); }\n",
 }
 """What lanes.cu has in PTX, for clusters of one block."""

@@ -3,9 +3,10 @@ is spread over blocks.
 
 Keys and values older than the step's own positions are fetched before the launch waits for the one before
 it. That is sound because it reads only context lengths, block tables and pages that earlier steps wrote.
-The launch before it may not write these, and must itself wait before it lets this one start, so that
-everything before *it* is complete: `rope_store.fused` does both, and so does this kernel; a kernel that
-is not launched as a programmatic dependent is complete as a whole.
+Launches since then may not write these, and one of them must wait before it lets the next one start, so that
+everything before *it* is complete: this kernel does, for attention of all layers that follow, and so
+`rope_store.fused` does only before the first of a pass (`early`); a kernel that is not launched as a
+programmatic dependent is complete as a whole.
 """
 
 import ctypes

@@ -161,11 +161,23 @@ __device__ __forceinline__ void send(u32 to, int block, u32 barrier, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 #endif
 }
+__device__ __forceinline__ void send_four(u32 to, int block, u32 barrier, const float (&v)[4]) {
+#if P > 1
+    asm volatile("{.reg .b32 there, counter; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 counter, %2, %1;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [counter];}"
+                 ::"r"(to), "r"(block), "r"(barrier), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3])) : "memory");
+#else
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+#endif
+}
 __device__ __forceinline__ float load_scale(u32 scales, int key) { return SCALED ? __uint_as_float(load_word(scales + 4 * key)) : 1.0f; }
 __device__ __forceinline__ void load_four(float (&v)[4], u32 at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at) : "memory");
 }
 
+// A row of the result goes through shared memory in fours, as threads have their sums: thread 4 g + t has four 8 i + g, of tiles 2 i and 2 i + 1, and
+// half of one where a tile is left over.
+constexpr int FOURS = C / 4, WHOLE_FOURS = C_TILES / 2 * 8;  // of a row
 // Channels of tile i: the first that thread 4 g + t has of a query, and the h-th that it has of a sum.
 __device__ __forceinline__ int channel_of_query(int i, int t) { return FORMAT == 4 ? i / 2 * 32 + i % 2 * 2 + 8 * t : FORMAT ? 16 * i + 4 * t : 16 * i + 2 * t; }
 __device__ __forceinline__ int channel_of_sum(int i, int g, int h) {
@@ -244,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 
     const u32 barrier = (u32)__cvta_generic_to_shared(&arrivals), ml_at = (u32)__cvta_generic_to_shared(&ml[0][0][0]);
     const u32 landing = P == 1 ? shared : shared + WARPS * WARP_BYTES;
-    const int fours = min(num_rows - first_row, ROWS) * C / 4;  // of elements of the result: 32 of them are one block's, the next 32 the next's
+    const int fours = min(num_rows - first_row, ROWS) * FOURS;  // 32 of them are one block's, the next 32 the next's
 #if P > 1
     if (threadIdx.x == 0) {
         int own_fours = 0;
@@ -538,13 +550,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             }
             if (first_row + row < num_rows)
 #pragma unroll
-                for (int i = 0; i < C_TILES; ++i)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int channel = channel_of_sum(i, g, h), four = (row * C + channel) / 4, group = four / 32;
-                        const u32 to = landing + own * LANDING_PITCH + group / P * 512 + four % 32 * 16 + channel % 4 * 4;
-                        send(to, group % P, barrier, h ? state.o[i][n][2 + r] * (1 / ODD) : state.o[i][n][r]);
-                    }
+                for (int i = 0; i < C_TILES; i += 2) {
+                    const bool whole = i + 1 < C_TILES;
+                    const int next = whole ? i + 1 : i, four = row * FOURS + i / 2 * 8 + (whole ? g : g / 2), group = four / 32;
+                    const u32 to = landing + own * LANDING_PITCH + group / P * 512 + four % 32 * 16;
+                    const float sums[4] = {state.o[i][n][r], state.o[i][n][2 + r] * (1 / ODD), state.o[next][n][r], state.o[next][n][2 + r] * (1 / ODD)};
+                    if (whole) send_four(to, group % P, barrier, sums);
+                    else
+                        for (int h = 0; h < 2; ++h) send(to + g % 2 * 8 + h * 4, group % P, barrier, sums[h]);
+                }
         }
 #if P > 1
     u32 done = 0;
@@ -558,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     // To four elements a thread for each warp of a block.
     const int w = threadIdx.x % WARPS;
     for (int at = threadIdx.x / WARPS, four; (four = at / 32 * 32 * P + rank * 32 + at % 32) < fours; at += 32) {
-        const int row = four / (C / 4), channel = four % (C / 4) * 4;
+        const int row = four / FOURS;
         float m[P], l[P], o[P][4];
 #pragma unroll
         for (int b = 0; b < P; ++b) {
@@ -595,8 +609,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             const long long token = (long long)request * args.q_len + whole_row / args.group;
             const long long head = (token * args.num_kv_heads + kv_head) * args.group + whole_row % args.group;
             const float factor = l[0] == 0.0f ? 0.0f : o_factor / l[0];
-            const uint2 four = make_uint2(narrow_pair(o[0][0] * factor, o[0][1] * factor), narrow_pair(o[0][2] * factor, o[0][3] * factor));
-            *(uint2*)(args.out + head * C + channel) = four;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at_row = four % FOURS;
+                const int channel = at_row < WHOLE_FOURS ? channel_of_sum(at_row / 8 * 2 + i / 2, at_row % 8, i % 2) : channel_of_sum(C_TILES - 1, at_row % 8 * 2 + i / 2, i % 2);
+                args.out[head * C + channel] = narrow(o[0][i] * factor);
+            }
         }
     }
 }

@@ -122,10 +122,12 @@ def _rope_store(
     SPAN: tl.constexpr,
     HADAMARD: tl.constexpr,
     STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two. The values of
-    the row begin at its head FIRST_V."""
+    the row begin at its head FIRST_V. EARLY: attention may start before this launch waits."""
+    launch_dependents(PDL and EARLY)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, HALF)[None, :]
@@ -141,9 +143,7 @@ def _rope_store(
     )
     cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, guess, columns, half, C)
     wait(PDL)
-    launch_dependents(
-        PDL
-    )  # not before the wait: attention reads older pages before its own (`attention_decode/hopper.py`)
+    launch_dependents(PDL and not EARLY)
     stored = tl.where(heads < H + K, heads, heads - (H + K) + FIRST_V)
     at = qkv_ptr + row * row_stride + stored * C + columns
     first = tl.load(at, mask=mask, other=0.0)
@@ -273,6 +273,7 @@ def rope_store(
     growth_P: Tensor | None = None,
     v_norm: bool = False,
     hadamard: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
@@ -324,6 +325,7 @@ def rope_store(
         SPAN=TILE_SIZE,
         HADAMARD=hadamard,
         STEPS=steps_of(head_dim) if hadamard else 0,
+        EARLY=early,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away
         **pdl_options(qkv_TF.device),

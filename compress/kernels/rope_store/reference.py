@@ -35,6 +35,7 @@ def rope_store(
     growth_P: Tensor | None = None,
     v_norm: bool = False,
     hadamard: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
     each query and key head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or H + K

@@ -41,7 +41,7 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
-from compress.runtime.layer_runner import LayerRunner, Reader, Stream
+from compress.runtime.layer_runner import LayerRunner, Projected, Reader, Stream
 from compress.runtime.loader import LayerWeights, fuse, fuse_groups, row_norm, stream_scale
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
@@ -220,7 +220,8 @@ class Eagle3Proposer:
             positions_T = torch.cat((before_R1.flatten(), batch.positions_T))[sources_T]
             slots_T = torch.cat((before_slots_R, batch.slots_T))[sources_T]
             qkv_TF, _ = self._qkv(batch.tokens_T[rows_T], hidden_TD, phase)
-            self._layers.queries(self._weights.layer, qkv_TF, positions_T, slots_T, self._kv)
+            projected = Projected(qkv_TF, positions_T, slots_T, self._kv)
+            self._layers.queries(self._weights.layer, projected)
         kept_slots_L1 = self._ring_slots(
             batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1)
         )
@@ -290,8 +291,8 @@ class Eagle3Proposer:
             attend = self._layers.attend_decode(
                 fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=self._kv.block_size
             )
-            where = fed.positions_T, fed.slots_T, self._kv
-            after = self._layers.after_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode")
+            projected = Projected(qkv_TF, fed.positions_T, fed.slots_T, self._kv)
+            after = self._layers.after_qkv(layer, projected, residual_TD, attend, "decode")
             outputs.append(after.x_TD)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
