@@ -24,7 +24,7 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
                        `hadamard`: q, k and v are returned and written in the transform of their head
-                       `early`: the next launch may start before this one waits for those before it
+                       `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context

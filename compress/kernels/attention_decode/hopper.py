@@ -4,9 +4,8 @@ is spread over blocks.
 Keys and values older than the step's own positions are fetched before the launch waits for the one before
 it. That is sound because it reads only context lengths, block tables and pages that earlier steps wrote.
 Launches since then may not write these, and one of them must wait before it lets the next one start, so that
-everything before *it* is complete: this kernel does, for attention of all layers that follow, and so
-`rope_store.fused` does only before the first of a pass (`early`); a kernel that is not launched as a
-programmatic dependent is complete as a whole.
+everything before *it* is complete: `rope_store.fused` does in the first layer of a pass, and starts early in
+the others. A kernel that is not launched as a programmatic dependent is complete as a whole.
 """
 
 import ctypes
@@ -198,7 +197,8 @@ def spread_of(
     """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
     head, of query rows of each, and of positions of a context at most.
 
-    Few pairs have eight blocks each, whose two warps have a lane each. Keys of four bits arrive faster than
+    Few pairs have eight blocks each, whose two warps have a lane each and two slices on their way: nothing
+    else hides how long one takes to arrive. Keys of four bits arrive faster than
     eight warps of a multiprocessor work them off: where two blocks for each pair are there at once, they have
     eight warps each. Of other keys, more pairs than that have two blocks each all the same, up to four pairs
     for a multiprocessor, because smaller blocks leave less to a last round of few; they have two warps where
@@ -207,7 +207,7 @@ def spread_of(
     slicing = slicing_of(kv_format, head_dim)
     eights = row_eights_of(num_rows)
     if slicing.lanes == 16 and pairs <= CLUSTERS[8] and num_rows <= 16:
-        return replace(slicing, warps=2), 8
+        return replace(slicing, warps=2, depth=2), 8
     cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format in CODED_FORMATS)
     if kv_format == INT4_TOKEN_HEAD:
         small = head_dim <= 128 and num_rows <= 4  # two blocks fit, with room for the sums of all warps

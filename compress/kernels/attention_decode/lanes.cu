@@ -53,7 +53,6 @@ constexpr bool SCALED = FORMAT == 1 || FORMAT >= 3;  // for each position and he
 constexpr int OWN_LANES = LANES / (WARPS * P);
 constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 2 ? 1 : 0;
 #define INFINITE __int_as_float(0x7F800000)
-constexpr int ALL_KEYS = 0x7FFFFFFF;
 constexpr int ROW_BYTES = FORMAT == 0 ? 2 * C : FORMAT == 4 ? C / 2 : C, CHUNKS = ROW_BYTES / 16;
 constexpr int PITCH = CHUNKS % 2 == 0 ? ROW_BYTES + 16 : ROW_BYTES;  // an odd number of 16 bytes: eight rows fall into different banks
 constexpr int KEY_TILES = KEYS / 16, C_TILES = C / 16, ROWS = 8 * NT;
@@ -145,6 +144,10 @@ __device__ __forceinline__ void decode(u32 (&pairs)[PAIRS], u32 word) {
     pairs[0] = e4m3_of_high_bytes(word << 8), pairs[1] = e4m3_of_high_bytes(word);
 #endif
 }
+struct Words {  // of 16 keys and AT_ONCE tiles of channels
+    u32 w[FORMAT ? 2 : 4];
+};
+constexpr int AHEAD = C_TILES / AT_ONCE > 2 ? 2 : 1;  // tiles that are read before those are multiplied
 constexpr float ODD = FORMAT == 4 ? 16.0f : 1.0f;
 constexpr u32 EVEN_OFFSET = FORMAT == 4 ? 0x80088008 : 0x80808080, ODD_OFFSET = 0x80808080;  // -8 U, -128 U
 constexpr float TO_60 = 1152921504606846976.0f, TO_13 = 8192.0f, TO_24 = 16777216.0f;
@@ -269,79 +272,101 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
 
     const int key_lane = ONE_BLOCK ? 0 : lane * KEYS_EACH % KEYS;  // of a slice's keys the first whose slot this thread looks up
-    const int first_entry = load_index(table + min((own * KEYS + key_lane) / S, args.num_columns - 1));  // beside the length, not after it
+    // The entry of the table for this thread's key of a slice: nothing waits for it where it is read.
+    auto entry_of = [&](int slice) { return load_index(table + min((slice * KEYS + key_lane) / S, args.num_columns - 1)); };
+    const int first_entry = entry_of(own);  // beside the length, not after it
     const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
     const int first_slice = first_key / KEYS, end_slice = (context_len + KEYS - 1) / KEYS;
 
     // The slot of this thread's key of a slice (of its first key where they follow one another), and their order.
-    auto slot_of = [&](int slice) {
+    auto slot_of = [&](int entry, int slice) {
         const int key = slice * KEYS + key_lane;
-        if (key >= context_len) return 0;
-        return (slice == own ? first_entry : load_index(table + key / S)) * S + key % S;
+        return key < context_len ? entry * S + key % S : 0;
     };
     auto slot_at = [&](int slot, int row) { return ONE_BLOCK ? slot + row : __shfl_sync(0xFFFFFFFFu, slot, row / KEYS_EACH) + row % KEYS_EACH; };
-    auto load_rows = [&](u32 to, const char* head, int slice, int slot, int from_key, int to_key) {
-        if (ONE_BLOCK && 32 % CHUNKS == 0 && slice * KEYS >= from_key && (slice + 1) * KEYS <= min(to_key, context_len)) {
-            const char* from = head + (long long)slot * ROW_BYTES + lane * 16;  // all rows, one after the other
+    // Rows of a slice before position `known`, and zeros where none is, whose weight is 0: what lies there may be NaN. What is between comes later.
+    auto load_rows = [&](u32 to, const char* head, int slice, int slot, int known) {
+        if (ONE_BLOCK && 32 % CHUNKS == 0) {  // rows lie one after the other
+            constexpr int AT_ONCE = 32 / CHUNKS;
+            const char* from = head + (long long)slot * ROW_BYTES + lane * 16;
             to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+            if ((slice + 1) * KEYS <= known) {
 #pragma unroll
-            for (int i = 0; i < KEYS * CHUNKS / 32; ++i) copy(to + i * (32 / CHUNKS) * PITCH, from + i * 512, 16);
+                for (int i = 0; i < KEYS / AT_ONCE; ++i) copy(to + i * AT_ONCE * PITCH, from + i * 512, 16);
+                return;
+            }
+            int key = slice * KEYS + lane / CHUNKS;
+#pragma unroll 4
+            for (int i = 0; i < KEYS / AT_ONCE; ++i, key += AT_ONCE)
+                if (key < known || key >= context_len) copy(to + i * AT_ONCE * PITCH, from + i * 512, key < known ? 16 : 0);
         } else {
 #pragma unroll 1
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int chunk = i * 32 + lane, row = chunk / CHUNKS, byte = (chunk - row * CHUNKS) * 16, key = slice * KEYS + row;
                 const int at = slot_at(slot, row);
-                if (key >= from_key && key < to_key) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < context_len ? 16 : 0);
+                if (key < known || key >= context_len) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < known ? 16 : 0);
             }
         }
     };
-    auto load_scales = [&](u32 to, const float* head, int slice, int slot, int from_key, int to_key) {  // by fours
-#if FORMAT == 1 || FORMAT >= 3
+    auto load_new_rows = [&](u32 to, const char* head, int slice, int slot) {
+        const int first = max(old_len - slice * KEYS, 0), chunks = (min(context_len - slice * KEYS, KEYS) - first) * CHUNKS;
+#pragma unroll 1
+        for (int done = 0; done < chunks; done += 32) {
+            const int chunk = done + lane, row = first + chunk / CHUNKS, byte = chunk % CHUNKS * 16, at = slot_at(slot, min(row, KEYS - 1));
+            if (chunk < chunks) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, 16);
+        }
+    };
+    // Scales, by fours: those without a position from `known` on, or the `others`.
+    auto load_scales = [&](u32 to, const float* head, int slice, int slot, int known, bool others) {
+        if (!SCALED) return;
         const int row = 4 * lane % KEYS, key = slice * KEYS + row, at = slot_at(slot, row);
-        if (4 * lane < KEYS && key >= (from_key & ~3) && key < (to_key & ~3)) copy(to + 4 * row, (const char*)(head + at), 4 * max(0, min(context_len - key, 4)));
-#endif
+        const bool is_new = key + 4 > known && key < context_len && known < context_len;
+        if (4 * lane < KEYS && is_new == others) copy(to + 4 * row, (const char*)(head + at), 4 * max(0, min(context_len - key, 4)));
     };
     const float* k_scales = args.k_scale + kv_head * args.scale_stride;
     const float* v_scales = args.v_scale + kv_head * args.scale_stride;
-    auto load_keys = [&](u32 stage, int slice, int slot, int from_key, int to_key) {
-        load_rows(stage, k_head, slice, slot, from_key, to_key);
-        load_scales(stage + 2 * TILE_BYTES, k_scales, slice, slot, from_key, to_key);
+    auto load_keys = [&](u32 stage, int slice, int slot, int known) {
+        load_rows(stage, k_head, slice, slot, known);
+        load_scales(stage + 2 * TILE_BYTES, k_scales, slice, slot, known, false);
     };
-    auto load_values = [&](u32 stage, int slice, int slot, int from_key, int to_key) {
-        load_rows(stage + TILE_BYTES, v_head, slice, slot, from_key, to_key);
-        load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, slice, slot, from_key, to_key);
+    auto load_values = [&](u32 stage, int slice, int slot, int known) {
+        load_rows(stage + TILE_BYTES, v_head, slice, slot, known);
+        load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, slice, slot, known, false);
     };
 
     Place now, ahead;  // the slice that is multiplied, and the next one to be fetched, DEPTH slices later
     now.to_lane(0, own, first_slice);
     now.skip_empty(own, first_slice, end_slice);
-    int slot = slot_of(now.slice);
-    const int first = now.slice;
-    if (first < end_slice) load_keys(tiles, first, slot, 0, old_len);
-    commit();
-    if (first < end_slice) load_values(tiles, first, slot, 0, old_len);
-    commit();
+    ahead = now;
+    auto has_new = [&](int slice) { return slice < end_slice && (slice + 1) * KEYS > old_len; };
+    int newest = -1, newest_slot = 0;  // of the slices fetched now, one with new positions
+#pragma unroll 1
+    for (u32 stage = tiles; stage < tiles + WARP_BYTES; stage += STAGE_BYTES) {
+        const int slice = ahead.slice, slot = slot_of(slice == own ? first_entry : entry_of(slice), slice);
+        if (slice < end_slice) load_keys(stage, slice, slot, old_len);
+        commit();
+        if (slice < end_slice) load_values(stage, slice, slot, old_len);
+        commit();
+        if (has_new(slice)) newest = slice, newest_slot = slot;
+        ahead.advance(own, first_slice, end_slice);
+    }
+    int entry = entry_of(ahead.slice);
     await_launches();
     let_next_start();  // not before the wait: the next launch may be another of this kernel
-    const bool incomplete = first < end_slice && (first + 1) * KEYS > old_len;
-    if (incomplete) {
-        load_keys(tiles, first, slot, old_len, ALL_KEYS);
-        load_values(tiles, first, slot, old_len, ALL_KEYS);
-        commit();
+    if (newest >= 0) {
+        Place place = now;
+#pragma unroll 1
+        for (u32 stage = tiles; stage < tiles + WARP_BYTES; stage += STAGE_BYTES, place.advance(own, first_slice, end_slice)) {
+            if (!has_new(place.slice)) continue;
+            const int own_slot = place.slice == newest ? newest_slot : slot_of(entry_of(place.slice), place.slice);
+            load_new_rows(stage, k_head, place.slice, own_slot);
+            load_new_rows(stage + TILE_BYTES, v_head, place.slice, own_slot);
+            load_scales(stage + 2 * TILE_BYTES, k_scales, place.slice, own_slot, old_len, true);
+            load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, place.slice, own_slot, old_len, true);
+        }
     }
-    ahead = now;
-    ahead.advance(own, first_slice, end_slice);
-    slot = slot_of(ahead.slice);
-#pragma unroll
-    for (int d = 1; d < DEPTH; ++d) {
-        if (ahead.slice < end_slice) load_keys(tiles + d * STAGE_BYTES, ahead.slice, slot, 0, ALL_KEYS);
-        commit();
-        if (ahead.slice < end_slice) load_values(tiles + d * STAGE_BYTES, ahead.slice, slot, 0, ALL_KEYS);
-        commit();
-        ahead.advance(own, first_slice, end_slice);
-        slot = slot_of(ahead.slice);
-    }
+    commit();
 
     u32 q[NT][C_TILES][2];
     int position[NT][2];
@@ -382,20 +407,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #endif
 
     State state, waiting[OWN_BITS + 1];
-    bool all = incomplete;
     u32 stage = tiles;
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
         clear(state);
 #pragma unroll 1
         while (now.n == n && now.slice < end_slice) {
-            const int slice = now.slice, fetched = ahead.slice, fetched_slot = slot;
+            const int slice = now.slice, fetched = ahead.slice, fetched_slot = slot_of(entry, fetched);
             now.advance(own, first_slice, end_slice);
             ahead.advance(own, first_slice, end_slice);
-            slot = slot_of(ahead.slice);  // one slice early
+            entry = entry_of(ahead.slice);  // one slice early
             const bool more = fetched < end_slice;
 
-            if (all) wait_pending<2 * DEPTH - 2>();
+            if (has_new(slice)) wait_pending<0>();
             else wait_pending<2 * DEPTH - 1>();
             float s[KEY_TILES][NT][4];
 #pragma unroll
@@ -404,32 +428,50 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int m = 0; m < NT; ++m)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) s[j][m][e] = no_keys[m][e];
-#pragma unroll
-            for (int i = 0; i < C_TILES; i += AT_ONCE)
+            Words words[AHEAD + 1][KEY_TILES];
+            auto read_keys = [&](int i) {  // of tiles i of channels
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
+                    Words& to = words[i % (AHEAD + 1)][j];
 #if FORMAT == 0
-                    u32 a[1][4];
-                    load_blocks(a[0], stage + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
+                    load_blocks(to.w, stage + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
 #else
-                    const u32 at = stage + (16 * j + g) * PITCH + 16 * i / AT_ONCE + 4 * t;
-                    u32 a[AT_ONCE][4], above[PAIRS], below[PAIRS];
-                    decode(above, load_word(at)), decode(below, load_word(at + 8 * PITCH));
+                    const u32 at = stage + (16 * j + g) * PITCH + 16 * i + 4 * t;
+                    to.w[0] = load_word(at), to.w[1] = load_word(at + 8 * PITCH);
+#endif
+                }
+            };
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) read_keys(i);
+#pragma unroll
+            for (int i = 0; i < C_TILES / AT_ONCE; ++i) {
+                if (i + AHEAD < C_TILES / AT_ONCE) read_keys(i + AHEAD);
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j) {
+                    const Words& from = words[i % (AHEAD + 1)][j];
+                    u32 a[AT_ONCE][4];
+#if FORMAT == 0
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) a[0][e] = from.w[e];
+#else
+                    u32 above[PAIRS], below[PAIRS];
+                    decode(above, from.w[0]), decode(below, from.w[1]);
 #pragma unroll
                     for (int c = 0; c < AT_ONCE; ++c) a[c][0] = above[2 * c], a[c][1] = below[2 * c], a[c][2] = above[2 * c + 1], a[c][3] = below[2 * c + 1];
 #endif
 #pragma unroll
                     for (int c = 0; c < AT_ONCE; ++c)
 #pragma unroll
-                        for (int m = 0; m < NT; ++m) mma(s[j][m], a[c], q[m][i + c][0], q[m][i + c][1]);
+                        for (int m = 0; m < NT; ++m) mma(s[j][m], a[c], q[m][i * AT_ONCE + c][0], q[m][i * AT_ONCE + c][1]);
                 }
+            }
             float key_scale[KEY_TILES][2], value_scale[KEY_TILES][2];
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) key_scale[j][h] = s_factor * load_scale(stage + 2 * TILE_BYTES, 16 * j + 8 * h + g);
             __syncwarp();
-            if (more) load_keys(stage, fetched, fetched_slot, 0, ALL_KEYS);
+            if (more) load_keys(stage, fetched, fetched_slot, context_len);
             commit();
 
             const bool everything = (slice + 1) * KEYS <= old_len && !args.window;  // is seen by every row
@@ -464,8 +506,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     state.l[m][r] = __fmaf_rn(state.l[m][r], alpha[m][r], total);
                 }
 
-            if (!all) wait_pending<2 * DEPTH - 1>();
-            all = false;
+            wait_pending<2 * DEPTH - 1>();
+            auto read_values = [&](int i) {
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j) {
+                    Words& to = words[i % (AHEAD + 1)][j];
+                    const u32 at = stage + TILE_BYTES + 16 * j * PITCH;
+                    load_transposed(to.w, FORMAT ? at + (lane & 15) * PITCH + 16 * i : at + ((lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
+                }
+            };
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) read_values(i);
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
@@ -492,17 +543,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     for (int e = 0; e < 4; ++e) state.o[i][m][e] = FORMAT >= 3 ? __fmaf_rn(state.o[i][m][e], alpha[m][e % 2], no_values[e]) : state.o[i][m][e] * alpha[m][e % 2];
             }
 #pragma unroll
-            for (int i = 0; i < C_TILES; i += AT_ONCE)
+            for (int i = 0; i < C_TILES / AT_ONCE; ++i) {
+                if (i + AHEAD < C_TILES / AT_ONCE) read_values(i + AHEAD);
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
-                    const u32 v_tile = stage + TILE_BYTES;
+                    const Words& from = words[i % (AHEAD + 1)][j];
+                    u32 a[AT_ONCE][4];
 #if FORMAT == 0
-                    u32 a[1][4];
-                    load_transposed(a[0], v_tile + (16 * j + (lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) a[0][e] = from.w[e];
 #else
-                    u32 a[AT_ONCE][4], words[2], first_keys[PAIRS], other_keys[PAIRS];  // eight keys each
-                    load_transposed(words, v_tile + (16 * j + (lane & 15)) * PITCH + 16 * i / AT_ONCE);
-                    decode(first_keys, words[0]), decode(other_keys, words[1]);
+                    u32 first_keys[PAIRS], other_keys[PAIRS];  // eight keys each
+                    decode(first_keys, from.w[0]), decode(other_keys, from.w[1]);
 #pragma unroll
                     for (int c = 0; c < AT_ONCE; ++c)
                         a[c][0] = first_keys[2 * c], a[c][1] = first_keys[2 * c + 1], a[c][2] = other_keys[2 * c], a[c][3] = other_keys[2 * c + 1];
@@ -510,10 +562,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
                     for (int c = 0; c < AT_ONCE; ++c)
 #pragma unroll
-                        for (int m = 0; m < NT; ++m) mma(state.o[i + c][m], a[c], p[j][m][0], p[j][m][1]);
+                        for (int m = 0; m < NT; ++m) mma(state.o[i * AT_ONCE + c][m], a[c], p[j][m][0], p[j][m][1]);
                 }
+            }
             __syncwarp();
-            if (more) load_values(stage, fetched, fetched_slot, 0, ALL_KEYS);
+            if (more) load_values(stage, fetched, fetched_slot, context_len);
             commit();
             stage = stage == tiles + (DEPTH - 1) * STAGE_BYTES ? tiles : stage + STAGE_BYTES;
         }

@@ -126,7 +126,8 @@ def _rope_store(
     PDL: tl.constexpr,
 ) -> None:
     """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two. The values of
-    the row begin at its head FIRST_V. EARLY: attention may start before this launch waits."""
+    the row begin at its head FIRST_V. EARLY: attention may start before this launch waits
+    (`attention_decode/hopper.py`)."""
     launch_dependents(PDL and EARLY)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
