@@ -197,18 +197,21 @@ def spread_of(
     """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
     head, of query rows of each, and of positions of a context at most.
 
-    Few pairs have eight blocks each, whose two warps have a lane each and two slices on their way: nothing
-    else hides how long one takes to arrive. Keys of four bits arrive faster than
-    eight warps of a multiprocessor work them off: where two blocks for each pair are there at once, they have
-    eight warps each. Of other keys, more pairs than that have two blocks each all the same, up to four pairs
-    for a multiprocessor, because smaller blocks leave less to a last round of few; they have two warps where
-    contexts are short, so that more of them are there at once. `docs/LOG.md` (2026-11-26) has the times.
+    Few pairs have eight blocks each, whose two warps have a lane each. While every block has a multiprocessor
+    to itself, two slices of keys of 16 bits are on their way: nothing else hides how long one takes to
+    arrive. Keys of four bits arrive faster than eight warps of a multiprocessor work them off: where two
+    blocks for each pair are there at once, they have eight warps each. Of other keys, more pairs than that
+    have two blocks each all the same, up to four pairs for a multiprocessor, because smaller blocks leave
+    less to a last round of few; they have two warps where contexts are short, so that more of them are there
+    at once. `docs/LOG.md` (2026-11-26) has the times.
     """
     slicing = slicing_of(kv_format, head_dim)
     eights = row_eights_of(num_rows)
     if slicing.lanes == 16 and pairs <= CLUSTERS[8] and num_rows <= 16:
         return replace(slicing, warps=2, depth=2), 8
     cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format in CODED_FORMATS)
+    if pairs <= CLUSTERS[cluster] and kv_format not in CODED_FORMATS and head_dim <= 128 and eights == 1:
+        return replace(slicing, depth=2), cluster
     if kv_format == INT4_TOKEN_HEAD:
         small = head_dim <= 128 and num_rows <= 4  # two blocks fit, with room for the sums of all warps
         if small and cluster == 2 and pairs <= 2 * CLUSTERS[2]:

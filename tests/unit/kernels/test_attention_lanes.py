@@ -119,6 +119,18 @@ def test_few_pairs_have_eight_blocks_with_a_lane_for_each_warp(kv_format: str) -
     assert spread_of(16, 8, kv_format, 128, longest=1 << 20)[1] == 4
 
 
+def test_two_slices_are_on_their_way_while_every_block_has_a_multiprocessor_to_itself() -> None:
+    def depth(pairs: int, num_rows: int = 4, kv_format: str = "BF16", head_dim: int = 128) -> int:
+        slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim, longest=1024)
+        each = replace(variant_of(kv_format, head_dim, cluster=cluster), slicing=slicing)
+        assert each.shared_bytes(num_rows) + STATIC_BYTES + RESERVED_BYTES <= MULTIPROCESSOR_BYTES
+        return slicing.depth
+
+    assert [depth(pairs) for pairs in (1, 16, 30, 31, 60, 61, 66, 67, 512)] == [2, 2, 2, 1, 1, 2, 2, 1, 1]
+    assert depth(16, num_rows=9) == depth(16, head_dim=256) == 1
+    assert depth(67, kv_format="INT8_TOKEN_HEAD") == 2, "codes are fewer bytes"
+
+
 def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thin() -> None:
     def dealt(
         kv_format: str, *, num_rows: int = 4, head_dim: int = 128, longest: int = 1024
