@@ -288,18 +288,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     // Rows of a slice before position `known`, and zeros where none is, whose weight is 0: what lies there may be NaN. What is between comes later.
     auto load_rows = [&](u32 to, const char* head, int slice, int slot, int known) {
         if (ONE_BLOCK && 32 % CHUNKS == 0) {  // rows lie one after the other
-            constexpr int AT_ONCE = 32 / CHUNKS;
+            constexpr int TOGETHER = 32 / CHUNKS;  // by one copy of a warp
             const char* from = head + (long long)slot * ROW_BYTES + lane * 16;
             to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
             if ((slice + 1) * KEYS <= known) {
 #pragma unroll
-                for (int i = 0; i < KEYS / AT_ONCE; ++i) copy(to + i * AT_ONCE * PITCH, from + i * 512, 16);
+                for (int i = 0; i < KEYS / TOGETHER; ++i) copy(to + i * TOGETHER * PITCH, from + i * 512, 16);
                 return;
             }
             int key = slice * KEYS + lane / CHUNKS;
 #pragma unroll 4
-            for (int i = 0; i < KEYS / AT_ONCE; ++i, key += AT_ONCE)
-                if (key < known || key >= context_len) copy(to + i * AT_ONCE * PITCH, from + i * 512, key < known ? 16 : 0);
+            for (int i = 0; i < KEYS / TOGETHER; ++i, key += TOGETHER)
+                if (key < known || key >= context_len) copy(to + i * TOGETHER * PITCH, from + i * 512, key < known ? 16 : 0);
         } else {
 #pragma unroll 1
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
