@@ -39,9 +39,22 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
-Attend = Callable[[LayerWeights, "Projected"], Tensor]
-"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
+    positions, and the slots of the layer's pages that they belong to."""
+
+    qkv_TF: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    kv: PagedKV
+
+
+Attend = Callable[[LayerWeights, Projected], Tensor]
+"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +83,6 @@ class Stream:
 
     x_TD: Tensor
     rows: Rows | None = None
-
-
-@dataclass(frozen=True)
-class Projected:
-    """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
-    positions, and the slots of the layer's pages that they belong to."""
-
-    qkv_TF: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    kv: PagedKV
 
 
 class LayerRunner:
