@@ -70,7 +70,7 @@ class ExpertLinears:
                 top_k=facts.top_k,
                 expert_groups=facts.num_groups,
             )
-            routers[phase] = BoundKernel(select(problem), problem)
+            routers[phase] = BoundKernel.of(problem)
             problem = device.problem(
                 "experts",
                 n=hidden_size,

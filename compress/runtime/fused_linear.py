@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, RowNorm
 from compress.kernels.problem import Phase, Problem
-from compress.kernels.select import Kernel, candidates
+from compress.kernels.select import Kernel, candidates, select
 
 Rows = Tensor | QuantizedRows | RawRows
 
@@ -31,6 +31,15 @@ class BoundKernel:
     kernel: Kernel
     problem: Problem
     packed: Any = None
+
+    @staticmethod
+    def of(problem: Problem) -> "BoundKernel":
+        """Select the kernel that serves a problem, of an op without weights to pack.
+
+        Raises:
+            EnvironmentUnfit: no kernel serves it.
+        """
+        return BoundKernel(select(problem), problem)
 
     def report(self, *, layer: int | None, linear: str) -> dict[str, Any]:
         """Return one row of `Engine.kernel_report`."""

@@ -1,6 +1,6 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
-    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
+    x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
@@ -11,8 +11,7 @@ read one input, it is normed once. The stream x may be a fraction of the hidden 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
 
-Shapes: T rows, D hidden, F outputs of a fused linear, H heads, C head dimension, B blocks of the longest
-sequence, R sequences, P positions.
+Shapes: T rows, D hidden, F outputs of a fused linear, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,37 +23,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
-from compress.kernels.select import select
 from compress.models.arch import BLOCKS, NORMS, Arch
-from compress.models.decoder import query_growth
-from compress.models.layer_shape import LayerShape, Rope
-from compress.models.rope import cos_sin
-from compress.quant.kv import page_format, transforms_heads
-from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
+from compress.runtime.layer_attention import Attend, LayerAttention, Projected
 from compress.runtime.loader import LayerWeights
-
-_PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
-
-
-@dataclass(frozen=True)
-class Projected:
-    """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
-    positions, and the slots of the layer's pages that they belong to."""
-
-    qkv_TF: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    kv: PagedKV
-
-
-Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +62,7 @@ class Stream:
 
 
 class LayerRunner:
-    """Runs layers of one architecture over pages of one KV cache format.
+    """Runs layers of one architecture over pages of one KV cache format; `attention` is theirs.
 
     Raises:
         EnvironmentUnfit: no kernel here serves a norm, the activation, rotary embeddings or attention, or the
@@ -101,19 +77,10 @@ class LayerRunner:
                 f"norm '{arch.norm}' in block '{arch.block}'."
             )
 
-        def bound(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> BoundKernel:
-            phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-            attends = op.startswith("attention")
-            problem = deployment.kernel_device.problem(
-                op,
-                n=n,
-                k=k,
-                phase=phase,
-                scheme=scheme,
-                softcap=attends and arch.attn_softcap is not None,
-                sinks=attends and arch.attn_sinks,
-            )
-            return BoundKernel(select(problem), problem)
+        self.attention = LayerAttention(arch, deployment, kv_format, max_model_len=max_model_len)
+
+        def bound(op: Op, n: int) -> BoundKernel:
+            return BoundKernel.of(deployment.kernel_device.problem(op, n=n))
 
         widest_ffn = max(
             layer.linear_shape(linear, arch.hidden_size)[1]
@@ -132,26 +99,6 @@ class LayerRunner:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
-        keys = sorted({_head_key(layer) for layer in arch.layers})
-        self._head_ops = {
-            (op, key): bound(op, key[0], key[1], scheme=page_format(kv_format))
-            for key in keys
-            for op in _PER_HEAD_OPS
-        }
-        self._transforms_heads = transforms_heads(kv_format)
-        if self._transforms_heads:
-            self._head_ops |= {("hadamard", key): bound("hadamard", *key) for key in keys}
-        # One position more than a sequence has: a step launched ahead, before the host sees that a request
-        # has ended, reads it.
-        positions = torch.arange(max_model_len + 1, device=deployment.device)
-        self._rope_tables = {
-            key: cos_sin(*key, positions, deployment.dtype, length=max_model_len)
-            for key in {_rope_key(layer) for layer in arch.layers}
-        }
-        self._growth_P: Tensor | None = None
-        if arch.query_growth is not None:
-            self._growth_P = query_growth(arch, positions).to(deployment.dtype)
-        self._chunk_sizes = chunk_sizes(arch, max_model_len)
 
     def layer(
         self,
@@ -190,10 +137,7 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
         where the FFN reads the same input as attention.
         """
-        attended_THC = attend(layer, projected)
-        if self._transforms_heads:  # of the values; the transform is its own inverse
-            attended_THC = self._head_ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
-        attended_TF = attended_THC.flatten(1)
+        attended_TF = attend(layer, projected).flatten(1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -256,32 +200,6 @@ class LayerRunner:
         rows: Rows = self._rms_norm(x_TD, norm.weight, norm.eps, quant, centered=norm.centered)
         return rows, rows
 
-    def queries(self, layer: LayerWeights, projected: Projected, *, is_first: bool = True) -> Tensor:
-        """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache, all of
-        them in the Hadamard transform of their head in a format with that transform. `is_first`: no decode
-        attention of this pass was launched before."""
-        shape = layer.shape
-        norm = layer.qk_norm
-        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
-        tables = self._rope_tables[_rope_key(shape)]
-        q_THC: Tensor = rope_store(
-            projected.qkv_TF,
-            *tables,
-            projected.positions_T,
-            projected.slots_T,
-            projected.kv,
-            num_heads=shape.num_heads,
-            qk_norm=None if norm is None else norm.weight,
-            eps=self._arch.norm_eps,
-            whole=self._arch.whole_qk_norm and norm is not None,
-            centered=norm is not None and norm.centered,
-            growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
-            v_norm=self._arch.v_norm,
-            hadamard=self._transforms_heads,
-            early=not is_first,
-        )
-        return q_THC
-
     def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
         """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
 
@@ -311,95 +229,10 @@ class LayerRunner:
         capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
         return capped_TV
 
-    def attend_decode(
-        self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
-    ) -> Attend:
-        """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
-        chunks = {
-            chunk: DecodeChunks(
-                block_table_RB, context_lens_R, q_len=q_len, chunk=chunk, block_size=block_size
-            )
-            for chunk in self._chunk_sizes
-        }
-
-        is_first = True
-
-        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
-            nonlocal is_first
-            fn, facts = self._attention("attention_decode", layer)
-            q_THC = self.queries(layer, projected, is_first=is_first)
-            is_first = False
-
-            def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
-                out: Tensor = fn(q_THC, projected.kv, table_RB, lens_R, q_len=q_len, **facts)
-                return out
-
-            if layer.shape.chunk in chunks:
-                return chunks[layer.shape.chunk].attend(attention)
-            return attention(block_table_RB, context_lens_R)
-
-        return attend
-
-    def attend_prefill(
-        self,
-        block_table_RB: Tensor,
-        query_lens: tuple[int, ...],
-        context_lens: tuple[int, ...],
-        lists: FixedLists | None = None,
-        *,
-        block_size: int,
-    ) -> Attend:
-        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
-        those of the chunks, for a CUDA graph (`takes_lists`)."""
-        whole = block_table_RB, query_lens, context_lens
-        chunks = {
-            chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
-        }
-
-        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
-            q_THC = self.queries(layer, projected)
-            fn, facts = self._attention("attention_prefill", layer)
-            operands = whole
-            if layer.shape.chunk in chunks:
-                parts = chunks[layer.shape.chunk]
-                operands = parts.table_RB, parts.query_lens, parts.context_lens
-            if lists is not None:
-                facts["lists"] = lists
-            out: Tensor = fn(q_THC, projected.kv, *operands, **facts)
-            return out
-
-        return attend
-
-    @property
-    def takes_lists(self) -> bool:
-        """Whether prefill attention can be captured in a CUDA graph."""
-        kernels = [bound.kernel for (op, _), bound in self._head_ops.items() if op == "attention_prefill"]
-        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
-
-    def _attention(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-        """Return the attention kernel of a layer and the facts of the layer that it takes."""
-        shape = layer.shape
-        facts = {
-            "window": shape.window,
-            "scale": self._arch.score_scale(shape),
-            "softcap": self._arch.attn_softcap,
-            "sinks_H": layer.sinks,
-        }
-        return self._head_ops[op, _head_key(shape)].kernel.fn, facts
-
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
-        return rows + [bound.report(layer=None, linear=op) for (op, _), bound in self._head_ops.items()]
-
-
-def _head_key(shape: LayerShape) -> tuple[int, int]:
-    """Return the head dimension and the query heads per KV head, by which attention kernels are selected."""
-    return shape.head_dim, shape.num_heads // shape.num_kv_heads
-
-
-def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
-    return shape.rope, shape.head_dim
+        return rows + self.attention.kernel_report()
 
 
 def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:

@@ -27,7 +27,8 @@ from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.layer_runner import Attend, LayerRunner, Reader, Stream
+from compress.runtime.layer_attention import Attend
+from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import ModelWeights, stream_scale
 from compress.runtime.prefill_graphs import PrefillGraphs
 from compress.runtime.scoring import scoring_pass, scratch_block_size
@@ -62,7 +63,7 @@ class ModelRunner:
             block_size=cache.block_size,
             max_model_len=max_model_len,
             max_rows=weights.deployment.max_step_tokens,
-            takes_lists=self._layers.takes_lists,
+            takes_lists=self._layers.attention.takes_lists,
             coded=cache.kv_format not in DENSE_FORMATS.values(),
         )
 
@@ -98,7 +99,7 @@ class ModelRunner:
         Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are
         filled in. Nothing waits for the host, so a CUDA graph can capture the pass.
         """
-        attend = self._layers.attend_decode(
+        attend = self._layers.attention.decode(
             block_table_RB, context_lens_R, q_len=q_len, block_size=self._cache.block_size
         )
         stream = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
@@ -118,7 +119,7 @@ class ModelRunner:
     ) -> Tensor:
         """Return the stream [T, D] after the last layer."""
         whole = batch.block_table_RB, batch.query_lens, batch.context_lens
-        attend = self._layers.attend_prefill(*whole, lists, block_size=self._cache.block_size)
+        attend = self._layers.attention.prefill(*whole, lists, block_size=self._cache.block_size)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
         where = batch.positions_T, batch.slots_T, self._cache.layer
         phase = _prefill_phase(short)
@@ -142,7 +143,7 @@ class ModelRunner:
         if short and num_sequences * length > self.short_prompt_rows:
             return torch.cat([self.score(each) for each in tokens_BS.split(self.short_prompt_rows // length)])
         scoring = scoring_pass(
-            self._layers,
+            self._layers.attention,
             self._cache,
             (length,) * num_sequences,
             block_size=self._scratch_block,
@@ -169,7 +170,12 @@ class ModelRunner:
                 f"{self._max_model_len}."
             )
         scoring = scoring_pass(
-            self._layers, self._cache, lens, block_size=self._scratch_block, short=False, device=device
+            self._layers.attention,
+            self._cache,
+            lens,
+            block_size=self._scratch_block,
+            short=False,
+            device=device,
         )
         tokens_T = torch.tensor([token for each in sequences for token in each], device=device)
         where = scoring.positions_T, scoring.slots_T, scoring.pages

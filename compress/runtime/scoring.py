@@ -14,7 +14,7 @@ from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.runtime.chunked_attention import chunk_sizes
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.layer_runner import Attend, LayerRunner
+from compress.runtime.layer_attention import Attend, LayerAttention
 
 _SCRATCH_BLOCK = 64
 
@@ -37,7 +37,7 @@ def scratch_block_size(arch: Arch, max_model_len: int) -> int:
 
 
 def scoring_pass(
-    layers: LayerRunner,
+    attention: LayerAttention,
     cache: KVCache,
     lens: tuple[int, ...],
     *,
@@ -53,7 +53,7 @@ def scoring_pass(
     positions = [torch.arange(length) for length in lens]
     slots = [int(first) * block_size + each for first, each in zip(first_block, positions, strict=True)]
     pages = _ScratchPages(cache, 1 + len(lens) * num_columns, block_size)
-    attend = layers.attend_prefill(table_BN, lens, lens, block_size=block_size)
+    attend = attention.prefill(table_BN, lens, lens, block_size=block_size)
     phase: Phase = "decode" if short else "prefill"
     return ScoringPass(
         torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer, attend, phase

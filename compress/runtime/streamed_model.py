@@ -134,7 +134,7 @@ class StreamedModel:
 
     def _pass(self, num_sequences: int, length: int) -> ScoringPass:
         return scoring_pass(
-            self._layers,
+            self._layers.attention,
             self._cache,
             (length,) * num_sequences,
             block_size=self._block_size,

@@ -195,8 +195,12 @@ REQUEST = Journey(
         Stop(
             "compress/runtime/layer_runner.py",
             "LayerRunner",
-            "Computes one layer: norm, qkv, rotation and store, paged attention "
-            "(kernels/attention_prefill/), o, gated FFN.",
+            "Computes one layer: norm, qkv, attention, o, gated FFN.",
+        ),
+        Stop(
+            "compress/runtime/layer_attention.py",
+            "LayerAttention",
+            "Rotates and stores keys, and attends over pages (kernels/attention_prefill/).",
         ),
         Stop(
             "compress/runtime/fused_linear.py",

@@ -99,7 +99,7 @@ static u32 widened(u32 word, int i) {
 
 
 LANES_IN_CPP = {
-    "load_fresh": "static u32 load_fresh(const void* at) { return *(const u32*)at; }\n",
+    **GLOBAL_IN_CPP,
     "load_word": """
 static u32 load_word(u32 at) {
     u32 v;

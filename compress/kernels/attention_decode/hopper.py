@@ -27,6 +27,7 @@ from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
 SM = 90
+SOURCES = ("operands/numbers.cuh", "operands/global.cuh", "attention_decode/lanes.cu")
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 """Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
 block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
@@ -118,8 +119,7 @@ class Variant:
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": -(-12 // self.slicing.warps) if _has_few_sums(self.head_dim, self.row_eights) else 1,
         }
-        text = source_text("operands/numbers.cuh", "attention_decode/lanes.cu")
-        return Source(text, "attend_lanes", tuple(macros.items()))
+        return Source(source_text(*SOURCES), "attend_lanes", tuple(macros.items()))
 
 
 class _Arguments(ctypes.Structure):

@@ -20,7 +20,7 @@
 // constant with the other factor makes up, sum (u - OFFSET) x = sum u x - OFFSET sum x: one of q at the start, one of p for each slice, so
 // that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
 //
-// After numbers.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
+// After numbers.cuh and global.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
 // values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; S positions of a
 // block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
@@ -63,13 +63,7 @@ constexpr int KEYS_EACH = KEYS > 32 ? KEYS / 32 : 1;  // whose slot one thread l
 // A block of its own keeps a warp's sums where its tiles were, so that more blocks fit; in a cluster they arrive while others still read tiles.
 #define LANDING_PITCH (P == 1 ? WARP_BYTES : args.sent_bytes)
 
-__device__ __forceinline__ u32 load_fresh(const void* at) {  // past the first-level cache, which may hold what was there before
-    u32 v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ int load_index(const int* at) { return (int)load_fresh(at); }
-__device__ __forceinline__ int load_index(const long long* at) { return (int)load_fresh(at); }  // the low half
+__device__ __forceinline__ int load_index(const long long* at) { return load_index((const int*)at); }  // the low half
 __device__ __forceinline__ u32 load_word(u32 at) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");

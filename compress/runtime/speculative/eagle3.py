@@ -41,7 +41,8 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
-from compress.runtime.layer_runner import LayerRunner, Projected, Reader, Stream
+from compress.runtime.layer_attention import Projected
+from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import LayerWeights, fuse, fuse_groups, row_norm, stream_scale
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
@@ -221,7 +222,7 @@ class Eagle3Proposer:
             slots_T = torch.cat((before_slots_R, batch.slots_T))[sources_T]
             qkv_TF, _ = self._qkv(batch.tokens_T[rows_T], hidden_TD, phase)
             projected = Projected(qkv_TF, positions_T, slots_T, self._kv)
-            self._layers.queries(self._weights.layer, projected)
+            self._layers.attention.queries(self._weights.layer, projected)
         kept_slots_L1 = self._ring_slots(
             batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1)
         )
@@ -288,7 +289,7 @@ class Eagle3Proposer:
         layer = self._weights.layer
         for fed in state.fed(tokens_RQ, context_lens_R, max_rows=self._max_rows):
             qkv_TF, residual_TD = self._qkv(fed.tokens_T, hidden_TD[fed.rows], "decode")
-            attend = self._layers.attend_decode(
+            attend = self._layers.attention.decode(
                 fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=self._kv.block_size
             )
             projected = Projected(qkv_TF, fed.positions_T, fed.slots_T, self._kv)

@@ -1,0 +1,205 @@
+"""Attention of a layer in serving, with the kernels selected for it: queries and keys are normed and rotated,
+keys and values written to the cache, and the queries attend to it.
+
+A pass over all layers has one `Attend`, which knows its sequences. Shapes: T rows, F outputs of the linear of
+q, k and v, H heads, C head dimension, B blocks of the longest sequence, R sequences, P positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.attention_prefill.tiles import FixedLists
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.problem import Op, Phase
+from compress.models.arch import Arch
+from compress.models.decoder import query_growth
+from compress.models.layer_shape import LayerShape, Rope
+from compress.models.rope import cos_sin
+from compress.quant.kv import page_format, transforms_heads
+from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.loader import LayerWeights
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
+    positions, and the slots of the layer's pages that they belong to."""
+
+    qkv_TF: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    kv: PagedKV
+
+
+Attend = Callable[[LayerWeights, Projected], Tensor]
+"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
+
+
+class LayerAttention:
+    """Attention of the layers of one architecture over pages of one KV cache format.
+
+    Raises:
+        EnvironmentUnfit: no kernel here serves rotary embeddings or attention.
+    """
+
+    def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
+        self._arch = arch
+        self._transforms_heads = transforms_heads(kv_format)
+
+        def bound(op: Op, key: tuple[int, int], phase: Phase = "decode") -> BoundKernel:
+            attends = op.startswith("attention")
+            problem = deployment.kernel_device.problem(
+                op,
+                n=key[0],
+                k=key[1],
+                phase=phase,
+                scheme=None if op == "hadamard" else page_format(kv_format),
+                softcap=attends and arch.attn_softcap is not None,
+                sinks=attends and arch.attn_sinks,
+            )
+            return BoundKernel.of(problem)
+
+        self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
+        for key in sorted({_head_key(layer) for layer in arch.layers}):
+            self._ops["rope_store", key] = bound("rope_store", key)
+            self._ops["attention_decode", key] = bound("attention_decode", key)
+            self._ops["attention_prefill", key] = bound("attention_prefill", key, "prefill")
+            if self._transforms_heads:
+                self._ops["hadamard", key] = bound("hadamard", key)
+        # One position more than a sequence has: a step launched ahead, before the host sees that a request
+        # has ended, reads it.
+        positions = torch.arange(max_model_len + 1, device=deployment.device)
+        self._rope_tables = {
+            key: cos_sin(*key, positions, deployment.dtype, length=max_model_len)
+            for key in {_rope_key(layer) for layer in arch.layers}
+        }
+        self._growth_P: Tensor | None = None
+        if arch.query_growth is not None:
+            self._growth_P = query_growth(arch, positions).to(deployment.dtype)
+        self._chunk_sizes = chunk_sizes(arch, max_model_len)
+
+    def decode(
+        self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
+    ) -> Attend:
+        """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
+        chunks = {
+            chunk: DecodeChunks(
+                block_table_RB, context_lens_R, q_len=q_len, chunk=chunk, block_size=block_size
+            )
+            for chunk in self._chunk_sizes
+        }
+        is_first = True
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            nonlocal is_first
+            fn, facts = self._kernel("attention_decode", layer)
+            q_THC = self.queries(layer, projected, is_first=is_first)
+            is_first = False
+
+            def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
+                out: Tensor = fn(q_THC, projected.kv, table_RB, lens_R, q_len=q_len, **facts)
+                return out
+
+            if layer.shape.chunk in chunks:
+                return self._restored(layer, chunks[layer.shape.chunk].attend(attention))
+            return self._restored(layer, attention(block_table_RB, context_lens_R))
+
+        return attend
+
+    def prefill(
+        self,
+        block_table_RB: Tensor,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+        lists: FixedLists | None = None,
+        *,
+        block_size: int,
+    ) -> Attend:
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
+        those of the chunks, for a CUDA graph (`takes_lists`)."""
+        whole = block_table_RB, query_lens, context_lens
+        chunks = {
+            chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
+        }
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            q_THC = self.queries(layer, projected)
+            fn, facts = self._kernel("attention_prefill", layer)
+            operands = whole
+            if layer.shape.chunk in chunks:
+                parts = chunks[layer.shape.chunk]
+                operands = parts.table_RB, parts.query_lens, parts.context_lens
+            if lists is not None:
+                facts["lists"] = lists
+            return self._restored(layer, fn(q_THC, projected.kv, *operands, **facts))
+
+        return attend
+
+    def queries(self, layer: LayerWeights, projected: Projected, *, is_first: bool = True) -> Tensor:
+        """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache, all of
+        them in the Hadamard transform of their head in a format with that transform. `is_first`: no decode
+        attention of this pass was launched before."""
+        shape = layer.shape
+        norm = layer.qk_norm
+        rope_store = self._ops["rope_store", _head_key(shape)].kernel.fn
+        tables = self._rope_tables[_rope_key(shape)]
+        q_THC: Tensor = rope_store(
+            projected.qkv_TF,
+            *tables,
+            projected.positions_T,
+            projected.slots_T,
+            projected.kv,
+            num_heads=shape.num_heads,
+            qk_norm=None if norm is None else norm.weight,
+            eps=self._arch.norm_eps,
+            whole=self._arch.whole_qk_norm and norm is not None,
+            centered=norm is not None and norm.centered,
+            growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
+            v_norm=self._arch.v_norm,
+            hadamard=self._transforms_heads,
+            early=not is_first,
+        )
+        return q_THC
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether prefill attention can be captured in a CUDA graph."""
+        kernels = [bound.kernel for (op, _), bound in self._ops.items() if op == "attention_prefill"]
+        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
+        return [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
+
+    def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+        """Return the attention kernel of a layer and the facts of the layer that it takes."""
+        shape = layer.shape
+        facts = {
+            "window": shape.window,
+            "scale": self._arch.score_scale(shape),
+            "softcap": self._arch.attn_softcap,
+            "sinks_H": layer.sinks,
+        }
+        return self._ops[op, _head_key(shape)].kernel.fn, facts
+
+    def _restored(self, layer: LayerWeights, attended_THC: Tensor) -> Tensor:
+        """Return what was attended to out of the transform of the values, which is its own inverse."""
+        if not self._transforms_heads:
+            return attended_THC
+        restored_THC: Tensor = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
+        return restored_THC
+
+
+def _head_key(shape: LayerShape) -> tuple[int, int]:
+    """Return the head dimension and the query heads per KV head, by which attention kernels are selected."""
+    return shape.head_dim, shape.num_heads // shape.num_kv_heads
+
+
+def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
+    return shape.rope, shape.head_dim
