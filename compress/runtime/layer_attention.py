@@ -1,7 +1,7 @@
 """Attention of a layer in serving, with the kernels selected for it: queries and keys are normed and rotated,
 keys and values written to the cache, and the queries attend to it.
 
-A pass over all layers has one `Attend`, which knows its sequences. Shapes: T rows, F outputs of the linear of
+A pass over all layers has one `Attend`, made for its sequences. Shapes: T rows, F outputs of the linear of
 q, k and v, H heads, C head dimension, B blocks of the longest sequence, R sequences, P positions.
 """
 

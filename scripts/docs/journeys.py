@@ -195,12 +195,8 @@ REQUEST = Journey(
         Stop(
             "compress/runtime/layer_runner.py",
             "LayerRunner",
-            "Computes one layer: norm, qkv, attention, o, gated FFN.",
-        ),
-        Stop(
-            "compress/runtime/layer_attention.py",
-            "LayerAttention",
-            "Rotates and stores keys, and attends over pages (kernels/attention_prefill/).",
+            "Computes one layer: norm, qkv, rotation, store and paged attention "
+            "(layer_attention.py), o, gated FFN.",
         ),
         Stop(
             "compress/runtime/fused_linear.py",
