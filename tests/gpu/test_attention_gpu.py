@@ -154,7 +154,8 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
         pytest.skip(reason)
     context_lens = [9, 2900, 130, 777, 256]
     q_len = 8
-    facts = {"window": window, "scale": head_dim**-0.5}
+    sinks = None if window is None else 3 * randn(num_heads, seed=4)
+    facts = {"window": window, "scale": head_dim**-0.5, "sinks_H": sinks}
     table = make_table(5, 4096 // block_size)
     lens = torch.tensor(context_lens, dtype=torch.int32, device="cuda")
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)

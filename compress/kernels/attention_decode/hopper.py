@@ -126,7 +126,7 @@ class _Arguments(ctypes.Structure):
     """`Args` of lanes.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
         *(
             (name, ctypes.c_int)
@@ -151,7 +151,6 @@ def attention_decode(
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
     assert softcap is None
-    assert sinks_H is None
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     rows_each = q_len * num_heads // num_kv_heads
@@ -175,6 +174,7 @@ def attention_decode(
         row_eights=row_eights,
         cluster=cluster,
         slicing=slicing,
+        sinks_H=sinks_H,
     )
 
 
@@ -271,6 +271,7 @@ def attend(
     row_eights: int,
     cluster: int,
     slicing: Slicing,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_decode` with the work spread over blocks as given, which changes no bit but through
     keys and lanes of the slicing."""
@@ -292,7 +293,7 @@ def attend(
     variant = Variant(
         q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing
     )
-    tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
+    tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC, sinks_H)
     arguments = _Arguments(
         *(None if each is None else each.data_ptr() for each in tensors),
         block_table_RB.stride(0),
@@ -339,8 +340,6 @@ def supports(problem: Problem) -> str | None:
         return "computes in bfloat16 or float16"
     if problem.n % 16 or problem.n > MAX_HEAD_DIM:
         return f"a head of {problem.n} dimensions is no multiple of 16 up to {MAX_HEAD_DIM}"
-    if problem.sinks:
-        return "attention scores have sinks"
     if problem.softcap:
         return "its scores have no cap"
     if problem.scheme in CODED_FORMATS and row_bytes_of(problem.scheme, problem.n) % 16:

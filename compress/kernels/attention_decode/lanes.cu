@@ -3,6 +3,7 @@
 //     slice i covers keys [i KEYS, (i + 1) KEYS)       lane i mod LANES has it; a lane's slices are added in ascending order
 //     s = k q^T scale log2(e);  m' = max(m, max s);  l = l 2^(m - m') + sum 2^(s - m');  o = o 2^(m - m') + v^T 2^(s - m')
 //     a + b of two lanes: m = max;  l = l_a 2^(m_a - m) + l_b 2^(m_b - m), o likewise;  out = o / l of all lanes
+//     a sink is a score of a head without a value: out = o / (l + 2^(sink log2(e) - m))
 //
 // (flash decoding, arXiv 2311.01282, with lanes that are fixed over absolute positions.) Lanes are added by one tree: half of all apart, a quarter, .. 2, 1.
 // A cluster of P blocks of WARPS warps serves one request and KV head; warp w of its P WARPS has the lanes w + P WARPS j, adds them up where it
@@ -44,6 +45,7 @@ struct Args {
     const TableEntry* table;
     const Length* lens;
     u16* out;
+    const float* sinks;  // of heads, or NULL
     long long table_stride, head_bytes, scale_stride;
     int num_columns, q_len, group, num_kv_heads, window, sent_bytes;  // sent by one warp to one block
     float scale;
@@ -655,7 +657,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             const int whole_row = first_row + row;
             const long long token = (long long)request * args.q_len + whole_row / args.group;
             const long long head = (token * args.num_kv_heads + kv_head) * args.group + whole_row % args.group;
-            const float factor = l[0] == 0.0f ? 0.0f : o_factor / l[0];
+            const float sink = args.sinks ? exp2_of(args.sinks[kv_head * args.group + whole_row % args.group] * 1.4426950408889634f - m[0]) : 0.0f;
+            const float factor = l[0] == 0.0f ? 0.0f : o_factor / (l[0] + sink);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at_row = four % FOURS;

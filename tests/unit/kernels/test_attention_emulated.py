@@ -112,3 +112,21 @@ def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(kv_format: str) 
         for depth, warps in ((1, 4), (2, 4), (3, 8))
     )
     assert all(torch.equal(each, first) for each in others)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
+def test_a_sink_is_a_score_without_a_value(kv_format: str) -> None:
+    kv = pages(kv_format, (2, 14, 16, 64), torch.bfloat16)
+    table = torch.arange(1, 13, dtype=torch.int32).view(1, -1).repeat(3, 1)
+    lens = torch.tensor([170, 33, 0], dtype=torch.int32)
+    q = randn(3, 6, 64, seed=3).to(torch.bfloat16)
+    sinks = torch.tensor([-200.0, -1.0, 0.0, 2.0, 8.0, 200.0])
+    facts = {"q_len": 1, "window": 100, "scale": 0.125, "sinks_H": sinks}
+    dealt = {"row_eights": 1, "cluster": 1, "slicing": hopper.slicing_of(kv_format, 64)}
+    out = hopper.attend(q, kv, table, lens, **dealt, **facts)
+    expected = reference_decode(q[:2], kv, table[:2].long(), lens[:2].long(), **facts)
+    error = (out[:2].double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < torch.finfo(torch.bfloat16).eps
+    assert not out[2].any(), "a row without a position"
+    assert not out[:, 5].any(), "a sink that takes all weight"
