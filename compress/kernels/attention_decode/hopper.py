@@ -126,7 +126,10 @@ class _Arguments(ctypes.Structure):
     """`Args` of lanes.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks")
+        ),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
         *(
             (name, ctypes.c_int)
