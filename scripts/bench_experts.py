@@ -276,11 +276,11 @@ def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool
 def sweep_tiles(served: tuple[slices.Tile, slices.Tile]) -> Iterator[tuple[slices.Tile, slices.Tile]]:
     """Yield other tiles for one of the products of decode rows in slices."""
     for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
-        for split, staged in itertools.product((True, False), repeat=2):
-            if served[place].split and not split:
+        for parts, staged in itertools.product((1, 2, 4, 8), (True, False)):
+            if served[place].parts > 1 and parts == 1:
                 continue
             for output_tiles, depth, blocks in itertools.product(outputs, (1, 2, 3), (3, 5)):
-                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, blocks, split, staged)
+                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, blocks, parts, staged)
                 yield (tile, served[1]) if place == 0 else (served[0], tile)
 
 

@@ -24,10 +24,11 @@ def assert_passes_interpreted(*paths: Path, slow: bool) -> None:
 
 
 def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, and round each.
+    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, and round each, and its
+    `tl.fma` round once.
 
     Its own `tl.dot` is numpy's product, where a row's bits depend on the height of the tile and the place in
-    it. Those of a GPU do not.
+    it, and its `tl.fma` rounds the product, too. Those of a GPU do not.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -39,4 +40,9 @@ def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
             total += column[:, None].astype(total.dtype) * row.astype(total.dtype)
         return TensorHandle(total, d.dtype.scalar)
 
+    def create_fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        wide = x.data.astype("float64") * y.data + z.data
+        return TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)

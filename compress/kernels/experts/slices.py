@@ -23,8 +23,10 @@ from compress.kernels.experts.packed import (
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
 from compress.kernels.operands.gpu import Gpu, gpu_of
+from compress.kernels.operands.matrices import IN_WORDS
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import (
+    SLICES,
     STATIC_BYTES,
     Chosen,
     Sum,
@@ -37,14 +39,9 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MAX_PAIRED_CHOICES = 16
-PAIRED_DOWN = (
-    Tile(1, 1, 6, 1, False, staged=True),
-    Tile(1, 1, 3, 1, False, staged=True),
-    Tile(2, 1, 2, 2, False),
-    Tile(1, 1, 1, 2, False),
-)
-"""The tiles of down where every pair is a unit of its own, by the number of rows."""
-IN_REGISTERS = Tile(1, 1, 1, 2, False)
+MOST_WARPS = 32
+"""Warps of a block."""
+IN_REGISTERS = Tile(1, 1, 1, 2, 1)
 """The tile of down where the steps of all choices do not fit the shared memory of a block."""
 
 
@@ -57,15 +54,39 @@ def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tupl
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
     (`scripts/bench_experts.py`, and the steps of whole models)."""
     if is_paired(num_rows, top_k):
-        down = PAIRED_DOWN[num_rows - 1]
+        items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
+        gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
+        down = _paired_down(steps_of(packed.down), num_rows, top_k)
         fits = shared_bytes(packed, down, top_k) <= gpu.shared_bytes - STATIC_BYTES
-        return Tile(1, 1, 1, 3, True), down if fits else IN_REGISTERS
+        return gate, down if fits else IN_REGISTERS
     if num_rows <= 32:
-        return Tile(2, 1, 1, 4, False), Tile(2, 1, 1, 5, False)
+        return Tile(2, 1, 1, 4, 1), Tile(2, 1, 1, 5, 1)
     if num_rows <= 64:
-        return Tile(1, 1, 1, 6, False), Tile(2, 1, 1, 6, False)
+        return Tile(1, 1, 1, 6, 1), Tile(2, 1, 1, 6, 1)
     row_tiles = 2 if num_rows <= 256 else 4
-    return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
+    return Tile(1, row_tiles, 1, 3, 1), Tile(2, row_tiles, 1, 3, 1)
+
+
+def _paired_gate(items: float) -> Tile:
+    """Return the tile of gate and up where a multiprocessor has so many items of 16 outputs; with few, all
+    are there at once."""
+    if items <= 3:
+        return Tile(1, 1, 1, 3, 8)
+    if items <= 8:
+        return Tile(2, 1, 2, 2, 4, staged=True)
+    return Tile(2, 1, 1, 3, 2, staged=True) if items <= 16 else Tile(2, 1, 2, 3, 1, staged=True)
+
+
+def _paired_down(steps: int, num_rows: int, top_k: int) -> Tile:
+    """Return the tile of down, a block of which has the choices of a token."""
+    if num_rows > 2:
+        return Tile(2, 1, 2, 2, 1, staged=True)
+    long = steps > SLICES
+    if num_rows > 1:
+        return Tile(1, 1, 6 if long else 3, 1, 1, staged=True)
+    if 4 * top_k <= MOST_WARPS // 2 and long:
+        return Tile(2, 1, 2, 1, 4, staged=True)
+    return Tile(1, 1, 1, 1, 4 if 4 * top_k <= MOST_WARPS else 2)
 
 
 def shared_bytes(packed: PackedExperts, tile: Tile, top_k: int) -> int:

@@ -39,28 +39,26 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     wide = -(-size // 32) > RESIDENT_BLOCKS // 2
     if num_rows <= 8:
         if given == "w8":
-            return Tile(1, 1, 1, 1, True) if gated else Tile(2, 1, 2, 1, True)
+            return Tile(1, 1, 1, 1, 8) if gated else Tile(2, 1, 2, 1, 8)
         if wide and not gated and given in IN_WORDS:
-            return Tile(2, 1, min(-(-steps // SLICES), 3), 2, True, staged=True)
-        return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, True, staged=True)
+            return Tile(2, 1, min(-(-steps // SLICES), 3), 2, 8, staged=True)
+        return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, 8, staged=True)
     if num_rows <= 16:
         if gated:
-            return Tile(1, 2, 1, 2 if given == "fp4" else 1, True)
+            return Tile(1, 2, 1, 2 if given == "fp4" else 1, 8)
         if given == "w8":
-            return Tile(2, 2, 1 if wide else 2, 1, True)
+            return Tile(2, 2, 1 if wide else 2, 1, 8)
         if given == "fp4":
-            return Tile(2, 2, 1, 2 if wide else 1, True)
-        return Tile(2, 2 if wide else 1, 2, 2, True, staged=True)
+            return Tile(2, 2, 1, 2 if wide else 1, 8)
+        return Tile(2, 2 if wide else 1, 2, 2, 8, staged=True)
     items = -(-size // 32) * -(-num_rows // 32)
     if items >= MANY_ITEMS:
-        return Tile(
-            4 if given == "dense16" and not gated else 2, 4, 1, 2, False, staged=given == "fp4" and gated
-        )
+        return Tile(4 if given == "dense16" and not gated else 2, 4, 1, 2, 1, staged=given == "fp4" and gated)
     if gated:
-        return Tile(1, 8 if num_rows > 32 else 4, 1, 1, True)
+        return Tile(1, 8 if num_rows > 32 else 4, 1, 1, 8)
     if given == "w8" or (given == "fp4" and not wide):
-        return Tile(2, 8 if num_rows > 32 and not wide else 4, 1, 1, True)
-    return Tile(2 if wide or given == "w4" else 1, 4, 1, 2, True, staged=True)
+        return Tile(2, 8 if num_rows > 32 and not wide else 4, 1, 1, 8)
+    return Tile(2 if wide or given == "w4" else 1, 4, 1, 2, 8, staged=True)
 
 
 def linear(

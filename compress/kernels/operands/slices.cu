@@ -11,7 +11,7 @@
 // the sum of the output's codes is subtracted where ZEROS is 1 (rows in order alone).
 //
 // So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
-// takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
+// takes, nor on the warps of an item: PARTS that share its slices, where outputs are few, or one for all.
 //
 // An item is 16 MT outputs (of gate and of up where gated) of a unit: 8 NT rows, or those of one expert's tokens. Any order of columns serves
 // that x and W share, so a thread loads 16 bytes next to one another, as the registers of matrix instructions want them; DEPTH steps are under
@@ -21,10 +21,11 @@
 //
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks, 4 = int8 with a scale for each output and row, 5 = int8 with a scale for each
-// output, and rows of 16 bits, 6 = e2m1; SUBGROUPS scale groups in 128 columns of four bits (1 also where a group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
-// matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
-// rows of x are pairs; COMBINE = the choices of a token, a warp each, which the block adds; OUT32 = y is float32; SPLIT; STAGED;
-// TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
+// output, and rows of 16 bits, 6 = e2m1; SUBGROUPS scale groups in 128 columns of four bits (1 also where a group has more); OFFSETS =
+// asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one matrix, 1 = units of experts, whose pairs are
+// numbered token times choices + choice, 2 = units that are older than the launch ahead, whose rows of x are pairs; COMBINE = the choices of a
+// token, which the block adds, or 0; OUT32 = y is float32; PARTS 1, 2, 4 or 8; STAGED; TAIL = the last step is not whole; MT, NT, DEPTH; WARPS
+// of a block at most, BLOCKS of a multiprocessor at least.
 
 #ifndef ZEROS
 #define ZEROS 0
@@ -39,6 +40,7 @@ struct alignas(16) Sums {
     Sum x, y, z, w;
 };
 
+constexpr int SLICES = 8;
 constexpr bool FP8 = FORMAT == 2 || FORMAT == 3, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
 constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
 constexpr int W_VECTORS = NIBBLES ? 1 : 2, X_VECTORS = NIBBLES || FORMAT == 5 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
@@ -47,10 +49,12 @@ constexpr int X_QUARTER = FORMAT == 5 ? 32 : 16;  // bytes from a thread to the 
 constexpr int SCALES = FORMAT == 6 ? 4 : SUBGROUPS;  // that a thread needs of an output in 128 columns of four bits
 constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
 constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
-static_assert(!COMBINE || (!SPLIT && FORMAT != 3), "a warp for each choice, whose rows have no scales in shared memory");
+constexpr bool SPLIT = PARTS > 1;
+static_assert(!COMBINE || FORMAT != 3, "the rows of all choices have no scales in shared memory");
 constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
 constexpr int STAGES = STAGED ? DEPTH * PLACES * 128 : 0;
-constexpr int OWN = !SPLIT ? STAGES + SUMS : STAGES > SUMS ? STAGES : SUMS;  // numbers of shared memory of a warp
+// Slices of a warp where they are shared; those whose sums have places of their own while it works; numbers of shared memory of a warp.
+constexpr int EACH = SLICES / PARTS, KEPT = !SPLIT ? 1 : EACH > 1 ? EACH : 0, OWN = KEPT ? STAGES + KEPT * SUMS : STAGES > SUMS ? STAGES : SUMS;
 
 struct Args {
     const char* x;
@@ -171,11 +175,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     float* x_scales = shared_sums + WARPS * OWN;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     float* sums = shared_sums + warp * OWN;
-    uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
+    uint4* places = (uint4*)(sums + KEPT * SUMS) + lane;
     const int w_bytes = args.in * (FORMAT == 0 ? 2 : 1), x_bytes = args.in * (FP8 || FORMAT == 4 ? 1 : 2);  // of a row; w_bytes not of four bits
-    const int size = args.out / MATRICES, unit = COMBINE ? blockIdx.y * COMBINE + warp : blockIdx.y;
+    const int parts = SPLIT ? blockDim.x / WARP / (COMBINE ? COMBINE : 1) : 1, part = SPLIT ? warp % parts : 0;
+    const int size = args.out / MATRICES, unit = COMBINE ? blockIdx.y * COMBINE + warp / parts : blockIdx.y;
     const int tile = SPLIT || COMBINE ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
-    const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
+    const int first = part * EACH * args.per, count = SPLIT ? min(EACH * args.per, args.steps - first) : args.steps;
     __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
 #if HOPPER
     if (UNITS == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -183,6 +188,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #endif
     const int expert = UNITS ? load_index(args.experts + unit) : 0;
     if (expert < 0) return;
+    if (args.bias && lane < TILES) prefetch(args.bias + (long long)expert * args.out + lane / MT * size + min(first_output + lane % MT * 16, size - 1));
+#if COMBINE  // a thread for each choice of an output
+    const int choice = lane % COMBINE, choice_pair = blockIdx.y * COMBINE + choice, choice_expert = load_index(args.experts + choice_pair);
+    const float choice_weight = load_float(args.weights + choice_pair);
+#endif
     const long long scales = expert * args.expert_scales;
 
     // Where the next step of this warp begins, and in it the tiles, or, of other formats than four bits, their halves.
@@ -378,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
     };
 
-    Sums* before = (Sums*)sums + lane;  // the sum of the slices so far
+    Sums* before = (Sums*)sums + lane;  // the sum of the slices so far, or where they are shared those of one after the other
     if (!SPLIT)
 #pragma unroll
         for (int j = 0; j < TILES * NT; ++j) before[j * WARP] = {(Sum)-0.0f, (Sum)-0.0f, (Sum)-0.0f, (Sum)-0.0f};  // which change nothing, whatever the sign
@@ -386,10 +396,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
         for (int j = 0; j < TILES * NT; ++j) {
             Sum(&own)[4] = total[j / NT][j % NT];
-            const Sums sum = before[j * WARP];
-            before[j * WARP] = {sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]};
+            const Sums sum = SPLIT ? Sums{} : before[j * WARP];
+            before[j * WARP] = SPLIT ? Sums{own[0], own[1], own[2], own[3]} : Sums{sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]};
             own[0] = own[1] = own[2] = own[3] = 0;
         }
+        if (SPLIT) before += SUMS / 4;
     };
     int left = args.per;
 #pragma unroll
@@ -417,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 load_rows(ring[d], step + DEPTH, d);
             }
             if (STAGED) end_copies();
-            if (!SPLIT && --left == 0) {
+            if (KEPT && step < count && --left == 0) {
                 left = args.per;
                 close_slice();
             }
@@ -425,17 +436,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     }
 
     __syncwarp();  // before sums take the place of what lanes read
-    if (SPLIT) {
-#pragma unroll
-        for (int j = 0; j < TILES * NT; ++j) {
-            const Sum(&own)[4] = total[j / NT][j % NT];
-            before[j * WARP] = {own[0], own[1], own[2], own[3]};
-        }
-    } else close_slice();
+    if (!SPLIT || left < args.per || !KEPT) close_slice();
     if (SPLIT || COMBINE) __syncthreads();
     else __syncwarp();
 
-    const int slices = SPLIT ? blockDim.x / WARP : 1;
+    const int slices = SPLIT ? (args.steps + args.per - 1) / args.per : 1;
     // Output `own` of a token of this block's, or of this warp's, from the sums of `of_warp` and those of the slices after it.
     auto finished = [&](const float* of_warp, int own, int token, int own_expert, int pair) {
         float value[MATRICES];
@@ -444,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             const Sum* sum = (const Sum*)of_warp + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
             const int output = m * size + first_output + own;
             Sum whole = *sum;
-            for (int s = 1; s < slices; ++s) whole += sum[s * OWN];
+            for (int s = 1; s < slices; ++s) whole += sum[s / EACH * OWN + s % EACH * SUMS];
 #if ZEROS
             whole -= load_index(args.x_zero + row_of(pair)) * args.w_sum[output];
 #endif
@@ -466,16 +471,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #endif
     };
 #if COMBINE
-    for (int own = threadIdx.x; own < OUTPUTS && first_output + own < size; own += blockDim.x) {
+    constexpr int GROUPS = WARP / COMBINE;  // outputs of a warp at a time
+    const int group = lane / COMBINE;
+    for (int begin = warp * GROUPS; begin < OUTPUTS && first_output + begin < size; begin += blockDim.x / WARP * GROUPS) {
+        const int own = begin + min(group, GROUPS - 1);
+        const bool there = own < OUTPUTS && first_output + own < size;
+        const float y = there ? finished(shared_sums + choice * parts * OWN, own, 0, choice_expert, choice_pair) : 0.0f;
         float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < COMBINE; ++c) {
-            const int pair = blockIdx.y * COMBINE + c;
-            const float y = finished(shared_sums + c * OWN, own, 0, load_index(args.experts + pair), pair);
-            sum = __fmaf_rn(y, load_float(args.weights + pair), sum);
-        }
+        for (int c = 0; c < COMBINE; ++c)
+            sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, (group * COMBINE + c) & 31), __shfl_sync(0xFFFFFFFFu, choice_weight, c), sum);
         const long long to = (long long)blockIdx.y * size + first_output + own;
-        args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
+        if (there && group < GROUPS && choice == 0) args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
     }
 #else
     const int thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;

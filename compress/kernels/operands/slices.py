@@ -27,21 +27,26 @@ SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/global.cuh
 
 @dataclass(frozen=True)
 class Tile:
-    """The tiles of 16 outputs and of 8 rows of an item, the steps that a warp has under way, and the blocks
-    of a multiprocessor at least; `split` gives each slice a warp, else one has all; steps under way wait in
-    shared memory where `staged`, else in registers. None of them changes a bit."""
+    """The tiles of 16 outputs and of 8 rows of an item, the steps that a warp has under way, the blocks of a
+    multiprocessor at least, and the warps that share the slices of an item: 1, 2, 4 or 8. Steps under way
+    wait in shared memory where `staged`, else in registers. None of them changes a bit."""
 
     output_tiles: int
     row_tiles: int
     depth: int
     blocks: int
-    split: bool
+    parts: int
     staged: bool = False
 
     @property
     def warps(self) -> int:
         """Warps of a block at most."""
-        return SLICES if self.split else ITEMS
+        return self.parts if self.parts > 1 else ITEMS
+
+    @property
+    def kept_sums(self) -> int:
+        """Slices whose sums have a place of their own while a warp works."""
+        return 0 if self.parts == SLICES else SLICES // self.parts if self.parts > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Variant:
             "UNITS": ROWS.index(self.rows),
             "COMBINE": self.choices,
             "OUT32": int(self.float32_output),
-            "SPLIT": int(self.tile.split),
+            "PARTS": self.tile.parts,
             "STAGED": int(self.tile.staged),
             "MT": self.tile.output_tiles,
             "NT": self.tile.row_tiles,
@@ -105,10 +110,10 @@ class Variant:
     @property
     def warps(self) -> int:
         """Warps of a block at most."""
-        return self.choices or self.tile.warps
+        return self.choices * self.tile.parts if self.choices else self.tile.warps
 
     def shared_bytes(self, steps: int) -> int:
-        """Return the bytes of the sums of all warps, or of their steps under way, and of the scales of x."""
+        """Return the bytes of the sums of all warps and of their steps under way, and of the scales of x."""
         tile = self.tile
         tiles = tile.output_tiles * (1 if self.activation is None else 2)
         scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
@@ -116,7 +121,8 @@ class Variant:
         x = 4 if self.format in (*IN_WORDS, "w8") else 2
         staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
         sums = tiles * tile.row_tiles * 512
-        return self.warps * (max(staged, sums) if tile.split else staged + sums) + scales
+        own = staged + tile.kept_sums * sums if tile.kept_sums else max(staged, sums)
+        return self.warps * own + scales
 
 
 def variant_of(
@@ -269,13 +275,15 @@ def multiply(
     )
     size = matrices.out_features if activation is None else matrices.out_features // 2
     tiles = -(-size // (16 * tile.output_tiles))
+    slices = -(-steps // per)
+    parts = -(-slices * tile.parts // SLICES) if tile.parts > 1 else 1
     if total is not None:
         grid = (tiles, num_rows)
-        warps = variant.choices
+        warps = variant.choices * parts
     else:
         units = -(-num_rows // (8 * tile.row_tiles)) if chosen is None else chosen.experts.numel()
-        grid = (tiles if tile.split else -(-tiles // ITEMS), units)
-        warps = -(-steps // per) if tile.split else ITEMS
+        grid = (tiles if tile.parts > 1 else -(-tiles // ITEMS), units)
+        warps = parts if tile.parts > 1 else ITEMS
     launch = Launch(
         grid=grid,
         threads=32 * warps,

@@ -130,7 +130,7 @@ def in_float64(given: Layer) -> Tensor:
 
 def problem(phase: Any, name: str | None, dtype: torch.dtype, given: Layer, **facts: Any) -> Problem:
     sizes = {"n": given.x_TD.shape[1], "k": given.experts[0].down.shape[1], **facts}
-    return KernelDevice("cpu", 90 if INTERPRETED else 0, dtype).problem(
+    return KernelDevice("cpu", 89 if INTERPRETED else 0, dtype).problem(
         "experts",
         phase=phase,
         scheme=name,
@@ -219,6 +219,25 @@ def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
 def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     use_row_independent_products(monkeypatch)
     check(phase, name, dtype, layer(name, dtype, count=3, rows=5))
+
+
+@inside
+@pytest.mark.parametrize("rows", [2, 6])
+def test_tiles_of_products_in_slices_change_no_bit(rows: int) -> None:
+    dtype = torch.bfloat16
+    given = layer("W4A16_CHANNEL", dtype, hidden=144, ffn=1296, rows=rows, top_k=3, bias=True)
+    packed = packed_experts.repack(given.experts, dtype=dtype, device=torch.device("cpu"))
+
+    def decode(first: slices.Tile, second: slices.Tile) -> Tensor:
+        call = _call(given, packed, 0, rows)
+        return slices.decode(*call, activation="silu", residual_TD=given.residual_TD, tiles=(first, second))
+
+    one = slices.Tile(1, 1, 1, 1, 1)
+    served = decode(one, one)
+    for parts, staged in ((1, True), (2, False), (4, True), (8, False)):
+        other = slices.Tile(2, 1, 2, 1, parts, staged)
+        assert same_bits(decode(one, other), served)
+        assert same_bits(decode(other, one), served)
 
 
 @inside
@@ -320,6 +339,7 @@ def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
     for num_rows in (1, 2, 3, 4):
         _, down = slices.tiles_of(packed, num_rows, top_k, gpu)
         assert slices.shared_bytes(packed, down, top_k) < gpu.shared_bytes
+        assert top_k * down.parts <= slices.MOST_WARPS
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")

@@ -77,14 +77,16 @@ def variant(
 
 
 TILES = (
-    Tile(1, 1, 1, 1, True),
-    Tile(1, 1, 1, 1, False),
-    Tile(2, 2, 2, 1, False),
-    Tile(4, 1, 3, 1, False),
-    Tile(1, 4, 1, 2, True),
-    Tile(1, 8, 1, 1, True),
-    Tile(1, 1, 2, 1, True, True),
-    Tile(2, 2, 3, 1, False, True),
+    Tile(1, 1, 1, 1, 8),
+    Tile(1, 1, 1, 1, 1),
+    Tile(2, 2, 2, 1, 1),
+    Tile(4, 1, 3, 1, 1),
+    Tile(1, 4, 1, 2, 8),
+    Tile(1, 8, 1, 1, 8),
+    Tile(1, 1, 2, 1, 8, True),
+    Tile(2, 2, 3, 1, 1, True),
+    Tile(1, 1, 2, 1, 4),
+    Tile(2, 2, 1, 1, 2, True),
 )
 
 
@@ -183,4 +185,4 @@ def test_sums_fit_the_shared_memory_of_every_device(
 
 def test_many_outputs_and_rows_give_every_warp_an_item_of_its_own() -> None:
     matrices = as_blocks(torch.empty(4096, 128, dtype=torch.bfloat16)).matrices
-    assert [tile_of(matrices, rows, gated=False).split for rows in (1, 64, 512)] == [True, True, False]
+    assert [tile_of(matrices, rows, gated=False).parts for rows in (1, 64, 512)] == [8, 8, 1]
