@@ -31,6 +31,7 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.matrix_product import Tile
 from compress.kernels.operands.routing import ExpertWeights, router_weights
+from compress.kernels.operands.slices import SLICES
 from compress.kernels.problem import KernelDevice
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -273,11 +274,14 @@ def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool
         yield replace(plan, gate_up=tile, down=tile)
 
 
-def sweep_tiles(served: tuple[slices.Tile, slices.Tile]) -> Iterator[tuple[slices.Tile, slices.Tile]]:
-    """Yield other tiles for one of the products of decode rows in slices."""
-    for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
+def sweep_tiles(
+    served: tuple[slices.Tile, slices.Tile], most_parts: int
+) -> Iterator[tuple[slices.Tile, slices.Tile]]:
+    """Yield other tiles for one of the products of decode rows in slices, of down with at most so many warps
+    that share slices."""
+    for place, outputs, most in ((0, (1, 2), SLICES), (1, (1, 2, 4), most_parts)):
         for parts, staged in itertools.product((1, 2, 4, 8), (True, False)):
-            if served[place].parts > 1 and parts == 1:
+            if parts > most:
                 continue
             for output_tiles, depth, blocks in itertools.product(outputs, (1, 2, 3), (3, 5)):
                 tile = slices.Tile(output_tiles, served[place].row_tiles, depth, blocks, parts, staged)
@@ -302,7 +306,8 @@ def plans_of(
     elif not prefill and ready.format in packed.DECODED_IN_SLICES:
         served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
         yield "served", slices.decode, {"tiles": served}
-        for tiles in sweep_tiles(served) if sweep else ():
+        most_parts = slices.MOST_WARPS // top_k if slices.is_paired(rows, top_k) else SLICES
+        for tiles in sweep_tiles(served, most_parts) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}
         return
     plan = fused.prefill_plan(ready, rows, top_k) if prefill else fused.decode_plan(ready, rows)

@@ -6,6 +6,7 @@ block has a warp for each choice of a token, whose outputs it adds; more pairs a
 float32 and added in the order of K, so a row has the same bits in any company.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -41,8 +42,6 @@ from compress.kernels.select import Kernel, register
 MAX_PAIRED_CHOICES = 16
 MOST_WARPS = 32
 """Warps of a block."""
-IN_REGISTERS = Tile(1, 1, 1, 2, 1)
-"""The tile of down where the steps of all choices do not fit the shared memory of a block."""
 
 
 def is_paired(num_rows: int, top_k: int) -> bool:
@@ -56,9 +55,9 @@ def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tupl
     if is_paired(num_rows, top_k):
         items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
         gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
-        down = _paired_down(steps_of(packed.down), num_rows, top_k)
-        fits = shared_bytes(packed, down, top_k) <= gpu.shared_bytes - STATIC_BYTES
-        return gate, down if fits else IN_REGISTERS
+        room = gpu.shared_bytes - STATIC_BYTES
+        downs = _paired_downs(steps_of(packed.down), num_rows, top_k)
+        return gate, next(each for each in downs if shared_bytes(packed, each, top_k) <= room)
     if num_rows <= 32:
         return Tile(2, 1, 1, 4, 1), Tile(2, 1, 1, 5, 1)
     if num_rows <= 64:
@@ -77,16 +76,16 @@ def _paired_gate(items: float) -> Tile:
     return Tile(2, 1, 1, 3, 2, staged=True) if items <= 16 else Tile(2, 1, 2, 3, 1, staged=True)
 
 
-def _paired_down(steps: int, num_rows: int, top_k: int) -> Tile:
-    """Return the tile of down, a block of which has the choices of a token."""
-    if num_rows > 2:
-        return Tile(2, 1, 2, 2, 1, staged=True)
+def _paired_downs(steps: int, num_rows: int, top_k: int) -> Iterator[Tile]:
+    """Yield tiles of down, a block of which has the choices of a token, the best first; the last one needs
+    next to no shared memory."""
     long = steps > SLICES
-    if num_rows > 1:
-        return Tile(1, 1, 6 if long else 3, 1, 1, staged=True)
-    if 4 * top_k <= MOST_WARPS // 2 and long:
-        return Tile(2, 1, 2, 1, 4, staged=True)
-    return Tile(1, 1, 1, 1, 4 if 4 * top_k <= MOST_WARPS else 2)
+    if num_rows > 2:
+        yield Tile(2, 1, 2, 2, 1, staged=True)
+    elif num_rows == 1 and 4 * top_k <= MOST_WARPS:
+        yield Tile(2, 1, 2, 1, 4, staged=True) if long and top_k <= 4 else Tile(1, 1, 1, 1, 4)
+    yield Tile(1, 1, 6 if long or num_rows == 1 else 3, 1, 1, staged=True)
+    yield Tile(1, 1, 1, 2, 1)
 
 
 def shared_bytes(packed: PackedExperts, tile: Tile, top_k: int) -> int:
