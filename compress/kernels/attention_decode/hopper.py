@@ -4,8 +4,8 @@ is spread over blocks.
 Keys and values older than the step's own positions are fetched before the launch waits for the one before
 it. That is sound because it reads only context lengths, block tables and pages that earlier steps wrote.
 Launches since then may not write these, and one of them must wait before it lets the next one start, so that
-everything before *it* is complete: `rope_store.fused` does in the first layer of a pass, and starts early in
-the others. A kernel that is not launched as a programmatic dependent is complete as a whole.
+everything before *it* is complete: `rope_store.fused` does unless `early` is set, which it never is in the
+first layer of a pass. A kernel that is not launched as a programmatic dependent is complete as a whole.
 """
 
 import ctypes

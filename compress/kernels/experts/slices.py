@@ -2,7 +2,7 @@
 (`operands/slices.cu`): gate and up with their activation, down, and the sum over the choices of a token.
 
 Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and a
-block has a warp for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
+block has warps for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
 float32 and added in the order of K, so a row has the same bits in any company.
 """
 

@@ -396,8 +396,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
         for (int j = 0; j < TILES * NT; ++j) {
             Sum(&own)[4] = total[j / NT][j % NT];
-            const Sums sum = SPLIT ? Sums{} : before[j * WARP];
-            before[j * WARP] = SPLIT ? Sums{own[0], own[1], own[2], own[3]} : Sums{sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]};
+            Sums& sum = before[j * WARP];
+            if (SPLIT) sum = {own[0], own[1], own[2], own[3]};
+            else sum = {sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]};
             own[0] = own[1] = own[2] = own[3] = 0;
         }
         if (SPLIT) before += SUMS / 4;

@@ -46,7 +46,9 @@ class Tile:
     @property
     def kept_sums(self) -> int:
         """Slices whose sums have a place of their own while a warp works."""
-        return 0 if self.parts == SLICES else SLICES // self.parts if self.parts > 1 else 1
+        if self.parts == 1:
+            return 1
+        return SLICES // self.parts if self.parts < SLICES else 0
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over the choices of each token, which a block forms of a warp for each: weights [T, K], and a
-    residual [T, O] or None."""
+    """The sum over the choices of each token, which one block forms: weights [T, K], and a residual [T, O] or
+    None."""
 
     weights_TK: Tensor
     residual_TO: Tensor | None
