@@ -1,11 +1,12 @@
-"""What a smaller KV cache gains at a long context: the time of a token, and how many tokens fit, for each
-format of the cache.
+"""What a smaller KV cache gains at a long context: the time of the first token and of those after it, and how
+many tokens fit, for each format of the cache.
 
     python -m scripts.bench_long_context --out benchmarks/h200/long_context.json
 
 Weights are random and made on the device (`models/random_source.py`). Prompts of `--context` random tokens
 are prefilled and then decoded together; the time of a token is the median over the decode steps of all
-requests, by format and number of requests. `tokens_per_gib` is how many tokens a GiB of cache holds.
+requests, by format and number of requests. `ttft_ms_p50` is the median time to a request's first token, for
+which those sent with it wait, too. `tokens_per_gib` is how many tokens a GiB of cache holds.
 """
 
 import argparse
@@ -30,8 +31,11 @@ from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_dev
 MARGIN_TOKENS = 64
 
 
-def token_times_ms(engine: Engine, batch_size: int, context: int, num_tokens: int, seed: int) -> list[float]:
-    """Return the time of each token after the first of each request, once all are past their prompts."""
+def times_ms(
+    engine: Engine, batch_size: int, context: int, num_tokens: int, seed: int
+) -> tuple[list[float], list[float]]:
+    """Return the time to the first token of each request, and the time of each token after it once all are
+    past their prompts."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(engine.arch.vocab_size, (batch_size, context), generator=generator).tolist()
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
@@ -41,7 +45,8 @@ def token_times_ms(engine: Engine, batch_size: int, context: int, num_tokens: in
     while engine.has_work:
         finished += engine.step()
     all_decode_s = max(each.token_times_s[0] for each in finished)
-    return [
+    firsts_ms = [(each.token_times_s[0] - each.arrival_s) * 1e3 for each in finished]
+    return firsts_ms, [
         (later - earlier) * 1e3
         for each in finished
         for earlier, later in zip(each.token_times_s, each.token_times_s[1:], strict=False)
@@ -65,11 +70,13 @@ def measure(args: argparse.Namespace, name: str, arch: Arch, device: torch.devic
         engine = Engine(source, device=device, config=config)
         for batch_size in args.batch_sizes:
             started_s = time.perf_counter()
-            times_ms = []
+            firsts_ms, tokens_ms = list[float](), list[float]()
             for repeat in range(args.repeats + 1):
-                found = token_times_ms(engine, batch_size, args.context, args.output_tokens, repeat)
-                times_ms += found if repeat else []  # the first one is the warm-up
-            deciles = statistics.quantiles(times_ms, n=10, method="inclusive")
+                firsts, tokens = times_ms(engine, batch_size, args.context, args.output_tokens, repeat)
+                if repeat:  # the first one is the warm-up
+                    firsts_ms += firsts
+                    tokens_ms += tokens
+            deciles = statistics.quantiles(tokens_ms, n=10, method="inclusive")
             rows.append(
                 {
                     "tool": "compress",
@@ -78,7 +85,8 @@ def measure(args: argparse.Namespace, name: str, arch: Arch, device: torch.devic
                     "kv": engine.kv_format,
                     "context": args.context,
                     "batch_size": batch_size,
-                    "tpot_ms_p50": statistics.median(times_ms),
+                    "ttft_ms_p50": statistics.median(firsts_ms),
+                    "tpot_ms_p50": statistics.median(tokens_ms),
                     "tpot_ms_p10": deciles[0],
                     "tpot_ms_p90": deciles[-1],
                     "kv_bytes_per_token": engine.kv_bytes_per_token,
@@ -96,13 +104,14 @@ def measure(args: argparse.Namespace, name: str, arch: Arch, device: torch.devic
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    times = ("TPOT p50, ms", "p10", "p90")
+    times = ("TTFT p50, ms", "TPOT p50, ms", "p10", "p90")
     header = ["KV cache", "requests", "context", *times, "bytes a token", "tokens a GiB"]
     cells = [
         [
             row["kv"],
             str(row["batch_size"]),
             f"{row['context']:,}",
+            f"{row['ttft_ms_p50']:.1f}",
             *(f"{row[f'tpot_ms_{part}']:.3f}" for part in ("p50", "p10", "p90")),
             f"{row['kv_bytes_per_token']:,}",
             f"{row['tokens_per_gib']:,}",
@@ -115,7 +124,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--scheme", default="W4A16_G128")
-    parser.add_argument("--formats", nargs="+", default=["dense", "FP8_TOKEN_HEAD"])
+    parser.add_argument("--formats", nargs="+", default=["dense", "FP8_TOKEN_HEAD", "FP8_ATTENTION"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--output-tokens", type=int, default=64)

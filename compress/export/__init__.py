@@ -23,6 +23,7 @@ from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import (
+    FP8_ATTENTION,
     FP8_STATIC,
     FP8_TOKEN_HEAD,
     INT4_TOKEN_HEAD,
@@ -152,6 +153,7 @@ class OneScaleFormat(Protocol):
 
 VLLM_KV_FLAGS = {
     FP8_TOKEN_HEAD: "--kv-cache-dtype fp8_per_token_head",
+    FP8_ATTENTION: "--kv-cache-dtype fp8_per_token_head",
     INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
     INT4_TOKEN_HEAD: "--kv-cache-dtype int4_per_token_head",
 }
@@ -245,4 +247,5 @@ def kv_note(kv_format: str) -> str:
     return (
         f"KV cache {kv_format}: only compress.json states it, no checkpoint format can; vLLM serves it with "
         f"{VLLM_KV_FLAGS[kv_format]}"
+        + (", and only compress multiplies in FP8 in prefill attention" if kv_format == FP8_ATTENTION else "")
     )

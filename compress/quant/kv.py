@@ -6,6 +6,9 @@
     FP8_, INT8_, INT4_TOKEN_HEAD     one float32 scale for each position and head, computed when it is written
     INT4_TOKEN_HEAD_HADAMARD         the same pages; queries, keys (after rope) and values are replaced by the
                                      Hadamard transform of their head (`kernels/hadamard/`)
+    FP8_ATTENTION                    as FP8_TOKEN_HEAD, and each scale is a power of two, so that prefill
+                                     attention can multiply the codes in FP8 under one scale for many
+                                     positions (`kernels/attention_prefill/fp8_reference.py`)
 
 A calibrated scale is a scalar of the layer under the names of `KV_SCALES`: value ~ e4m3(value / scale) *
 scale. `kernels/operands/paged.py` has the memory layout of the pages.
@@ -23,6 +26,7 @@ FP8_STATIC = "FP8_STATIC"
 FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
 INT8_TOKEN_HEAD = "INT8_TOKEN_HEAD"
 INT4_TOKEN_HEAD = "INT4_TOKEN_HEAD"
+FP8_ATTENTION = "FP8_ATTENTION"
 HADAMARD = "_HADAMARD"
 INT4_HADAMARD = INT4_TOKEN_HEAD + HADAMARD
 HADAMARD_HEAD_DIMS = (64, 128, 256)
@@ -30,6 +34,7 @@ HADAMARD_HEAD_DIMS = (64, 128, 256)
 KV_CACHES = {
     "fp8": FP8_STATIC,
     "fp8_token_head": FP8_TOKEN_HEAD,
+    "fp8_attention": FP8_ATTENTION,
     "int8": INT8_TOKEN_HEAD,
     "int4": INT4_TOKEN_HEAD,
     "int4_hadamard": INT4_HADAMARD,

@@ -85,7 +85,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def clone_pages(kv: PagedKV) -> PagedKV:
-    return replace(kv, **{name: value.clone() for name, value in vars(kv).items() if value is not None})
+    return replace(
+        kv, **{name: value.clone() for name, value in vars(kv).items() if isinstance(value, Tensor)}
+    )
 
 
 def bytes_per_position(kv: PagedKV) -> int:

@@ -3,6 +3,7 @@ in any company.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
+from compress.kernels.attention_prefill import fp8, fp8_reference
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
+from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
@@ -230,7 +233,8 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written(kv_format: str
         return hopper.attention_decode(q, pages, table, lens[step], q_len=1, window=None, scale=0.1)
 
     expected = []
-    pages = PagedKV(*(None if each is None else each.clone() for each in vars(kv).values()))
+    tensors = {name: each.clone() for name, each in vars(kv).items() if isinstance(each, Tensor)}
+    pages = replace(kv, **tensors)
     for step in range(num_steps):
         expected.append(run(step, pages))
         torch.cuda.synchronize()
@@ -270,6 +274,46 @@ def test_prefill_is_the_reference_within_rounding(
         q[1:701].contiguous(), kv, table[1:2], (700,), (700,), window=window, scale=scale
     )
     assert torch.equal(alone, out[1:701])
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"),
+    [
+        (128, 64, 8, 2, None, torch.bfloat16),
+        (128, 16, 14, 2, 200, torch.float16),
+        (64, 32, 8, 8, None, torch.float16),
+        (64, 128, 64, 1, 70, torch.bfloat16),
+    ],
+)
+def test_prefill_with_products_in_fp8(
+    head_dim: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    """The reference rounds weights beside another largest score, and by that much the two differ."""
+    query_lens, context_lens = (1, 700, 129, 33, 300), (5, 700, 1000, 2000, 301)
+    table = make_table(5, 2048 // block_size)
+    kv = make_pages("FP8_ATTENTION", (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
+    q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype, seed=3)
+    facts: dict[str, Any] = {"window": window, "scale": head_dim**-0.5}
+    expected = fp8_reference.attention_prefill(q, kv, table.long(), query_lens, context_lens, **facts)
+    poison_behind_(kv, table, list(context_lens))
+    poisoned_memory()
+    out = fp8.attention_prefill(q, kv, table, query_lens, context_lens, **facts)
+    assert float((out.double() - expected.double()).norm() / expected.double().norm()) < 2**-6
+    lists = FixedLists(q.shape[0] + 9, 7, 256, q.device)
+    lists.load(query_lens, context_lens)
+    assert torch.equal(
+        fp8.attention_prefill(q, kv, table, query_lens, context_lens, lists=lists, **facts), out
+    )
+    for row, (queries, own) in enumerate(zip(q.split(query_lens), out.split(query_lens), strict=True)):
+        lens = query_lens[row : row + 1], context_lens[row : row + 1]
+        alone = fp8.attention_prefill(queries.contiguous(), kv, table[row : row + 1], *lens, **facts)
+        assert torch.equal(alone, own)
 
 
 def test_a_captured_decode_serves_other_contexts() -> None:

@@ -60,7 +60,14 @@ def make_requests() -> list[Request]:
     ]
 
 
-KV_FORMATS = (None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD", "INT4_TOKEN_HEAD_HADAMARD")
+KV_FORMATS = (
+    None,
+    "FP8_TOKEN_HEAD",
+    "FP8_ATTENTION",
+    "INT8_TOKEN_HEAD",
+    "INT4_TOKEN_HEAD",
+    "INT4_TOKEN_HEAD_HADAMARD",
+)
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor]:

@@ -14,15 +14,22 @@ from compress.kernels.step.host_memory import sent
 
 
 @lru_cache(maxsize=4)
-def dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return int32 [blocks, 2], sequence and place in its table of every block of each sequence in order,
-    and the table over that order."""
-    blocks = [(sequence, idx) for sequence, count in enumerate(num_blocks) for idx in range(count)]
+def dense_blocks(
+    context_lens: tuple[int, ...], block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return int32 [blocks, 3] of every block of each sequence in order: sequence, place in its table, and
+    number of positions; and the table over that order."""
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    blocks = [
+        (sequence, idx, min(block_size, length - idx * block_size))
+        for sequence, length in enumerate(context_lens)
+        for idx in range(num_blocks[sequence])
+    ]
     firsts = [sum(num_blocks[:sequence]) for sequence in range(len(num_blocks))]
     table = [[first + idx for idx in range(max(num_blocks))] for first in firsts]
     lists = (torch.tensor(each, dtype=torch.int32) for each in (blocks, table))
-    blocks_N2, table_RB = (sent(each, device) for each in lists)
-    return blocks_N2, table_RB
+    blocks_N3, table_RB = (sent(each, device) for each in lists)
+    return blocks_N3, table_RB
 
 
 @lru_cache(maxsize=4)
@@ -77,7 +84,7 @@ class FixedLists:
     def dense_blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Return `dense_blocks` of the contexts, and after them the first block again."""
         if block_size not in self._blocks:
-            shapes = (self._max_blocks, 2), (self._max_sequences, self._max_blocks)
+            shapes = (self._max_blocks, 3), (self._max_sequences, self._max_blocks)
             places = tuple(torch.zeros(each, dtype=torch.int32, device=self._device) for each in shapes)
             self._blocks[block_size] = places[0], places[1]
             self._load_blocks(block_size, *self._blocks[block_size])
@@ -88,8 +95,7 @@ class FixedLists:
         _load(place, tiles)
 
     def _load_blocks(self, block_size: int, blocks_place: Tensor, table_place: Tensor) -> None:
-        counts = tuple(-(-length // block_size) for length in self.context_lens)
-        blocks, table_RB = dense_blocks(counts, torch.device("cpu"))
+        blocks, table_RB = dense_blocks(self.context_lens, block_size, torch.device("cpu"))
         _load(blocks_place, blocks)
         _load(table_place, table_RB)
 

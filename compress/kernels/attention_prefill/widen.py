@@ -40,7 +40,7 @@ def _widen_pages(
     """Dequantize one block of one head, keys and values: codes times their scales, in the queries' dtype."""
     launch_dependents(PDL)
     wait(PDL)
-    entry_ptr = blocks_ptr + tl.program_id(0) * 2
+    entry_ptr = blocks_ptr + tl.program_id(0) * 3
     kv_head = tl.program_id(1).to(tl.int64)
     block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(
         tl.int64
@@ -74,9 +74,10 @@ def widened(
     head_dim = kv.head_dim
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
-    counts = tuple(-(-length // block_size) for length in context_lens)
     blocks, table_RB = (
-        dense_blocks(counts, block_table_RB.device) if lists is None else lists.dense_blocks(block_size)
+        dense_blocks(context_lens, block_size, block_table_RB.device)
+        if lists is None
+        else lists.dense_blocks(block_size)
     )
     k, v = (
         torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device)

@@ -26,6 +26,7 @@ def store_heads(
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     TINY_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
 ) -> None:
     """Write halves [h, C / 2] of the given heads to one slot of the pages, as `PagedKV.write_` does."""
     STORED: tl.constexpr = C // 2 if FORMAT == 4 else C
@@ -39,6 +40,8 @@ def store_heads(
         else:
             absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
             scale = tl.maximum(tl.div_rn(absmax, LARGEST + tl.zeros_like(absmax)), TINY_SCALE)
+            if POWERS:
+                scale = _power_of_two(scale)
             tl.store(scale_ptr + heads * scale_stride + slot, scale, mask=real_head)
         first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -LARGEST), LARGEST)
         second = tl.minimum(tl.maximum(tl.div_rn(second, scale + tl.zeros_like(second)), -LARGEST), LARGEST)
@@ -55,6 +58,13 @@ def store_heads(
     else:
         tl.store(at + columns, first.to(pages_ptr.dtype.element_ty), mask=mask)
         tl.store(at + C // 2 + columns, second.to(pages_ptr.dtype.element_ty), mask=mask)
+
+
+@jit()
+def _power_of_two(scale: tl.tensor) -> tl.tensor:
+    """Return positive numbers rounded up to powers of two; NaN stays."""
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
 
 
 @jit()

@@ -2,6 +2,7 @@
 
     BF16, F16, F32    k and v as they are
     FP8_TOKEN_HEAD    e4m3 codes and a float32 scale a position and head, computed when it is written
+    FP8_ATTENTION     as FP8_TOKEN_HEAD, each scale rounded up to a power of two
     FP8_STATIC        e4m3 codes, one given float32 scale for all keys of the layer and one for all values
     INT8_TOKEN_HEAD   codes -127..127 and scales as for FP8_TOKEN_HEAD
     INT4_TOKEN_HEAD   codes -7..7, two to a byte (even dimension in the low half, stored + 8); same scales
@@ -10,12 +11,13 @@ Slot = block id * block_size + offset. Block 0 pads block tables and belongs to 
 heads, N blocks, S positions of a block, C head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from compress.kernels.operands.rows import FP8, FP8_MAX, dynamic_scale
+from compress.quant.kv import FP8_ATTENTION as FP8_ATTENTION
 from compress.quant.kv import FP8_STATIC as FP8_STATIC
 from compress.quant.kv import FP8_TOKEN_HEAD as FP8_TOKEN_HEAD
 from compress.quant.kv import INT4_TOKEN_HEAD as INT4_TOKEN_HEAD
@@ -26,16 +28,17 @@ SHORT_CONTEXT = 1024
 PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
-TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
+TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, FP8_ATTENTION, *INT_FORMATS.values())
 PAGE_DTYPES = {
     **{name: dtype for dtype, name in (DENSE_FORMATS | INT_FORMATS).items()},
     FP8_TOKEN_HEAD: FP8,
+    FP8_ATTENTION: FP8,
     FP8_STATIC: FP8,
 }
 """The dtype of the pages of each format."""
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
-CODED_FORMATS = {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
-"""The number of each format of codes in kernels, `FORMAT`; 0 is any dense format."""
+CODED_FORMATS = {FP8_TOKEN_HEAD: 1, FP8_ATTENTION: 1, FP8_STATIC: 2, INT8_TOKEN_HEAD: 3, INT4_TOKEN_HEAD: 4}
+"""The number of each format of codes in kernels that read them, `FORMAT`; 0 is any dense format."""
 _OFFSET = 8
 """The number that is added to an INT4 code when it is stored."""
 
@@ -43,12 +46,14 @@ _OFFSET = 8
 @dataclass(frozen=True)
 class PagedKV:
     """One layer's pages: k and v [K, N, S, C], or [K, N, S, C / 2] bytes of INT4; scales are float32 [K, N,
-    S] (per token and head), scalars (static), or None."""
+    S] (per token and head), scalars (static), or None. `power_scales`: those per token and head are powers
+    of two."""
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    power_scales: bool = field(default=False, kw_only=True)
 
     @property
     def block_size(self) -> int:
@@ -64,7 +69,8 @@ class PagedKV:
             return DENSE_FORMATS[self.k.dtype]
         if self.k.dtype in INT_FORMATS:
             return INT_FORMATS[self.k.dtype]
-        return FP8_TOKEN_HEAD if self.k_scale.dim() else FP8_STATIC
+        by_token = FP8_ATTENTION if self.power_scales else FP8_TOKEN_HEAD
+        return by_token if self.k_scale.dim() else FP8_STATIC
 
     def empty_like(self, num_blocks: int, block_size: int) -> "PagedKV":
         """Return zeroed pages of the same width and format; static scales are shared."""
@@ -74,9 +80,8 @@ class PagedKV:
             for pages in (self.k, self.v)
         )
         if self.format in TOKEN_HEAD_FORMATS:
-            return PagedKV(
-                k, v, *(torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2))
-            )
+            scales = (torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2))
+            return PagedKV(k, v, *scales, power_scales=self.power_scales)
         return PagedKV(k, v, self.k_scale, self.v_scale)
 
     def write_(self, slots_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
@@ -87,6 +92,7 @@ class PagedKV:
                 new_f32 = new_KTC.to(torch.float32)
                 if scale.dim():
                     scale_KT = dynamic_scale(new_f32, LARGEST_CODE[pages.dtype])
+                    scale_KT = power_of_two(scale_KT) if self.power_scales else scale_KT
                     scale.view(scale.shape[0], -1).index_copy_(1, slots_T, scale_KT)
                 else:
                     scale_KT = scale
@@ -122,12 +128,20 @@ def empty_pages(
     stored = head_dim // 2 if kv_format == INT4_TOKEN_HEAD else head_dim
     k, v = (torch.zeros(*slots, stored, dtype=PAGE_DTYPES[kv_format], device=device) for _ in "kv")
     if kv_format in TOKEN_HEAD_FORMATS:
-        return PagedKV(k, v, *(torch.zeros(slots, dtype=torch.float32, device=device) for _ in "kv"))
+        scales = (torch.zeros(slots, dtype=torch.float32, device=device) for _ in "kv")
+        return PagedKV(k, v, *scales, power_scales=kv_format == FP8_ATTENTION)
     if kv_format == FP8_STATIC:
         return PagedKV(
             k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales)
         )
     return PagedKV(k, v)
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """Return positive normal float32 numbers rounded up to powers of two."""
+    mantissa = (1 << 23) - 1
+    powers = ((scale.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+    return torch.where(scale.isnan(), scale, powers)
 
 
 def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

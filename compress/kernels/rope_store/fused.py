@@ -115,6 +115,7 @@ def _rope_store(
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     TINY_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     WHOLE: tl.constexpr,
     CENTERED: tl.constexpr,
     V_NORM: tl.constexpr,
@@ -238,6 +239,7 @@ def _rope_store(
             FORMAT,
             LARGEST,
             TINY_SCALE,
+            POWERS,
         )
         store_heads(
             v_ptr,
@@ -255,6 +257,7 @@ def _rope_store(
             FORMAT,
             LARGEST,
             TINY_SCALE,
+            POWERS,
         )
 
 
@@ -319,6 +322,7 @@ def rope_store(
         FORMAT=CODED_FORMATS.get(kv.format, 0),
         LARGEST=LARGEST_CODE.get(kv.k.dtype, 0.0),
         TINY_SCALE=TINY_SCALE,
+        POWERS=kv.power_scales,
         WHOLE=whole,
         CENTERED=centered,
         V_NORM=v_norm,

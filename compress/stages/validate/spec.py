@@ -23,6 +23,7 @@ KVFormat = Literal[
     "DENSE",
     "FP8_STATIC",
     "FP8_TOKEN_HEAD",
+    "FP8_ATTENTION",
     "INT8_TOKEN_HEAD",
     "INT4_TOKEN_HEAD",
     "INT4_TOKEN_HEAD_HADAMARD",

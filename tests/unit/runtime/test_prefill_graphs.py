@@ -43,7 +43,7 @@ def test_lists_in_place_are_the_lists_and_entries_that_do_nothing() -> None:
         tiles = query_tiles(query_lens, context_lens, 16, CPU)
         assert torch.equal(places[0][: len(tiles)], tiles)
         assert not places[0][len(tiles) :].any()
-        blocks, table = dense_blocks(tuple(-(-each // 16) for each in context_lens), CPU)
+        blocks, table = dense_blocks(context_lens, 16, CPU)
         assert torch.equal(places[1][: len(blocks)], blocks)
         assert not places[1][len(blocks) :].any()
         assert torch.equal(places[2][: table.shape[0], : table.shape[1]], table)

@@ -368,6 +368,7 @@ def test_calibrated_cache_scales_go_through_to_the_checkpoint_and_back(bench: Be
     ("name", "kv_format"),
     [
         ("fp8_token_head", "FP8_TOKEN_HEAD"),
+        ("fp8_attention", "FP8_ATTENTION"),
         ("int8", "INT8_TOKEN_HEAD"),
         ("int4", "INT4_TOKEN_HEAD"),
         ("int4_hadamard", "INT4_TOKEN_HEAD_HADAMARD"),
