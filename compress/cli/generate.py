@@ -53,7 +53,8 @@ def generate(
         str | None,
         typer.Option(
             "--kv-format",
-            help="KV cache: DENSE, FP8_STATIC or *_TOKEN_HEAD; by default what the artifact states.",
+            help="KV cache: DENSE, FP8_STATIC, FP8_ATTENTION, *_TOKEN_HEAD; by default what "
+            "the artifact states.",
             show_default=False,
         ),
     ] = None,

@@ -35,7 +35,8 @@ def validate(
         str | None,
         typer.Option(
             "--kv-format",
-            help="KV cache of the artifact: DENSE, FP8_STATIC or *_TOKEN_HEAD; by default what it states.",
+            help="KV cache of the artifact: DENSE, FP8_STATIC, FP8_ATTENTION, *_TOKEN_HEAD; by default what "
+            "it states.",
         ),
     ] = None,
     gate: Annotated[

@@ -192,8 +192,8 @@ class Quantize(Spec):
         None,
         description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of "
         "each layer; the others find a scale for each position and head while serving, `int4_hadamard` of "
-        "heads in their Hadamard transform (64, 128 or 256 dimensions); left out, keys and values stay in 16 "
-        "bits",
+        "heads in their Hadamard transform (64, 128 or 256 dimensions), `fp8_attention` powers of two, so "
+        "that attention of prompts multiplies in FP8, too; left out, keys and values stay in 16 bits",
         json_schema_extra={"enum": [*KV_CACHES, None]},
         exclude_if=_is_unset,
     )

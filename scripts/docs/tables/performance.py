@@ -185,6 +185,32 @@ def prefill_rates() -> str:
     )
 
 
+def prefill_attention_run() -> Run:
+    """Return the run that times prefill attention by the format of the cache."""
+    return result_file("h200/kernels_prefill_attention").run
+
+
+def prefill_attention() -> str:
+    """Return the table of prefill attention by the format of the cache."""
+    rows = [
+        [
+            row["name"],
+            f"`{row['scheme']}`",
+            fixed(row["us"], 1),
+            fixed(row["tflop_per_s"]),
+            f"{row['tool']}: `{row['kernel']}`",
+        ]
+        for row in prefill_attention_run().rows
+    ]
+    return table(["case", "cache", "us", "TFLOP/s", "kernel"], rows, align="llrrl")
+
+
+def prefill_rate(cache: str, length: int) -> float:
+    """Return the TFLOP/s of our prefill attention over a prompt, in that run."""
+    run = prefill_attention_run()
+    return float(run.one(tool="compress", scheme=cache, m=length)["tflop_per_s"])
+
+
 def quantizing_runs() -> list[Run]:
     """Return the runs that time the quantize stage, one table each."""
     names = (

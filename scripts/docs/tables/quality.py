@@ -256,6 +256,11 @@ def kv(kv_format: str) -> Row:
     return result_file("kv").run.one(model="as it is", kv_format=kv_format)
 
 
+def fp8_attention(kv_format: str) -> Row:
+    """Return the row of an e4m3 cache, in one run without and with products in FP8 in prefill attention."""
+    return result_file("kv_fp8_attention").run.one(model="as it is", kv_format=kv_format)
+
+
 def worst_kv() -> Row:
     """Return the row of static scales with the largest KL."""
     return max(result_file("kv").run.where(kv_format="FP8_STATIC"), key=lambda row: row["kl_mean"])

@@ -48,19 +48,27 @@ def policies(run: Run) -> str:
 
 
 def long_contexts(run: Run) -> str:
-    """Return the table of times of a token at a long context, by the format of the cache."""
+    """Return the table of times of first and later tokens at a long context, by the format of the cache."""
     rows = [
         [
             row["kv"],
             row["batch_size"],
+            f"{fixed(row['ttft_ms_p50'])} ms",
             bold(f"{fixed(row['tpot_ms_p50'], 2)} ms"),
             f"{fixed(row['tpot_ms_p10'], 2)} .. {fixed(row['tpot_ms_p90'], 2)}",
             fixed(row["tokens_per_gib"]),
         ]
         for row in run.rows
     ]
-    header = ["KV cache", "requests", "TPOT, median", "10th to 90th percentile", "tokens a GiB holds"]
-    return table(header, rows, align="lrrrr")
+    header = [
+        "KV cache",
+        "requests",
+        "TTFT, median",
+        "TPOT, median",
+        "10th to 90th percentile",
+        "tokens a GiB holds",
+    ]
+    return table(header, rows, align="lrrrrr")
 
 
 def workload(run: Run) -> str:
