@@ -25,6 +25,8 @@ from compress.models.attention import causal_mask
 from compress.quant.kv import FP8_ATTENTION, round_to_e4m3
 
 LARGEST_WEIGHT = 256.0
+QUERIES = 128
+"""Query tokens whose scores are there at once."""
 
 
 def attention_prefill(
@@ -59,17 +61,33 @@ def _attend(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    num_queries, num_heads, _ = q_THC.shape
-    num_kv_heads, num_keys, _ = k_KLC.shape
+    group = q_THC.shape[1] // k_KLC.shape[0]
+    k_HLC, v_HLC = (_rounded_tiles(each).repeat_interleave(group, dim=0) for each in (k_KLC, v_KLC))
     q_f32 = q_THC.to(torch.float32)
     q_scale_TH1 = dynamic_scale(q_f32, FP8_MAX).unsqueeze(-1)
     q_HTC = (round_to_e4m3(q_f32 / q_scale_TH1) * q_scale_TH1).transpose(0, 1)
-    k_KLC, v_KLC = (_rounded_tiles(each) for each in (k_KLC, v_KLC))
-    k_HLC, v_HLC = (each.repeat_interleave(num_heads // num_kv_heads, dim=0) for each in (k_KLC, v_KLC))
+    outputs = []
+    end = k_HLC.shape[1] - len(q_THC)
+    for part_HTC in q_HTC.split(QUERIES, dim=1):
+        end += part_HTC.shape[1]
+        seen_TL = causal_mask(part_HTC.shape[1], end, window, q_THC.device)
+        outputs.append(_weighed(part_HTC, k_HLC[:, :end], v_HLC[:, :end], seen_TL, scale, softcap, sinks_H))
+    return torch.cat(outputs, dim=1).transpose(0, 1).to(q_THC.dtype)
+
+
+def _weighed(
+    q_HTC: Tensor,
+    k_HLC: Tensor,
+    v_HLC: Tensor,
+    seen_TL: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return the weighted means of values for rounded operands, float32 [H, T, C]."""
     scores_HTL = q_HTC @ k_HLC.transpose(1, 2) * scale
     if softcap is not None:
         scores_HTL = softcap * torch.tanh(scores_HTL / softcap)
-    seen_TL = causal_mask(num_queries, num_keys, window, q_THC.device)
     scores_HTL = scores_HTL.masked_fill(~seen_TL, float("-inf"))
     most_HT1 = scores_HTL.amax(dim=-1, keepdim=True)
     weights_HTL = round_to_e4m3(LARGEST_WEIGHT * torch.exp(scores_HTL - most_HT1))
@@ -77,7 +95,7 @@ def _attend(
     if sinks_H is not None:
         sinks_H11 = sinks_H.to(torch.float32).view(-1, 1, 1)
         total_HT1 = total_HT1 + LARGEST_WEIGHT * torch.exp(sinks_H11 - most_HT1)
-    return ((weights_HTL @ v_HLC) / total_HT1).transpose(0, 1).to(q_THC.dtype)
+    return (weights_HTL @ v_HLC) / total_HT1
 
 
 def _rounded_tiles(x_KLC: Tensor) -> Tensor:
