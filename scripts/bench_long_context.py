@@ -5,8 +5,9 @@ many tokens fit, for each format of the cache.
 
 Weights are random and made on the device (`models/random_source.py`). Prompts of `--context` random tokens
 are prefilled and then decoded together; the time of a token is the median over the decode steps of all
-requests, by format and number of requests. `ttft_ms_p50` is the median time to a request's first token, for
-which those sent with it wait, too. `tokens_per_gib` is how many tokens a GiB of cache holds.
+requests, by format and number of requests. `ttft_ms_p50` is the median time to a request's first token;
+requests that are sent together wait for one another's prompts. `tokens_per_gib` is how many tokens a GiB of
+cache holds.
 """
 
 import argparse

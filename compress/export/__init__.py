@@ -247,5 +247,5 @@ def kv_note(kv_format: str) -> str:
     return (
         f"KV cache {kv_format}: only compress.json states it, no checkpoint format can; vLLM serves it with "
         f"{VLLM_KV_FLAGS[kv_format]}"
-        + (", and only compress multiplies in FP8 in prefill attention" if kv_format == FP8_ATTENTION else "")
+        + ("; compress multiplies in FP8 in prefill attention, too" if kv_format == FP8_ATTENTION else "")
     )

@@ -63,8 +63,8 @@ class _Place:
 class PrefillGraphs:
     """The passes of prompts through a model, on a GPU by graphs where they have at most `max_rows` rows.
 
-    `takes_lists`: its attention can be captured. `coded`: attention widens pages first, whose number is then
-    a part of what a graph is for.
+    `takes_lists`: its attention can be captured. `coded`: attention first widens pages or lays them out,
+    whose number is then a part of what a graph is for.
     """
 
     def __init__(

@@ -598,7 +598,10 @@ def test_prefill_attention_of_ragged_chunks(kernel: Kernel, asked: Attention) ->
         k, v = kv.gather(table[row], lengths[row], torch.float32)
         own = torch.split(out, list(query_lens))[row]
         expected = dense_attention(chunk, k, v, asked.window, 0.3)
-        assert_close(own, expected, depth=lengths[row], dtype=asked.dtype, factors=asked.factors)
+        if kernel.name.endswith(".fp8"):  # queries and weights are rounded to e4m3, by 2^-4 at most
+            assert float((own.float() - expected).norm() / expected.norm()) < 2**-4
+        else:
+            assert_close(own, expected, depth=lengths[row], dtype=asked.dtype, factors=asked.factors)
         alone = kernel.fn(
             chunk,
             kv,

@@ -294,7 +294,8 @@ def test_prefill_with_products_in_fp8(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    """The reference rounds weights beside another largest score, and by that much the two differ."""
+    """The reference has the same roundings. Sums of products in FP8 and powers of two are less exact, so that
+    a weight near the middle between two numbers of e4m3 may become the other."""
     query_lens, context_lens = (1, 700, 129, 33, 300), (5, 700, 1000, 2000, 301)
     table = make_table(5, 2048 // block_size)
     kv = make_pages("FP8_ATTENTION", (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
@@ -304,7 +305,7 @@ def test_prefill_with_products_in_fp8(
     poison_behind_(kv, table, list(context_lens))
     poisoned_memory()
     out = fp8.attention_prefill(q, kv, table, query_lens, context_lens, **facts)
-    assert float((out.double() - expected.double()).norm() / expected.double().norm()) < 2**-6
+    assert float((out.double() - expected.double()).norm() / expected.double().norm()) < 2**-7
     lists = FixedLists(q.shape[0] + 9, 7, 256, q.device)
     lists.load(query_lens, context_lens)
     assert torch.equal(

@@ -78,6 +78,7 @@ def make_requests(num_requests: int) -> list[Request]:
     [
         (1, None),
         (4, "FP8_TOKEN_HEAD"),
+        (4, "FP8_ATTENTION"),
         (16, "INT8_TOKEN_HEAD"),
         (48, "INT4_TOKEN_HEAD"),
         (4, "INT4_TOKEN_HEAD_HADAMARD"),

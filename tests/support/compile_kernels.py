@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compress.kernels.attention_decode import paged as decode
+from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
-from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
@@ -65,7 +65,7 @@ def compile_all(sm: int) -> list[Any]:
     prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
     prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened)
-    for module in (decode, prefill, widen, fused, heads, *linears, router, launch, quantize_rows):
+    for module in (decode, prefill, fp8_tiles, widen, fused, heads, *linears, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -76,11 +76,13 @@ def compile_all(sm: int) -> list[Any]:
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
-    quantize_rows.converts_e4m3 = lambda device: sm >= 89  # type: ignore[assignment]
+    for module in (quantize_rows, fp8_tiles):
+        module.converts_e4m3 = lambda device: sm >= 89  # type: ignore[attr-defined]
     for head_dim in (80, 128, 256, 512):
         wide = ("F32",) if head_dim > 128 else ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
         for kv_format in ("BF16", "FP8_TOKEN_HEAD", *wide):
             compile_attention(head_dim, kv_format)
+    compile_attention(128, "FP8_ATTENTION")
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -99,6 +101,8 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     for softcap in caps:
         decode.attention_decode(q, kv, table, lens, q_len=8, window=None, scale=1.0, softcap=softcap)
         prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), window=50, scale=1.0, softcap=softcap)
+    if kv_format == "FP8_ATTENTION":
+        fp8_tiles.laid_out(kv, table, (70, 9))
     qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
     rope = torch.zeros(8, head_dim, dtype=q.dtype)
     rows = torch.zeros(16).long()

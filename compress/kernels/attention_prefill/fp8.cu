@@ -1,26 +1,29 @@
 // Prefill attention with products of e4m3 numbers on Hopper, over tiles of keys and values as `fp8_tiles.py` lays them out.
 //
-//     s = (q8 k8^T) (scale of q) (scale of the tile's keys) scale log2(e);   m' = max(m, max s)
-//     w = e4m3(2^(s - m' + 8));   o = o 2^(m - m') + w v8 (scale of the tile's values);   l = l 2^(m - m') + sum w;   out = o / l
+//     s = (q8 k8^T) (scale of q) (scale of the tile's keys) scale log2(e);   m = max(m, max s);   u' = max(max s, m - 60)
+//     w = e4m3(2^(s - u' + 8));   o = o 2^(u - u') + w v8 (scale of the tile's values);   l = l 2^(u - u') + sum w;   out = o / l
 //
-// (online softmax, arXiv 2307.08691; weights and queries in e4m3 as in arXiv 2407.08608.) A row of queries and head has a scale of its own. The sum
-// of the rounded weights is one more column of the second product: below the channels of a tile of values lies a row of ones. So a key that has
-// all of the weight keeps it, whatever it is rounded to.
+// (online softmax, arXiv 2307.08691; weights and queries in e4m3 as in arXiv 2407.08608.) s are the scores of one tile, and u' is the unit of its
+// weights: its own largest score, so that a key that has most of the weight does not push the weights of other tiles below the numbers of e4m3. A
+// row of queries and head has a scale of its own. The sum of the rounded weights is one more column of the second product: below the channels of a
+// tile of values lies a row of ones. A key with all of the weight therefore has the weight 1.
 //
 // Both products take their first factor from registers and have 128 columns of the second in shared memory, by keys and by channels. The
-// instruction keeps about 14 bits of a sum, so a tile sums from zero and is added in float32. A thread that has scores 2 t and 2 t + 1 of each
-// eight keys packs them as the four neighbours that a first factor wants: values lie in that order of keys, and nothing is exchanged.
+// instruction adds with fewer bits than float32 (FP8 sums of DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so a tile sums from zero and is added in
+// float32. A thread that has scores 2 t and 2 t + 1 of each eight keys packs them as the four neighbours of a first factor: values lie in that
+// order of keys, and nothing is exchanged.
 //
-// A block has 128 rows, of a tile of tokens and the heads of one KV head, a half for each of two warpgroups: one multiplies while the other is at
-// its weights. A warpgroup asks for the products of a tile's values and of the next tile's keys together, and adds the first while the second is
-// under way. A warp of its own has tiles brought. Those that some row does not see as a whole are masked.
+// A block has 128 rows, of a tile of tokens and the heads of one KV head, a half for each of two warpgroups: one can multiply while the other
+// computes weights. A warpgroup starts the products of a tile's values and of the next tile's keys together, and adds the first while the second
+// runs. Another warp copies tiles into a ring of stages. Scores of tiles that some row sees only in part are masked.
 //
-// After numbers.cuh and shared.cuh. Macros: F16; C channels, 64 or 128; STAGES.
+// After numbers.cuh and shared.cuh. Macros: F16; C channels, 64 or 128; KEYS of a tile, 128; STAGES.
 
-constexpr int KEYS = 128, GROUPS = 2, ROWS = 64;  // of a tile; warpgroups, and rows of each
+constexpr int WARPGROUPS = 2;  // of 64 rows
 constexpr int K_BYTES = KEYS * 128, V_BYTES = (C + 8) * KEYS, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int SUM_TILES = C / 8 + 1;  // of eight columns: channels, and the sum of weights
 constexpr int SCALES_AT = K_BYTES + (C + 1) * KEYS;  // of keys and of values, in a row whose product nobody reads
+constexpr float RANGE = 60.0f;  // of units below the largest score, in powers of two: sums stay far from the end of float32
 #define INFINITE __int_as_float(0x7F800000)
 
 struct Args {
@@ -91,7 +94,7 @@ __device__ __forceinline__ float max_of_four_lanes(float v) {
     return fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
 }
 
-extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) attend_fp8(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) attend_fp8(const __grid_constant__ Args args) {
     extern __shared__ char shared_memory[];
     __shared__ u64 barriers[2 * STAGES];
     asm volatile("griddepcontrol.launch_dependents;");
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) attend_fp8(c
     const u32 ring = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
     const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, GROUPS * 4);
+        for (int i = 0; i < STAGES; ++i) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, WARPGROUPS * 4);
         publish_barriers();
     }
     __syncthreads();
@@ -111,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) attend_fp8(c
     const int first_tile = args.window ? max(first_position + 1 - args.window, 0) / KEYS : 0, end_tile = (end + KEYS - 1) / KEYS;
     int slot = 0;
     u32 phase = 0;
-    if (warp >= GROUPS * 4) {
+    if (warp >= WARPGROUPS * 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (warp == GROUPS * 4 && lane == 0) {
+        if (warp == WARPGROUPS * 4 && lane == 0) {
             const long long first = kv_head * args.tiles_of_head + args.table[sequence * args.table_stride];
             for (int tile = first_tile; tile < end_tile; ++tile) {
                 wait_barrier(empty + 8 * slot, phase ^ 1);
@@ -161,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) attend_fp8(c
         q_scale[h] = scale * args.scale * 1.4426950408889634f;
     }
 
-    float o[SUM_TILES][4] = {}, most[2] = {-INFINITE, -INFINITE}, v_scale = 1.0f, s[KEYS / 8][4];
+    float o[SUM_TILES][4] = {}, most[2] = {-INFINITE, -INFINITE}, unit[2] = {-INFINITE, -INFINITE}, v_scale = 1.0f, s[KEYS / 8][4];
     u32 weights[KEYS / 32][4];
     float alpha[2];
     // Makes the weights of a tile's scores.
@@ -182,10 +185,12 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) attend_fp8(c
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j) own = fmaxf(own, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
             factor[h] = q_scale[h] * k_scale;
-            const float next = fmaxf(most[h], max_of_four_lanes(own) * factor[h]), finite = next == -INFINITE ? 0.0f : next;
-            alpha[h] = exp2_of(most[h] - finite);
+            own = max_of_four_lanes(own) * factor[h];
+            most[h] = fmaxf(most[h], own);
+            const float next = fmaxf(own, most[h] - RANGE), finite = next == -INFINITE ? 0.0f : next;
+            alpha[h] = exp2_of(unit[h] - finite);
             offset[h] = 8.0f - finite;
-            most[h] = next;
+            unit[h] = next;
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 32; ++i)

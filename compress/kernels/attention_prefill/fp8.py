@@ -1,5 +1,5 @@
 """Prefill attention with products in FP8 on Hopper: launches `fp8.cu`, which documents its arithmetic, over
-keys and values that `fp8_tiles.py` lays out.
+keys and values that `fp8_tiles.py` lays out. Its numbers are those of `fp8_reference.py`.
 
 A block has 128 rows, a tile of query tokens and the heads of one KV head; the tiles with the most keys are
 first. A sequence's bits depend on its own chunk and context only.
@@ -11,19 +11,21 @@ import functools
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.fp8_tiles import KEYS, MORE_ROWS, laid_out
+from compress.kernels.attention_prefill import fp8_reference
+from compress.kernels.attention_prefill.fp8_reference import KEYS
+from compress.kernels.attention_prefill.fp8_tiles import MORE_ROWS, laid_out
 from compress.kernels.attention_prefill.tiles import FixedLists, query_tiles
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
+from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-from compress.quant.kv import FP8_ATTENTION
 
 SM = 90
 SOURCES = ("operands/numbers.cuh", "operands/shared.cuh", "attention_prefill/fp8.cu")
-HEAD_DIMS = (64, 128)
 ROWS = 128
+"""Of a block, in two warpgroups."""
 THREADS = 384
 MAX_STAGES = 8
 _ALIGNMENT = 1024
@@ -60,14 +62,17 @@ def attention_prefill(
     assert softcap is None
     assert sinks_H is None
     assert q_THC.is_contiguous()
-    (_, num_heads, head_dim) = q_THC.shape
+    (num_rows, num_heads, head_dim) = q_THC.shape
+    assert num_rows == sum(query_lens)
     num_kv_heads = kv.k.shape[0]
     group = num_heads // num_kv_heads
     device = q_THC.device
+    out_THC = torch.empty_like(q_THC)
+    if num_rows == 0:
+        return out_THC
     keys = laid_out(kv, block_table_RB, context_lens, lists)
     size = ROWS // group
     tiles = query_tiles(query_lens, context_lens, size, device) if lists is None else lists.query_tiles(size)
-    out_THC = torch.empty_like(q_THC)
     arguments = _Arguments(
         *(each.data_ptr() for each in (q_THC, keys.k, keys.v, tiles, keys.table, out_THC)),
         keys.table.stride(0),
@@ -94,13 +99,13 @@ def stage_bytes(head_dim: int) -> int:
 
 
 def stages_of(head_dim: int, shared_bytes: int) -> int:
-    """Return how many tiles of keys and values are on their way."""
+    """Return how many tiles of keys and values are in flight."""
     return min(MAX_STAGES, (shared_bytes - _STATIC_BYTES - _ALIGNMENT) // stage_bytes(head_dim))
 
 
 def source(dtype: torch.dtype, head_dim: int, stages: int) -> Source:
     """Return fp8.cu with its constants."""
-    macros = (("F16", int(dtype == torch.float16)), ("C", head_dim), ("STAGES", stages))
+    macros = (("F16", int(dtype == torch.float16)), ("C", head_dim), ("KEYS", KEYS), ("STAGES", stages))
     return Source(source_text(*SOURCES), "attend_fp8", macros)
 
 
@@ -116,19 +121,15 @@ def _function(dtype: torch.dtype, head_dim: int, stages: int, device: torch.devi
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.scheme != FP8_ATTENTION:
-        return f"for {FP8_ATTENTION}"
+    if reason := fp8_reference.supports(problem):
+        return reason
     if problem.sm != SM:
         return f"for sm_{SM}; its products are Hopper's"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return "reads queries in bfloat16 or float16"
-    if problem.n not in HEAD_DIMS:
-        return f"for heads of {' or '.join(map(str, HEAD_DIMS))} dimensions"
     if problem.k > ROWS:
         return f"for up to {ROWS} query heads of a KV head"
-    if problem.softcap or problem.sinks:
-        return "its scores have no cap, and its heads no sinks"
-    return None
+    return triton_refusal(problem)
 
 
 register(

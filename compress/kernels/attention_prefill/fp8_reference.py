@@ -2,11 +2,13 @@
 
     queries    e4m3, a scale for each token and head
     keys       e4m3 under one scale for each head and 128 positions, a power of two; and so values
-    weights    w = e4m3(256 exp(s - max s));   out = sum w v / sum w
+    weights    w = e4m3(256 exp(s - m)) exp(m - max s), m the largest s of the 128 positions
+    out = sum w v / sum w
 
 The sum is that of the rounded weights, so that a key with nearly all of the weight is not rounded away from
-1. A kernel rounds weights as multiples of the largest score so far, so it is equal within these roundings
-only.
+1. The scale of a tile of 128 positions is that of all that the context has, later ones than a query, too:
+a position whose numbers are 2^12 times as large as others of its tile, or not numbers, changes queries before
+it.
 
 Shapes: T rows of all sequences, L context of one, R sequences, B blocks of a table, H heads, K kv heads, C
 head dimension.
@@ -16,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.attention_prefill.fp8_tiles import KEYS
 from compress.kernels.operands.paged import PagedKV, power_of_two
 from compress.kernels.operands.rows import FP8_MAX, dynamic_scale
 from compress.kernels.problem import Problem
@@ -24,9 +25,12 @@ from compress.kernels.select import Kernel, register
 from compress.models.attention import causal_mask
 from compress.quant.kv import FP8_ATTENTION, round_to_e4m3
 
+KEYS = 128
+"""Positions of a tile, a multiple of every block size."""
+HEAD_DIMS = (64, 128)
 LARGEST_WEIGHT = 256.0
 QUERIES = 128
-"""Query tokens whose scores are there at once."""
+"""Query tokens whose scores are held at once."""
 
 
 def attention_prefill(
@@ -43,24 +47,18 @@ def attention_prefill(
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
+    assert softcap is None
+    assert sinks_H is None
     chunks = torch.split(q_THC, list(query_lens))
     return torch.cat(
         [
-            _attend(chunk, *kv.gather(blocks_B, length, torch.float32), window, scale, softcap, sinks_H)
+            _attend(chunk, *kv.gather(blocks_B, length, torch.float32), window, scale)
             for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)
         ]
     )
 
 
-def _attend(
-    q_THC: Tensor,
-    k_KLC: Tensor,
-    v_KLC: Tensor,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
+def _attend(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
     group = q_THC.shape[1] // k_KLC.shape[0]
     k_HLC, v_HLC = (_rounded_tiles(each).repeat_interleave(group, dim=0) for each in (k_KLC, v_KLC))
     q_f32 = q_THC.to(torch.float32)
@@ -71,31 +69,21 @@ def _attend(
     for part_HTC in q_HTC.split(QUERIES, dim=1):
         end += part_HTC.shape[1]
         seen_TL = causal_mask(part_HTC.shape[1], end, window, q_THC.device)
-        outputs.append(_weighed(part_HTC, k_HLC[:, :end], v_HLC[:, :end], seen_TL, scale, softcap, sinks_H))
+        scores_HTL = (part_HTC @ k_HLC[:, :end].transpose(1, 2) * scale).masked_fill(~seen_TL, -torch.inf)
+        weights_HTL = _rounded_weights(scores_HTL)
+        outputs.append(weights_HTL @ v_HLC[:, :end] / weights_HTL.sum(dim=-1, keepdim=True))
     return torch.cat(outputs, dim=1).transpose(0, 1).to(q_THC.dtype)
 
 
-def _weighed(
-    q_HTC: Tensor,
-    k_HLC: Tensor,
-    v_HLC: Tensor,
-    seen_TL: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Return the weighted means of values for rounded operands, float32 [H, T, C]."""
-    scores_HTL = q_HTC @ k_HLC.transpose(1, 2) * scale
-    if softcap is not None:
-        scores_HTL = softcap * torch.tanh(scores_HTL / softcap)
-    scores_HTL = scores_HTL.masked_fill(~seen_TL, float("-inf"))
-    most_HT1 = scores_HTL.amax(dim=-1, keepdim=True)
-    weights_HTL = round_to_e4m3(LARGEST_WEIGHT * torch.exp(scores_HTL - most_HT1))
-    total_HT1 = weights_HTL.sum(dim=-1, keepdim=True)
-    if sinks_H is not None:
-        sinks_H11 = sinks_H.to(torch.float32).view(-1, 1, 1)
-        total_HT1 = total_HT1 + LARGEST_WEIGHT * torch.exp(sinks_H11 - most_HT1)
-    return (weights_HTL @ v_HLC) / total_HT1
+def _rounded_weights(scores_HTL: Tensor) -> Tensor:
+    """Return exp(scores - their largest) of each row, rounded to e4m3 in a unit of each tile of positions."""
+    num_keys = scores_HTL.shape[2]
+    scores_HTNE = F.pad(scores_HTL, (0, -num_keys % KEYS), value=-torch.inf).unflatten(2, (-1, KEYS))
+    own_HTN1 = scores_HTNE.amax(dim=3, keepdim=True)
+    unit_HTN1 = own_HTN1.masked_fill(own_HTN1.isneginf(), 0.0)
+    weights_HTNE = round_to_e4m3(LARGEST_WEIGHT * torch.exp(scores_HTNE - unit_HTN1))
+    share_HTN1 = torch.exp(own_HTN1 - own_HTN1.amax(dim=2, keepdim=True))
+    return (weights_HTNE * share_HTN1).flatten(2)[:, :, :num_keys]
 
 
 def _rounded_tiles(x_KLC: Tensor) -> Tensor:
@@ -108,7 +96,13 @@ def _rounded_tiles(x_KLC: Tensor) -> Tensor:
 
 
 def supports(problem: Problem) -> str | None:
-    return None if problem.scheme == FP8_ATTENTION else f"for {FP8_ATTENTION}"
+    if problem.scheme != FP8_ATTENTION:
+        return f"for {FP8_ATTENTION}"
+    if problem.n not in HEAD_DIMS:
+        return f"for heads of {' or '.join(map(str, HEAD_DIMS))} dimensions"
+    if problem.softcap or problem.sinks:
+        return "its scores have no cap, and its heads no sinks"
+    return None
 
 
 register(

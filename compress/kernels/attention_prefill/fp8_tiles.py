@@ -3,11 +3,12 @@ each a head's, whose numbers have one scale.
 
     tile of keys     128 rows of 128 bytes: a key, its channels in order
     tile of values   a row of 128 bytes for each channel, its keys in the order of `key_at`, then 8 rows:
-                     ones, the two scales (float32, of keys and of values), and nothing
+                     one of ones, and one that begins with two scales in float32, of keys and of values
 
-In a row r, piece p of 16 bytes is at place p ^ (r % 8), as the copy engine would swizzle it. Positions beyond
-the context are zeros. The scale of a tile is the largest of its positions'. All are powers of two, so codes
-change nothing but their exponents, down to the least of the format.
+In a row r of keys or of a channel, piece p of 16 bytes is at place p ^ (r % 8), as the copy engine would
+swizzle it. Positions beyond the context are zeros; what is stated of no byte is not written. The scale of a
+tile is the largest of its positions'. All are powers of two, so codes change nothing but their exponents,
+down to the least of the format.
 """
 
 from dataclasses import dataclass
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.attention_prefill.fp8_reference import KEYS
 from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, e4m3_float16, larger
-from compress.kernels.operands.paged import FP8_ATTENTION, PagedKV
+from compress.kernels.operands.paged import PagedKV
+from compress.quant.kv import FP8_ATTENTION
 
-KEYS = 128
-"""Positions of a tile, a multiple of every block size."""
 MORE_ROWS = 8
-"""Rows of a tile of values below its channels: as many columns as the instruction counts in."""
+"""Rows of a tile of values below its channels: numbers of columns of a product are multiples of 8."""
 ONE = 0x38
 """1 in e4m3."""
 
@@ -84,7 +85,7 @@ def _lay_out(
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Lay out one tile of one head."""
+    """Lay out one tile of one head; an entry without positions has none."""
     launch_dependents(PDL)
     wait(PDL)
     entry_ptr = blocks_ptr + tl.program_id(0) * 3
@@ -93,6 +94,8 @@ def _lay_out(
     table_ptr += tl.load(entry_ptr).to(tl.int64) * table_stride
     first = tl.load(entry_ptr + 1) * KEYS
     count = tl.load(entry_ptr + 2)
+    if count == 0:
+        return
     places = tl.arange(0, KEYS)
     columns = tl.arange(0, C)
     k_ptr += kv_head * num_slots * C

@@ -1,8 +1,8 @@
-"""The lists by which the paged Triton prefill attention spreads ragged chunks over programs: tiles of
-queries, and the blocks of quantized pages.
+"""The lists by which prefill attention spreads ragged chunks over programs and blocks: tiles of queries, and
+blocks of positions of quantized pages.
 
 A CUDA graph reads them from memory that stays in place (`FixedLists`), and launches as many programs for any
-chunks: entries beyond the list have no token, or repeat a block.
+chunks: entries beyond the list have no token, or no position.
 """
 
 from functools import lru_cache
@@ -82,7 +82,7 @@ class FixedLists:
         return self._tiles[size]
 
     def dense_blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return `dense_blocks` of the contexts, and after them the first block again."""
+        """Return `dense_blocks` of the contexts, and after them blocks without a position."""
         if block_size not in self._blocks:
             shapes = (self._max_blocks, 3), (self._max_sequences, self._max_blocks)
             places = tuple(torch.zeros(each, dtype=torch.int32, device=self._device) for each in shapes)

@@ -106,6 +106,17 @@ if INTERPRETED:
             )
             assert torch.equal(alone, got[row : row + 1])
 
+    def test_scales_that_are_powers_of_two_are_those_of_the_reference() -> None:
+        args = arguments(8, 2, 64, torch.float32)
+        expected, actual = (filled_pages("FP8_ATTENTION", 2, 64, torch.float32) for _ in range(2))
+        for rope_store_of, kv in ((reference.rope_store, expected), (rope_store, actual)):
+            rope_store_of(*args, kv, num_heads=8, qk_norm=None, eps=1e-5)
+        for ours, theirs in ((actual.k_scale, expected.k_scale), (actual.v_scale, expected.v_scale)):
+            assert ours is not None
+            assert torch.equal(ours, theirs)
+            written = ours.view(2, -1)[:, args[-1]]
+            assert (torch.frexp(written).mantissa == 0.5).all()
+
     @pytest.mark.parametrize("kv_format", FORMATS)
     @pytest.mark.parametrize("own_values", [False, True])
     @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 80), (2, 2, 512)])
