@@ -25,7 +25,7 @@ from compress.kernels.select import Kernel, register
 SM = 90
 SOURCES = ("operands/numbers.cuh", "operands/shared.cuh", "attention_prefill/fp8.cu")
 ROWS = 128
-"""Of a block, in two warpgroups."""
+"""Rows of a block, a half for each of two warpgroups."""
 THREADS = 384
 MAX_STAGES = 8
 _ALIGNMENT = 1024
