@@ -161,11 +161,7 @@ def _attention_kernel(bench: Bench, op: Op, kv_format: str) -> Kernel:
     phase: Phase = "prefill" if op == "attention_prefill" else "decode"
     return select(
         bench.target.kernel_device.problem(
-            op,
-            n=layer.head_dim,
-            k=layer.num_heads // layer.num_kv_heads,
-            phase=phase,
-            scheme=kv_format,
+            op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format
         )
     )
 
