@@ -66,6 +66,8 @@ class Checkpoint:
         self.family = self.family.in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
+        if not self.family.states_tie(config):
+            self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self._files.shape(name) for name in self._files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
         self._placed: dict[str, dict[str, Place]] = {}
@@ -267,6 +269,14 @@ class Checkpoint:
                 "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if "
                 "it is not."
             )
+
+    def _stores_no_head(self) -> bool:
+        """Return whether no head is stored but the embedding."""
+        head = self.family.to_disk("head")
+        stored = [name for name in self._files.names() if name.startswith(f"{head}.")]
+        if stored != [f"{head}.weight"] or self._disk_embed() not in self._files:
+            return not stored
+        return torch.equal(self._files.get(stored[0]), self._files.get(self._disk_embed()))
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

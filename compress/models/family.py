@@ -49,7 +49,7 @@ RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
-FIELDS_BY_LAYER = ("layer_types", "no_rope_layers")
+FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Fields that have an entry for each layer."""
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
@@ -216,6 +216,10 @@ class Family:
         values |= self._aliased(raw)
         return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
 
+    def states_tie(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether a config decides if the head is the embedding; where it does not, tensors do."""
+        return True
+
     @property
     def _where(self) -> str:
         return f"config.json of this {self.model_type} model"
@@ -234,7 +238,7 @@ class Family:
 
     def is_untouched(self, name: str) -> bool:
         """Return whether a tensor on disk is of a part that is none of the language model's."""
-        return name.startswith(tuple(f"{part}." for part in self.untouched))
+        return name in self.untouched or name.startswith(tuple(f"{part}." for part in self.untouched))
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the

@@ -16,6 +16,8 @@ from compress.untrusted.fields import Fields
 EXPERT = "moe.experts.*."
 """How the tables spell the modules of each expert."""
 _GATE_UP_DOWN = ("gate", "up", "down")
+DENSE_LAYER = "dense"
+SPARSE_LAYER = "sparse"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,23 @@ def state_steps(is_sparse: list[bool]) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [idx for idx, sparse in enumerate(is_sparse) if not sparse],
     }
+
+
+def sparse_by_type(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts where a config states the type of each FFN, and that all do where it
+    states none; a pruned model may list more layers than it has."""
+    if not config.has("mlp_layer_types"):
+        return [True] * num_layers
+    types = config.texts("mlp_layer_types")
+    if len(types) < num_layers or set(types) - {DENSE_LAYER, SPARSE_LAYER}:
+        known = f"{num_layers} times {DENSE_LAYER} or {SPARSE_LAYER}"
+        raise config.wrong("mlp_layer_types", types, known)
+    return [kind == SPARSE_LAYER for kind in types[:num_layers]]
+
+
+def state_types(is_sparse: list[bool]) -> dict[str, Any]:
+    """Return the type of the FFN of each layer."""
+    return {"mlp_layer_types": [SPARSE_LAYER if sparse else DENSE_LAYER for sparse in is_sparse]}
 
 
 def sparse_after_first(config: Fields, num_layers: int) -> list[bool]:

@@ -32,6 +32,9 @@ ROPE_FIELDS = frozenset(
         "long_factor",
     ]
 )
+DYNAMIC = "dynamic"
+"""The rope type whose frequencies `transformers` changes beyond `max_position_embeddings`, where no position
+lies here: up to there it is the plain rope."""
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
@@ -88,6 +91,8 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
         rope = rope.fields(layer_type)
     unknown = sorted(key for key in rope if key not in ROPE_FIELDS and rope.has(key))
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if kind == DYNAMIC:
+        kind = "default"
     if unknown or kind not in ROPE_KINDS:
         what = f"field(s) {', '.join(unknown)}" if unknown else f"rope_type '{kind:.80}'"
         raise UnsupportedArch(

@@ -30,12 +30,17 @@ class Wrapper(Family):
     """A model around one of `text_families` (the `model_type` of a text config -> its table).
 
     `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
-    head is tied where no config states it.
+    head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
+    config states so, whatever the whole states.
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)
     outside: frozenset[str] = frozenset()
     ties_by_default: bool = False
+    text_ties: bool = False
+
+    def states_tie(self, raw: Mapping[str, Any]) -> bool:
+        return any("tie_word_embeddings" in each for each in (raw, self._stated_text(raw)))
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         text = self._text_of(raw)
@@ -80,8 +85,7 @@ class Wrapper(Family):
 
     def _text_of(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config of the text model, as one of its own would state it."""
-        where = f"config.json of this {self.model_type} model"
-        stated = Fields(raw, where, UnsupportedArch).mapping(TEXT_CONFIG, default={})
+        stated = self._stated_text(raw)
         kind = next(iter(self.text_families))
         if not stated:
             flat = {name: value for name, value in raw.items() if name not in self.outside}
@@ -89,7 +93,12 @@ class Wrapper(Family):
         shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
         return {"model_type": kind, **shared, **stated, "tie_word_embeddings": self._ties(raw, stated)}
 
+    def _stated_text(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return Fields(raw, self._where, UnsupportedArch).mapping(TEXT_CONFIG, default={})
+
     def _ties(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
+        if self.text_ties and stated.get("tie_word_embeddings") is True:
+            return True
         found = [each["tie_word_embeddings"] for each in (raw, stated) if "tie_word_embeddings" in each]
         return found[0] if found else self.ties_by_default
 
@@ -128,6 +137,12 @@ LLAVA_NAMES: Mapping[str, Any] = {
     "untouched": ("vision_tower", "multi_modal_projector"),
 }
 """Names on disk and in memory of models like Llava: Gemma 3 and Mistral 3."""
+LLAVA_NEXT_NAMES: Mapping[str, Any] = {
+    **LLAVA_NAMES,
+    "in_memory": {**LLAVA_NAMES["in_memory"], "image_newline": "model.image_newline"},
+    "untouched": (*LLAVA_NAMES["untouched"], "image_newline"),
+}
+"""Names on disk and in memory of models like Llava whose rows of images end with an embedding."""
 
 LANGUAGE_MODEL_NAMES: Mapping[str, Any] = {
     "layer_prefix": "model.language_model.layers.",

@@ -232,6 +232,7 @@ def test_configs_written_before_transformers_5_mean_the_same(spelling: str, tmp_
 
 # The defaults of these families are those of a variant that is refused.
 STATED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     # these have no default
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},

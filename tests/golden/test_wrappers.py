@@ -19,6 +19,7 @@ from compress.export.refusals import check_rules
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
+from compress.models.mixture import AS_IN_MEMORY
 from compress.models.overrides import decide
 from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
@@ -172,8 +173,11 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
         for name, value in opened.layer(idx).items():
             full = f"layers.{idx}.{name}"
             module, _, leaf = full.rpartition(".")
-            theirs = weights[opened.family.to_memory(opened.family.tensor(full))]
-            if opened.family.holds_all_experts(module):
+            family = opened.family
+            if family.to_memory(family.tensor(full)) not in weights:  # experts that are apart on disk
+                family = family.with_layout(AS_IN_MEMORY)
+            theirs = weights[family.to_memory(family.tensor(full))]
+            if family.holds_all_experts(module):
                 _, _, expert, part, _ = name.split(".")
                 halves = theirs[int(expert)].chunk(2)
                 theirs = theirs[int(expert)] if part == "down" else halves[part == "up"]
@@ -247,3 +251,43 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     # An input rounded to eight bits sends a token to another expert now and then.
     error = errors_BS.median() if source.arch.has_experts else errors_BS.mean()
     assert error.sqrt() < 0.1 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("case", ["internvl", "internvl-qwen3-tied", "llava_next", "smolvlm"])
+def test_tensors_decide_the_head_where_no_config_does(case: str, tmp_path: Path) -> None:
+    """Versions of `transformers` differ in what they take a config for that says nothing."""
+    model = saved(tmp_path, *CASES[case])
+    config = json.loads((tmp_path / "config.json").read_text())
+    tied = config.pop("tie_word_embeddings")
+    config["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = Checkpoint(tmp_path)
+    assert source.arch.tied_head == tied
+    tokens_BS = tokens(1, 8)
+    with torch.no_grad():
+        decoder = build_decoder(source, dtype=torch.float32, device=torch.device("cpu"))
+        assert torch.allclose(decoder(tokens_BS), model(tokens_BS).logits, atol=1e-4)
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", source)
+    written = json.loads((tmp_path / "written/config.json").read_text())
+    assert written["tie_word_embeddings"] == tied
+
+
+def test_a_text_config_ties_the_head_of_llava_whatever_the_whole_says() -> None:
+    config: dict[str, Any] = {
+        "model_type": "llava_onevision",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen2",
+            "tie_word_embeddings": True,
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+        },
+    }
+    theirs = transformers.LlavaOnevisionConfig(**json.loads(json.dumps(config)))
+    assert theirs.tie_word_embeddings
+    assert family_of(config).read_config(config).tied_head

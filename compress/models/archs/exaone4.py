@@ -10,13 +10,15 @@ from compress.models.module_names import POST_NORM_MODULES
 from compress.untrusted.fields import Fields
 
 
-def _implied(config: Fields) -> dict[str, Any]:
+def types_of_layers(config: Fields) -> dict[str, Any]:
+    """Return the `layer_types` of a config, where it states none those of its pattern."""
     if config.has("layer_types"):
         return {}
     return every_nth_full(config, config.integer("sliding_window_pattern", 1, MAX_LAYERS))
 
 
-def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+def layers_with_rope(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers encode positions: those with a window, or all of a model without one."""
     windows = windows_by_layer_type(config, num_layers)
     return [not config.has("sliding_window") or window is not None for window in windows]
 
@@ -28,9 +30,9 @@ FAMILIES.add(
         architecture="Exaone4ForCausalLM",
         qk_norm=True,
         windows=windows_by_layer_type,
-        rotated_layers=_rotated_layers,
+        rotated_layers=layers_with_rope,
         facts=lambda config: {"block": "post"},
-        implied=_implied,
+        implied=types_of_layers,
         layer_modules=POST_NORM_MODULES,
         known_fields=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
         defaults={

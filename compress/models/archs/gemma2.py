@@ -25,42 +25,41 @@ def _facts(config: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES.add(
-    "gemma2",
-    Family(
-        model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        heads_divide_hidden=True,
-        windows=windows_by_layer_type,
-        facts=_facts,
-        implied=lambda config: every_nth_full(config, 2),
-        spelled={"hidden_act": "hidden_activation"},
-        layer_modules={**LAYER_MODULES, **SANDWICH_NORMS},
-        known_fields=frozenset(
-            {
-                "attention_bias",
-                "sliding_window",
-                "layer_types",
-                "query_pre_attn_scalar",
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-            }
-        ),
-        fixed_fields={"use_bidirectional_attention": False},
-        defaults={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    heads_divide_hidden=True,
+    windows=windows_by_layer_type,
+    facts=_facts,
+    implied=lambda config: every_nth_full(config, 2),
+    spelled={"hidden_act": "hidden_activation"},
+    layer_modules={**LAYER_MODULES, **SANDWICH_NORMS},
+    known_fields=frozenset(
+        {
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        }
     ),
+    fixed_fields={"use_bidirectional_attention": False},
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
 )
+
+FAMILIES.add("gemma2", GEMMA2)

@@ -31,44 +31,43 @@ MIXTURE_MODULES = {
 }
 MIXTURE_FIELDS = frozenset({*SIGMOID_MIXTURE.fields.values(), "n_shared_experts", "first_k_dense_replace"})
 
-FAMILIES.add(
-    "glm4_moe",
-    Family(
-        model_type="glm4_moe",
-        architecture="Glm4MoeForCausalLM",
-        qkv_bias="attention_bias",
-        qk_norm="use_qk_norm",
-        mixture=SIGMOID_MIXTURE,
-        layer_modules={**LAYER_MODULES, **MIXTURE_MODULES},
-        expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=MIXTURE_FIELDS
-        | {
-            "attention_bias",
-            "use_qk_norm",
-            "partial_rotary_factor",
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-        },
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 8,
-            "intermediate_size": 10944,
-            "max_position_embeddings": 131072,
-            "partial_rotary_factor": 0.5,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": False,
-        },
-        ignored_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
-    ),
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    mixture=SIGMOID_MIXTURE,
+    layer_modules={**LAYER_MODULES, **MIXTURE_MODULES},
+    expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+    known_fields=MIXTURE_FIELDS
+    | {
+        "attention_bias",
+        "use_qk_norm",
+        "partial_rotary_factor",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+    },
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 8,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+    },
+    ignored_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
 )
+
+FAMILIES.add("glm4_moe", GLM4_MOE)

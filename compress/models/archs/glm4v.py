@@ -25,7 +25,6 @@ _TEXT = replace(
         "max_position_embeddings": 32768,
     },
 )
-FAMILIES.add(
-    "glm4v",
-    wrapper("glm4v", "Glm4vForConditionalGeneration", _TEXT, **LANGUAGE_MODEL_NAMES),
-)
+GLM4V = wrapper("glm4v", "Glm4vForConditionalGeneration", _TEXT, **LANGUAGE_MODEL_NAMES)
+
+FAMILIES.add("glm4v", GLM4V)

@@ -9,21 +9,20 @@ from compress.models.family import FAMILIES
 from compress.models.wrapper import LLAVA_NAMES, wrapper
 
 _SIZES = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_7B = replace(LLAMA, defaults={**LLAMA.defaults, **_SIZES, "intermediate_size": 11008})
+MISTRAL_7B = replace(
+    MISTRAL,
+    defaults={**MISTRAL.defaults, **_SIZES, "intermediate_size": 14336, "max_position_embeddings": 131072},
+)
+
 FAMILIES.add(
     "llava",
     wrapper(
         "llava",
         "LlavaForConditionalGeneration",
-        replace(LLAMA, defaults={**LLAMA.defaults, **_SIZES, "intermediate_size": 11008}),
-        replace(
-            MISTRAL,
-            defaults={
-                **MISTRAL.defaults,
-                **_SIZES,
-                "intermediate_size": 14336,
-                "max_position_embeddings": 131072,
-            },
-        ),
+        LLAMA_7B,
+        MISTRAL_7B,
+        text_ties=True,
         **LLAVA_NAMES,
     ),
 )

@@ -16,6 +16,7 @@ QWEN2 = Family(
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
         "use_sliding_window": False,
         "sliding_window": 4096,
         "max_window_layers": 28,

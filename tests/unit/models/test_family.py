@@ -51,8 +51,8 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         (QWEN3, {"is_causal": False}, "is_causal = False.*True only"),
         (
             LLAMA,
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
-            "'dynamic'.*known rope types: default",
+            {"rope_parameters": {"rope_type": "ntk_alpha", "rope_theta": 1e4}},
+            "'ntk_alpha'.*known rope types: default",
         ),
         (
             LLAMA,
