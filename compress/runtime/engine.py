@@ -36,7 +36,7 @@ from compress.runtime.decode_run import Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
@@ -120,6 +120,7 @@ class Engine:
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
             shares_prompts=proposer is None or not proposer.kv_bytes_per_token,
+            chunk_multiple=chunk_multiple(self.kv_format),
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.kernels.attention_prefill.fp8_reference import KEYS
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
+    FP8_ATTENTION,
     FP8_STATIC,
     FP8_TOKEN_HEAD,
     INT4_TOKEN_HEAD,
@@ -45,6 +47,12 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
         2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes)
         for layer in arch.layers
     )
+
+
+def chunk_multiple(kv_format: str) -> int:
+    """Return the positions after a multiple of which a prompt may be cut without a change of its bits: those
+    of a tile whose keys and values have one scale, in formats that have tiles."""
+    return KEYS if kv_format == FP8_ATTENTION else 1
 
 
 def _storage_dtype(kv_format: str) -> torch.dtype:

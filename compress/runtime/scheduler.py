@@ -85,7 +85,9 @@ class Batch:
 class Scheduler:
     """The queue of waiting requests, the running ones in order of admission, and the blocks they hold.
 
-    Prompts of more than `short_prompt_tokens` are long (`prefill.py`): those of one step run in one pass.
+    Prompts of more than `short_prompt_tokens` are long (`prefill.py`): those of one step run in one pass. A
+    chunk ends with its prompt or after a multiple of `chunk_multiple` tokens of it, unless its step could
+    prefill nothing then.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Scheduler:
         num_unsure: int = 0,
         swap: Swap | None = None,
         shares_prompts: bool = True,
+        chunk_multiple: int = 1,
     ) -> None:
         assert max_step_tokens >= max_batch_size, "every running request must be able to decode in one step"
         self._pool = pool
@@ -115,6 +118,7 @@ class Scheduler:
         self._num_unsure = num_unsure
         self._swap = swap
         self._shares_prompts = shares_prompts
+        self._chunk_multiple = chunk_multiple
         self._running: list[Generation] = []
         self._copies: dict[Generation, tuple[int, int]] = {}
         """Copies of the step that is being scheduled, by the request that writes to the second block."""
@@ -216,12 +220,23 @@ class Scheduler:
         prefills: list[PrefillChunk] = []
         prefilling = self._prefilling(now_s, admits=preemptions == self.num_preemptions)
         while budget > 0 and (generation := next(prefilling, None)) is not None:
-            num_tokens = min(generation.prefill_end - generation.num_computed, budget)
+            num_tokens = self._chunk_tokens(generation, budget, must=not prefills)
+            if num_tokens == 0:
+                break
             prefills.append(PrefillChunk(generation, num_tokens))
             budget -= num_tokens
             self._insert(generation, generation.num_computed + num_tokens, computed=False)
         self.num_copied += len(self._copies)
         return Batch(tuple(decodes), tuple(map(self._with_followers, prefills)), tuple(self._copies.values()))
+
+    def _chunk_tokens(self, generation: Generation, budget: int, *, must: bool) -> int:
+        """Return how many tokens of a request the next chunk takes; with `must`, some."""
+        begin = generation.num_computed
+        end = min(generation.prefill_end, begin + budget)
+        if end < generation.prefill_end:
+            cut = end // self._chunk_multiple * self._chunk_multiple
+            end = cut if cut > begin else end if must else begin
+        return end - begin
 
     def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:
         """Yield the running requests whose prefill is not complete, then admit others, one at a time.

@@ -17,11 +17,11 @@ CUDA = torch.device("cuda")
 ROWS = 512
 COMPANIES = ((0, 1), (7, 8), (0, 8), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
 TILES = (
-    Tile(1, 1, 1, 1, True),
-    Tile(1, 2, 2, 2, True),
-    Tile(2, 4, 1, 2, False),
-    Tile(4, 1, 3, 1, False),
-    Tile(1, 8, 1, 1, True),
+    Tile(1, 1, 1, 1, 8),
+    Tile(1, 2, 2, 2, 8),
+    Tile(2, 4, 1, 2, 1),
+    Tile(4, 1, 3, 1, 1),
+    Tile(1, 8, 1, 1, 8),
 )
 CASES = [
     (None, torch.bfloat16, (5120,), 2880, None, True),

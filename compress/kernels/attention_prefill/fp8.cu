@@ -187,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1) attend_f
             factor[h] = q_scale[h] * k_scale;
             own = max_of_four_lanes(own) * factor[h];
             most[h] = fmaxf(most[h], own);
-            const float next = fmaxf(own, most[h] - RANGE), finite = next == -INFINITE ? 0.0f : next;
+            // A tile of which a row sees nothing leaves its bits as they are, whichever rows share its block.
+            const float next = own == -INFINITE ? unit[h] : fmaxf(own, most[h] - RANGE), finite = next == -INFINITE ? 0.0f : next;
             alpha[h] = exp2_of(unit[h] - finite);
             offset[h] = 8.0f - finite;
             unit[h] = next;

@@ -2,7 +2,7 @@
 keys and values that `fp8_tiles.py` lays out. Its numbers are those of `fp8_reference.py`.
 
 A block has 128 rows, a tile of query tokens and the heads of one KV head; the tiles with the most keys are
-first. A sequence's bits depend on its own chunk and context only.
+first. A row's bits depend on its own query and on the tiles of its context that it sees.
 """
 
 import ctypes

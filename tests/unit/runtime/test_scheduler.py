@@ -51,10 +51,16 @@ class Bench:
                     self.done.append(generation.request.id)
 
 
-def bench(*, num_blocks: int = 100, max_batch_size: int = 4, max_step_tokens: int = 32) -> Bench:
+def bench(
+    *, num_blocks: int = 100, max_batch_size: int = 4, max_step_tokens: int = 32, chunk_multiple: int = 1
+) -> Bench:
     allocator = BlockPool(num_blocks + 1)
     scheduler = Scheduler(
-        allocator, block_size=BLOCK_SIZE, max_batch_size=max_batch_size, max_step_tokens=max_step_tokens
+        allocator,
+        block_size=BLOCK_SIZE,
+        max_batch_size=max_batch_size,
+        max_step_tokens=max_step_tokens,
+        chunk_multiple=chunk_multiple,
     )
     return Bench(scheduler, allocator, [])
 
@@ -78,6 +84,22 @@ def test_prompts_share_a_step_in_order_of_arrival_until_the_budget_is_spent() ->
         b.add(name, length)
     assert b.step() == ([], [("a", 10), ("b", 10), ("c", 12)])
     assert b.step() == (["a", "b"], [("c", 18), ("d", 3)])
+
+
+def test_a_prompt_is_cut_after_multiples_where_one_is_in_reach() -> None:
+    b = bench(max_step_tokens=50, chunk_multiple=20)
+    for name, length in (("a", 7), ("b", 90), ("c", 45)):
+        b.add(name, length)
+    assert b.step() == ([], [("a", 7), ("b", 40)])
+    assert b.step() == (["a"], [("b", 40)])  # nine tokens are left, and no multiple of 20 after them
+    assert b.step() == (["a"], [("b", 10), ("c", 20)])
+    assert b.step() == (["a", "b"], [("c", 25)])
+
+
+def test_a_prompt_goes_on_where_no_multiple_is_in_reach_of_any_step() -> None:
+    b = bench(max_step_tokens=8, chunk_multiple=20)
+    b.add("a", 25)
+    assert [b.step()[1] for _ in range(4)] == [[("a", 8)], [("a", 8)], [("a", 4)], [("a", 5)]]
 
 
 def test_no_more_than_a_full_batch_runs() -> None:
