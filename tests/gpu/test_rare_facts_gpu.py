@@ -19,6 +19,7 @@ from compress.kernels.select import select
 from compress.kernels.soft_cap.fused import soft_cap_
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.experts import Experts
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
@@ -35,6 +36,10 @@ CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYER = LayerShape(num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1000, rope=Rope(10000.0))
 LOCAL = replace(LAYER, window=70)
+SPARSE = replace(LAYER, intermediate_size=176, experts=Experts(16, 4, 176))
+SIGMOID = Experts(
+    16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
+)
 FACTS: dict[str, dict[str, Any]] = {
     "gemma 2": {
         "norm_offset": 1.0,
@@ -70,6 +75,20 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "attn_scale": 0.0156},
     "ministral 3": {"query_growth": (0.1, 64)},
+    "vaultgemma": {
+        "norm_offset": 1.0,
+        "embed_scale": 19.6,
+        "attn_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "layers": (LOCAL, LAYER),
+    },
+    "flex olmo": {
+        "block": "post",
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "layers": (SPARSE, replace(SPARSE, window=70)),
+    },
+    "k-exaone": {"qk_norm": True, "layers": (LOCAL, replace(SPARSE, rope=None, experts=SIGMOID))},
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
