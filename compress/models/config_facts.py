@@ -95,6 +95,10 @@ class ConfigFacts:
         """Return whether a field of that value computes what a config without it computes."""
         if name in self.defaults and is_same(value, self.defaults[name]):
             return True
+        return self.is_unread(name)
+
+    def is_unread(self, name: str) -> bool:
+        """Return whether nobody reads a field, whatever its value."""
         if self.reads is None or name.startswith("rope_") or name in NEVER_UNREAD:
             return False
         return name not in self.reads

@@ -53,6 +53,12 @@ class TableFields:
         """Return the names of the fields that the table does not read and that change nothing, sorted."""
         return sorted(name for name, value in self._others(config) if self._is_inert(name, value))
 
+    def without_unread(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config without the fields that neither the table nor the model reads, so that no reader
+        that several families share takes one of them for its own."""
+        unread = {name for name, _ in self._others(config) if facts_of(self.model_type).is_unread(name)}
+        return {name: value for name, value in config.items() if name not in unread}
+
     def _is_inert(self, name: str, value: Any) -> bool:
         """Return whether a field of that value changes nothing: by the facts of the family, or because it
         states what the decoder computes."""

@@ -49,7 +49,7 @@ RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
-FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+FIELDS_BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 """Fields that have an entry for each layer."""
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
@@ -126,7 +126,8 @@ class Family:
         """
         self._table_fields.check(raw)
         check_one_rope(raw, self._where)
-        config = Fields(self.completed(raw), self._where, UnsupportedArch)
+        read = self._table_fields.without_unread(raw)
+        config = Fields(self.completed(read), self._where, UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
         num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)

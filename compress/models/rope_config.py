@@ -34,7 +34,7 @@ ROPE_FIELDS = frozenset(
 )
 DYNAMIC = "dynamic"
 """The rope type whose frequencies `transformers` changes beyond `max_position_embeddings`, where no position
-lies here: up to there it is the plain rope."""
+lies here: up to there it is the plain rope. Other programs may scale it from the first position on."""
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")

@@ -12,7 +12,7 @@ memory, are read too (`in_memory`).
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
@@ -31,7 +31,7 @@ class Wrapper(Family):
 
     `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
     head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
-    config states so, whatever the whole states.
+    config states so, even where the whole states the opposite.
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Wrapper(Family):
     text_ties: bool = False
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
-        return any("tie_word_embeddings" in each for each in (raw, self._stated_text(raw)))
+        return "tie_word_embeddings" in raw or self._is_tied_by(self._stated_text(raw))
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         text = self._text_of(raw)
@@ -96,8 +96,11 @@ class Wrapper(Family):
     def _stated_text(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return Fields(raw, self._where, UnsupportedArch).mapping(TEXT_CONFIG, default={})
 
+    def _is_tied_by(self, stated: Mapping[str, Any]) -> bool:
+        return self.text_ties and stated.get("tie_word_embeddings") is True
+
     def _ties(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
-        if self.text_ties and stated.get("tie_word_embeddings") is True:
+        if self._is_tied_by(stated):
             return True
         found = [each["tie_word_embeddings"] for each in (raw, stated) if "tie_word_embeddings" in each]
         return found[0] if found else self.ties_by_default
@@ -121,6 +124,12 @@ def wrapper(model_type: str, architecture: str, *text_families: Family, **facts:
     )
 
 
+def sized(family: Family, **sizes: int) -> Family:
+    """Return a text family whose configs may leave these sizes to the defaults of their class, as configs
+    inside of others do."""
+    return replace(family, defaults={**family.defaults, **sizes})
+
+
 LLAVA_NAMES: Mapping[str, Any] = {
     "layer_prefix": "language_model.model.layers.",
     "outer_modules": {
@@ -136,7 +145,7 @@ LLAVA_NAMES: Mapping[str, Any] = {
     },
     "untouched": ("vision_tower", "multi_modal_projector"),
 }
-"""Names on disk and in memory of models like Llava: Gemma 3 and Mistral 3."""
+"""Names on disk and in memory of models like Llava: InternVL, Gemma 3 and Mistral 3, too."""
 LLAVA_NEXT_NAMES: Mapping[str, Any] = {
     **LLAVA_NAMES,
     "in_memory": {**LLAVA_NAMES["in_memory"], "image_newline": "model.image_newline"},

@@ -86,8 +86,8 @@ class Scheduler:
     """The queue of waiting requests, the running ones in order of admission, and the blocks they hold.
 
     Prompts of more than `short_prompt_tokens` are long (`prefill.py`): those of one step run in one pass. A
-    chunk ends with its prompt or after a multiple of `chunk_multiple` tokens of it, unless its step could
-    prefill nothing then.
+    chunk ends with its prompt or after a multiple of `chunk_multiple` tokens of it; where a step has no room
+    for so many, it ends with that room. Nobody overtakes a prompt that has to wait for the next step.
     """
 
     def __init__(
@@ -235,7 +235,10 @@ class Scheduler:
         end = min(generation.prefill_end, begin + budget)
         if end < generation.prefill_end:
             cut = end // self._chunk_multiple * self._chunk_multiple
-            end = cut if cut > begin else end if must else begin
+            if cut > begin and budget >= self._chunk_multiple:
+                end = cut
+            elif not must:
+                end = begin
         return end - begin
 
     def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:

@@ -100,6 +100,20 @@ def _decoded_by_transformers(model: Any, tokens_BS: Tensor, steps: list[tuple[in
     return torch.cat(pieces, dim=1)
 
 
+@pytest.mark.parametrize(
+    "case", ["cwm", "exaone_moe", "vaultgemma", "mellum-types-yarn", "gemma2-narrow-caps", "exaone4"]
+)
+def test_a_field_that_the_model_does_not_read_switches_no_window_off(case: str, tmp_path: Path) -> None:
+    """`use_sliding_window` is a field of Qwen's models alone."""
+    saved(tmp_path, *CASES[case])
+    config = json.loads((tmp_path / "config.json").read_text())
+    as_it_is = family_of(config).read_config(config)
+    assert any(layer.window is not None for layer in as_it_is.layers)
+    spoiled = {**config, "use_sliding_window": False}
+    assert family_of(spoiled).read_config(spoiled).layers == as_it_is.layers
+    assert "use_sliding_window" in family_of(spoiled).unread_fields(spoiled)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_export_after_import_is_the_identity(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]

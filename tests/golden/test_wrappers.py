@@ -291,3 +291,23 @@ def test_a_text_config_ties_the_head_of_llava_whatever_the_whole_says() -> None:
     theirs = transformers.LlavaOnevisionConfig(**json.loads(json.dumps(config)))
     assert theirs.tie_word_embeddings
     assert family_of(config).read_config(config).tied_head
+
+
+def test_text_configs_may_leave_sizes_to_the_defaults_of_their_class() -> None:
+    """`transformers` 4 saved of a text config what differs from its class."""
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    for model_type, kinds in {
+        "internvl": ("qwen2", "qwen3", "qwen3_moe", "llama"),
+        "llava_next": ("qwen2", "llama", "mistral"),
+        "llava_onevision": ("qwen2",),
+        "idefics3": ("llama",),
+        "smolvlm": ("llama",),
+    }.items():
+        for kind in kinds:
+            config = {"model_type": model_type, "text_config": {"model_type": kind}}
+            arch = family_of(config).read_config(config)
+            theirs = transformers.CONFIG_MAPPING[kind]()
+            ours = (arch.vocab_size, arch.hidden_size, arch.num_layers, arch.layers[0].num_heads)
+            assert ours == tuple(getattr(theirs, size) for size in sizes)
+            assert arch.max_position == theirs.max_position_embeddings
+            assert arch.layers[0].num_kv_heads == theirs.num_key_value_heads

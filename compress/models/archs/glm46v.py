@@ -5,4 +5,7 @@ from dataclasses import replace
 from compress.models.archs.glm4v import GLM4V
 from compress.models.family import FAMILIES
 
-FAMILIES.add("glm46v", replace(GLM4V, model_type="glm46v", architecture="Glm46VForConditionalGeneration"))
+FAMILIES.add(
+    "glm46v",
+    replace(GLM4V, model_type="glm46v", architecture="Glm46VForConditionalGeneration", text_ties=False),
+)

@@ -25,6 +25,6 @@ _TEXT = replace(
         "max_position_embeddings": 32768,
     },
 )
-GLM4V = wrapper("glm4v", "Glm4vForConditionalGeneration", _TEXT, **LANGUAGE_MODEL_NAMES)
+GLM4V = wrapper("glm4v", "Glm4vForConditionalGeneration", _TEXT, text_ties=True, **LANGUAGE_MODEL_NAMES)
 
 FAMILIES.add("glm4v", GLM4V)

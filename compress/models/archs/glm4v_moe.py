@@ -23,5 +23,5 @@ _TEXT = replace(
 )
 FAMILIES.add(
     "glm4v_moe",
-    wrapper("glm4v_moe", "Glm4vMoeForConditionalGeneration", _TEXT, **LANGUAGE_MODEL_NAMES),
+    wrapper("glm4v_moe", "Glm4vMoeForConditionalGeneration", _TEXT, text_ties=True, **LANGUAGE_MODEL_NAMES),
 )

@@ -5,7 +5,6 @@ refused."""
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_LAYERS
 from compress.models.archs.granitemoe import MULTIPLIERS, multipliers
 from compress.models.config_facts import TRAINING_OF_ROUTERS
 from compress.models.experts import MAX_EXPERTS
@@ -38,14 +37,16 @@ def _implied(config: Fields) -> dict[str, Any]:
     Raises:
         UnsupportedArch: the model has Mamba layers or experts.
     """
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     name = "layers_block_type" if config.has("layers_block_type") else "layer_types"
     stated = config.texts(name, default=())
-    if not stated or set(stated) - set(_ATTENTION):
-        raise UnsupportedArch(f"{config.where} has Mamba layers ({name}), which the decoder lacks.")
+    if others := sorted({*stated} - {*_ATTENTION}) or ([] if stated else ["mamba"]):
+        raise UnsupportedArch(
+            f"{config.where} has layers of the type {', '.join(others)} ({name}); the decoder lacks all but "
+            "attention."
+        )
     if config.integer("num_local_experts", 0, MAX_EXPERTS) > 0:
         raise config.wrong("num_local_experts", config.integer("num_local_experts", 0, MAX_EXPERTS), "0")
-    return {"layer_types": [FULL] * num_layers}
+    return {"layer_types": [FULL] * len(stated)}
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:

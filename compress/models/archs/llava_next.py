@@ -2,9 +2,9 @@
 of one; the text model is `llama`, `mistral` or `qwen2`."""
 
 from compress.models.archs.llava import LLAMA_7B, MISTRAL_7B
-from compress.models.archs.qwen2 import QWEN2
+from compress.models.archs.qwen2 import DEFAULT_SIZES, QWEN2
 from compress.models.family import FAMILIES
-from compress.models.wrapper import LLAVA_NEXT_NAMES, wrapper
+from compress.models.wrapper import LLAVA_NEXT_NAMES, sized, wrapper
 
 FAMILIES.add(
     "llava_next",
@@ -13,7 +13,7 @@ FAMILIES.add(
         "LlavaNextForConditionalGeneration",
         LLAMA_7B,
         MISTRAL_7B,
-        QWEN2,
+        sized(QWEN2, **DEFAULT_SIZES),
         **LLAVA_NEXT_NAMES,
     ),
 )

@@ -23,4 +23,13 @@ QWEN2 = Family(
     },
 )
 
+DEFAULT_SIZES = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""Sizes of models of `qwen2` and `qwen3` whose configs state none, inside of others."""
+
 FAMILIES.add("qwen2", QWEN2)

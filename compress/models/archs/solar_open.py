@@ -14,8 +14,8 @@ FAMILIES.add(
         architecture="SolarOpenForCausalLM",
         qk_norm=False,
         mixture=Mixture(SIGMOID_MIXTURE.fields, SIGMOID_MIXTURE.facts, read_more=SIGMOID_MIXTURE.read_more),
-        known_fields=MIXTURE_FIELDS - {"first_k_dense_replace"} | {"attention_bias", "partial_rotary_factor"},
-        fixed_fields={"first_k_dense_replace": 0, "use_qk_norm": False},
+        known_fields=MIXTURE_FIELDS - {"first_k_dense_replace"} | {"attention_bias"},
+        fixed_fields={"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0},
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,

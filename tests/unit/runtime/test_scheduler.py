@@ -99,7 +99,7 @@ def test_a_prompt_is_cut_after_multiples_where_one_is_in_reach() -> None:
 def test_a_prompt_goes_on_where_no_multiple_is_in_reach_of_any_step() -> None:
     b = bench(max_step_tokens=8, chunk_multiple=20)
     b.add("a", 25)
-    assert [b.step()[1] for _ in range(4)] == [[("a", 8)], [("a", 8)], [("a", 4)], [("a", 5)]]
+    assert [b.step()[1] for _ in range(4)] == [[("a", 8)], [("a", 8)], [("a", 8)], [("a", 1)]]
 
 
 def test_no_more_than_a_full_batch_runs() -> None:
