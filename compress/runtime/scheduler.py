@@ -233,12 +233,8 @@ class Scheduler:
         """Return how many tokens of a request the next chunk takes; with `must`, some."""
         begin = generation.num_computed
         end = min(generation.prefill_end, begin + budget)
-        if end < generation.prefill_end:
-            cut = end // self._chunk_multiple * self._chunk_multiple
-            if cut > begin and budget >= self._chunk_multiple:
-                end = cut
-            elif not must:
-                end = begin
+        if end < generation.prefill_end and not (must and budget < self._chunk_multiple):
+            end = max(begin, end // self._chunk_multiple * self._chunk_multiple)
         return end - begin
 
     def _prefilling(self, now_s: float, *, admits: bool) -> Iterator[Generation]:
