@@ -114,6 +114,16 @@ EXPORTED = [
     ("llava-mistral", "W4A16_G128"),
     ("glm4v", "FP8_DYNAMIC"),
     ("qwen3_vl", "FP8_DYNAMIC"),
+    ("cwm", "W4A16_G128"),
+    ("vaultgemma", "FP8_DYNAMIC"),
+    ("granitemoehybrid", "FP8_DYNAMIC"),
+    ("gemma4_unified", "FP8_DYNAMIC"),
+    ("glm46v", "W4A16_G128"),
+    ("internvl", "W4A16_G128"),
+    ("llava_next", "FP8_DYNAMIC"),
+    ("llava_onevision", "W4A16_G128"),
+    ("idefics3", "FP8_DYNAMIC"),
+    ("smolvlm", "W4A16_G128"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),

@@ -218,7 +218,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
-    "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
+    "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
     "idefics3": {"model_type": "llama"},
@@ -781,6 +781,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "granitemoehybrid",
         {
+            "layer_types": ["full_attention"] * 3,
             "shared_intermediate_size": 80,
             "position_embedding_type": "rope",
             "embedding_multiplier": 12.0,
@@ -792,7 +793,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid-no-positions": (
         "granitemoehybrid",
-        {"shared_intermediate_size": 56, "attention_multiplier": 0.4, "attention_bias": True},
+        {
+            "layer_types": ["full_attention"] * 3,
+            "shared_intermediate_size": 56,
+            "attention_multiplier": 0.4,
+            "attention_bias": True,
+        },
     ),
     "solar_open": (
         "solar_open",

@@ -44,8 +44,9 @@ def _implied(config: Fields) -> dict[str, Any]:
             f"{config.where} has layers of the type {', '.join(others)} ({name}); the decoder lacks all but "
             "attention."
         )
-    if config.integer("num_local_experts", 0, MAX_EXPERTS) > 0:
-        raise config.wrong("num_local_experts", config.integer("num_local_experts", 0, MAX_EXPERTS), "0")
+    num_experts = config.integer("num_local_experts", 0, MAX_EXPERTS)
+    if num_experts > 0:
+        raise config.wrong("num_local_experts", num_experts, "0: its decoder has no experts here")
     return {"layer_types": [FULL] * len(stated)}
 
 
