@@ -116,7 +116,7 @@ EXPORTED = [
     ("qwen3_vl", "FP8_DYNAMIC"),
     ("cwm", "W4A16_G128"),
     ("vaultgemma", "FP8_DYNAMIC"),
-    ("granitemoehybrid", "FP8_DYNAMIC"),
+    ("granitemoehybrid", "W8A16"),
     ("gemma4_unified", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),
