@@ -218,7 +218,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
-    "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2},
+    "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
     "idefics3": {"model_type": "llama"},
@@ -781,7 +781,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "granitemoehybrid",
         {
-            "layer_types": ["full_attention"] * 3,
             "shared_intermediate_size": 80,
             "position_embedding_type": "rope",
             "embedding_multiplier": 12.0,
@@ -793,12 +792,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid-no-positions": (
         "granitemoehybrid",
-        {
-            "layer_types": ["full_attention"] * 3,
-            "shared_intermediate_size": 56,
-            "attention_multiplier": 0.4,
-            "attention_bias": True,
-        },
+        {"shared_intermediate_size": 56, "attention_multiplier": 0.4, "attention_bias": True},
     ),
     "solar_open": (
         "solar_open",
@@ -912,6 +906,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
+    if "layer_types" in stated:  # of the model with the most layers; some tests make fewer
+        stated["layer_types"] = stated["layer_types"][: stated["num_hidden_layers"]]
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])
