@@ -9,10 +9,10 @@ whole layer sees them:
 
 so that the layer's share falls from 1 without a token to 0 with m, without a jump. H_layer is the moment of
 all tokens at the input of the experts; before `down`, whose channels mean something else in every expert, it
-is that of a sample of all tokens which the expert itself computed. Where a router weighs the inputs of
-experts, both are of that sample, weighed as the router weighs it for this expert. `all_tokens` takes the
-statistics of every expert from all tokens instead, and `keep` leaves them as they are, but for an expert
-without a token, which has none: it gets the layer's.
+is that of a sample of all tokens which the expert itself computed. Where an expert reads something else than
+what the layer gives it (`Experts.changes_input`), both are of that sample, as this expert reads it.
+`all_tokens` takes the statistics of every expert from all tokens instead, and `keep` leaves them as they are,
+but for an expert without a token, which has none: it gets the layer's.
 
 Shapes: T tokens, D hidden, F channels of an expert.
 """
@@ -132,7 +132,7 @@ def complete_starved(
             continue
         target = of_layer
         is_mid = tap.startswith("moe_mid.")
-        if is_mid or layer.moe.facts.weighs_input:
+        if is_mid or layer.moe.facts.changes_input:
             x_TD = layer.moe.input_of(expert, of_layer[TokenSample].rows())
             if is_mid:
                 x_TD = layer.get_submodule(f"moe.experts.{expert}").gated(x_TD)  # type: ignore[operator]

@@ -16,6 +16,8 @@ from compress.quant.scheme import Scheme
 ALL_EXPERTS = r"re:.*\.experts\."
 """The pattern of all linears of experts, by the names of transformers."""
 _PART = ".experts."
+NOT_GATHERED = ("gemma4", "gemma4_text")
+"""Families whose experts transformers has in one tensor and does not gather from tensors of each."""
 
 Group = tuple[Scheme, list[str]]
 """A scheme and the names of its linears."""
@@ -47,6 +49,8 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
     ]
     schemes = {scheme.for_linear(each) for each in apart}
     one = next(iter(schemes)) if len(schemes) == 1 else None
+    if arch.family in NOT_GATHERED and schemes:
+        return "has all experts of a layer in one tensor, and does not gather them from tensors of each"
     if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):
         return None
     if one is None and all(map(_is_channel_fp8, scheme.all)):

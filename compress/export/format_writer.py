@@ -81,8 +81,8 @@ def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
         if layer.experts is not None
-        for name in layer.experts.dense_shapes(arch.hidden_size)
-        if name.endswith(".weight")
+        for name, shape in layer.experts.dense_shapes(arch.hidden_size).items()
+        if name.endswith(".weight") and len(shape) == 2
     ]
     return replace(scheme, exceptions=(*scheme.exceptions, *routers))
 

@@ -108,6 +108,11 @@ class Arch:
                     f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
                     "evenly."
                 )
+            if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
+                raise UnsupportedArch(
+                    f"layer {idx}: the branches of a mixture are normed apart in a '{self.block}' block; the "
+                    "decoder computes them in a 'sandwich' block."
+                )
 
     @property
     def num_layers(self) -> int:
@@ -165,7 +170,7 @@ class Arch:
         heads = 1 if self.tied_head else 2
         total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
         for layer in self.layers:
-            total += self.num_norms * self.hidden_size
+            total += self.num_norms(layer) * self.hidden_size
             if self.qk_norm:
                 total += sum(self.qk_norm_sizes(layer))
             if self.attn_sinks:
@@ -187,10 +192,10 @@ class Arch:
                 idle += (1 - layer.token_frac(name)) * rows * (columns + self.has_bias(name))
         return self.num_params - round(idle)
 
-    @property
-    def num_norms(self) -> int:
-        """Norms over the hidden size that a layer has."""
-        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block]
+    def num_norms(self, layer: LayerShape) -> int:
+        """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
+        inside = layer.experts is not None and layer.experts.branch_norms
+        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block] - inside
 
     def qk_norm_sizes(self, layer: LayerShape) -> tuple[int, int]:
         """Return the sizes of the norms of q and of k: those of a head, or of all heads."""

@@ -227,20 +227,23 @@ class DecoderLayer(nn.Module):
         self.layer_idx = layer_idx
         self.arch = arch
         self.shape = arch.layers[layer_idx]
+        norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
         has_pre = arch.block != "post"
         has_post = arch.block in ("post", "sandwich")
 
         def norm(exists: bool) -> nn.Module:
-            return norm_of(arch, arch.hidden_size) if exists else nn.Identity()
+            return norm_over_hidden() if exists else nn.Identity()
 
         self.attn_norm = norm(has_pre)
         self.attn = Attention(arch, self.shape)
         self.attn_post_norm = norm(has_post)
-        self.ffn_norm = norm(has_pre and not self.is_parallel)
-        if self.shape.experts is None:
+        experts = self.shape.experts
+        norms_apart = experts is not None and experts.branch_norms
+        self.ffn_norm = norm(has_pre and not self.is_parallel and not norms_apart)
+        if experts is None:
             self.ffn = Ffn(arch, self.shape)
         else:
-            self.moe = Moe(self.shape.experts, arch.hidden_size, partial(Ffn, arch, self.shape))
+            self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
         self.ffn_post_norm = norm(has_post)
         if arch.layer_scalar:
             self.layer_scalar = nn.Parameter(torch.ones(1))

@@ -1,7 +1,7 @@
 """Removal of whole experts: a mixture with fewer of them is left, every layer with the same number.
 
-An expert goes with its linears, its row of the router and its place in the selection bias. Tokens that chose
-it choose the next best of those that stay.
+An expert goes with its linears, its row of the router, and its numbers among selection biases and output
+scales. Tokens that chose it choose the next best of those that stay.
 
 Shapes: E experts.
 """
@@ -56,7 +56,7 @@ def kept_experts(weights: Weights, kept: Sequence[int]) -> dict[str, Tensor | Qu
         if match is not None:
             if int(match[1]) in place:
                 found[f"moe.experts.{place[int(match[1])]}.{match[2]}"] = value
-        elif name.startswith("moe.router.") or name == "moe.selection_bias":
+        elif name.startswith("moe.router.") or name in ("moe.selection_bias", "moe.output_scale"):
             assert isinstance(value, Tensor)
             found[name] = value[list(kept)].contiguous()
         else:

@@ -20,6 +20,12 @@ MAX_SCALE = 1e6
 ALL_TOKENS = "ffn_in"
 """The tap of what the router and the shared expert read: every token."""
 SHARED_MID = "ffn_mid"
+SHARED_IN = "shared_in"
+"""The tap of what the shared expert reads where it is not what all read (`Experts.branch_norms`)."""
+ROUTER_NORM = "router_norm"
+BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm", ROUTER_NORM)
+"""The norms before and after the branches of a mixture (`Experts.branch_norms`). What the router reads is
+divided by the root of the hidden size, too."""
 FLOAT32_PARAMETERS = ("moe.selection_bias",)
 """Parameters that are float32 in a model of any dtype: they decide which experts are chosen."""
 
@@ -43,6 +49,9 @@ class Experts:
         expert_bias: the linears of the experts have biases.
         weighs_input: an expert's input is multiplied by its weight, and not its output (Llama 4); tokens go
             to one expert then.
+        branch_norms: the shared expert, the others and the router each norm the input with a weight of their
+            own, and the outputs of the first two are normed before they are added (Gemma 4).
+        output_scale: the weights of an expert are multiplied by a number of its own, after `renormalize`.
     """
 
     num_experts: int
@@ -59,6 +68,8 @@ class Experts:
     selection_bias: bool = False
     expert_bias: bool = False
     weighs_input: bool = False
+    branch_norms: bool = False
+    output_scale: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -67,12 +78,18 @@ class Experts:
         assert 1 <= self.top_groups <= self.num_groups
         assert self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
         assert not self.weighs_input or (self.top_k == 1 and self.score == "sigmoid" and not self.renormalize)
+        assert not self.branch_norms or self.shared_size
 
     @property
     def compares_logits(self) -> bool:
         """Whether logits decide the choice: softmax keeps their order, and they do not underflow."""
         plain = not self.selection_bias and self.num_groups == 1
         return self.score == "softmax_topk" or (self.score == "softmax" and plain)
+
+    @property
+    def changes_input(self) -> bool:
+        """Whether an expert reads something else than what the layer gives all of them."""
+        return self.weighs_input or self.branch_norms
 
     @property
     def active_size(self) -> int:
@@ -99,6 +116,10 @@ class Experts:
             shapes["moe.selection_bias"] = (self.num_experts,)
         if self.shared_gate:
             shapes["moe.shared_gate.weight"] = (1, hidden_size)
+        if self.branch_norms:
+            shapes |= dict.fromkeys((f"moe.{name}.weight" for name in BRANCH_NORMS), (hidden_size,))
+        if self.output_scale:
+            shapes["moe.output_scale"] = (self.num_experts,)
         return shapes
 
     def to_json(self) -> dict[str, Any]:
@@ -134,6 +155,8 @@ class Experts:
             "selection_bias",
             "expert_bias",
             "weighs_input",
+            "branch_norms",
+            "output_scale",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
@@ -149,6 +172,8 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
     top_k = facts["top_k"]
     if top_k > num_experts:
         raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
+    if facts.get("branch_norms") and not facts.get("shared_size"):
+        raise stated.wrong("shared_size", 0, "at least 1 where branches are normed apart")
     if facts.get("weighs_input") and top_k != 1:
         raise stated.wrong("top_k", top_k, "1 where a router weighs the inputs of experts")
     if facts.get("weighs_input") and (facts["score"] != "sigmoid" or facts.get("renormalize")):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
+from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
 
 
-def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
+def expert_groups(name: str, shared_tap: str) -> tuple[LinearGroup, LinearGroup]:
     """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate and up, and down. The
-    taps of an expert see only its tokens, those of the shared one see all."""
+    taps of an expert see only its tokens, those of the shared one see all; `shared_tap` is its first."""
     short = name.removeprefix("moe.").replace("experts", "expert")
     suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
-    taps = ("moe_in", "moe_mid") if suffix else (ALL_TOKENS, SHARED_MID)
+    taps = ("moe_in", "moe_mid") if suffix else (shared_tap, SHARED_MID)
     return (
         LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")),
         LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
@@ -102,7 +102,8 @@ class LayerShape:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""
         if self.experts is None:
             return (*self.attention_groups, LINEAR_GROUPS["gate_up"], LINEAR_GROUPS["down"])
-        halves = [expert_groups(name) for name in self.experts.names]
+        shared_tap = SHARED_IN if self.experts.branch_norms else ALL_TOKENS
+        halves = [expert_groups(name, shared_tap) for name in self.experts.names]
         return (*self.attention_groups, *(first for first, _ in halves), *(second for _, second in halves))
 
     @cached_property

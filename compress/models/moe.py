@@ -7,12 +7,17 @@ or, where w weighs inputs (`Experts.weighs_input`), of the one chosen
 
     y = down_e(act(gate_e(w_e x)) * up_e(w_e x))  [+ shared(x)]
 
-Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
-with the lower index is chosen. Softmax keeps the order of logits, so without a selection bias or groups the
-logits are compared, which do not underflow. `route` is the definition that router kernels are tested against.
-Experts add their outputs in the order of their indices, so the bits depend
-neither on the device's schedule nor on other tokens of the batch. Not here: capacity limits, dropped tokens
-and noise on the router, which only training of some models has.
+Where branches are normed apart (`Experts.branch_norms`), x is the stream, and
+
+    y = norm(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + norm(shared(norm(x))),
+    z = norm(x),  s = score(router(norm(x) / sqrt(D)))
+
+with five norms. Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal
+scores the expert with the lower index is chosen. Softmax keeps the order of logits, so without a selection
+bias or groups the logits are compared, which do not underflow. `route` is the definition that router kernels
+are tested against. Experts add their outputs in the order of their indices, so the bits depend neither on the
+device's schedule nor on other tokens of the batch. Not here: capacity limits, dropped tokens and noise on the
+router, which only training of some models has.
 
 Shapes: T tokens, D hidden, E experts, R chosen experts of a token, F channels of an expert.
 """
@@ -26,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
+from compress.models.experts import ALL_TOKENS, BRANCH_NORMS, ROUTER_NORM, SHARED_IN, SHARED_MID, Experts
 from compress.models.tap import Tap
 
 TOKENS = "moe_tokens"
@@ -55,9 +60,15 @@ class Routing:
             yield idx, of_expert, weight
 
 
-def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = None) -> Routing:
+def route(
+    facts: Experts,
+    logits_TE: Tensor,
+    selection_bias_E: Tensor | None = None,
+    output_scale_E: Tensor | None = None,
+) -> Routing:
     """Return the routing of tokens by the logits of their router, float32."""
     assert (selection_bias_E is not None) == facts.selection_bias
+    assert (output_scale_E is not None) == facts.output_scale
     if facts.score == "softmax_topk":
         scores_TE = logits_TE
     else:
@@ -74,6 +85,8 @@ def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = N
     elif facts.renormalize:
         floor = SUM_FLOOR if facts.score == "sigmoid" else 0.0
         weights_TR = weights_TR / (weights_TR.sum(-1, keepdim=True) + floor)
+    if output_scale_E is not None:
+        weights_TR = weights_TR * output_scale_E.to(weights_TR.dtype)[experts_TR]
     return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
 
 
@@ -110,15 +123,27 @@ class GatedFfn(nn.Module, ABC):
 
 class Moe(nn.Module):
     """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with `gate`, `up` and
-    `down`, and `gated(x)`, the input of `down`."""
+    `down`, and `gated(x)`, the input of `down`; `norm(scale=s)` makes a norm of the model over the hidden
+    size whose output is multiplied by s."""
 
-    def __init__(self, facts: Experts, hidden_size: int, expert: Callable[[str], "GatedFfn"]) -> None:
+    def __init__(
+        self,
+        facts: Experts,
+        hidden_size: int,
+        expert: Callable[[str], "GatedFfn"],
+        norm: Callable[..., nn.Module],
+    ) -> None:
         super().__init__()
         self.facts = facts
         self.taps_see_all = False  # set to show every token to the taps of every expert
         self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
         if facts.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(facts.num_experts), requires_grad=False)
+        if facts.branch_norms:
+            for name in BRANCH_NORMS:
+                self.add_module(name, norm(scale=hidden_size**-0.5) if name == ROUTER_NORM else norm())
+        if facts.output_scale:
+            self.output_scale = nn.Parameter(torch.ones(facts.num_experts))
         if facts.shared_size:
             self.shared: GatedFfn = expert("moe.shared")
         if facts.shared_gate:
@@ -128,17 +153,23 @@ class Moe(nn.Module):
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
         tap(ALL_TOKENS, x_BSD)
         x_TD = x_BSD.flatten(0, -2)
-        total_TD = self._routed(x_TD, tap)
+        total_TD = self._normed("experts_post_norm", self._routed(x_TD, tap))
         if self.facts.shared_size:
-            total_TD = total_TD + self._shared(x_TD, tap)
+            total_TD = total_TD + self._normed("shared_post_norm", self._shared(x_TD, tap))
         return total_TD.to(x_BSD.dtype).view(x_BSD.shape)
 
     def route(self, x_TD: Tensor) -> Routing:
         """Return the experts of each token and their weights."""
         bias = self.selection_bias if self.facts.selection_bias else None
-        return route(self.facts, self._logits(x_TD), bias)
+        output_scale = self.output_scale if self.facts.output_scale else None
+        return route(self.facts, self._logits(x_TD), bias, output_scale)
+
+    def _normed(self, name: str, x_TD: Tensor) -> Tensor:
+        """Return x after one of the norms `BRANCH_NORMS`; the same where a model has none."""
+        return cast(Tensor, self.get_submodule(name)(x_TD)) if self.facts.branch_norms else x_TD
 
     def _logits(self, x_TD: Tensor) -> Tensor:
+        x_TD = self._normed(ROUTER_NORM, x_TD)
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         bias = None if self.router.bias is None else self.router.bias.to(wide)
         with torch.autocast(x_TD.device.type, enabled=False):  # training would compute logits in bfloat16
@@ -146,9 +177,10 @@ class Moe(nn.Module):
 
     def input_of(self, expert_idx: int, x_TD: Tensor) -> Tensor:
         """Return what an expert reads of tokens, whether or not they are routed to it."""
+        normed_TD = self._normed("experts_norm", x_TD)
         if not self.facts.weighs_input:
-            return x_TD
-        return weighed(x_TD, self._logits(x_TD)[:, expert_idx].sigmoid() * self.facts.scale)
+            return normed_TD
+        return weighed(normed_TD, self._logits(x_TD)[:, expert_idx].sigmoid() * self.facts.scale)
 
     def _routed(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
@@ -162,9 +194,10 @@ class Moe(nn.Module):
     def outputs(self, x_TD: Tensor, tap: Tap) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yield for every expert its index, its tokens [t], the weights [t] of its outputs and its outputs
         [t, D], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
+        normed_TD = self._normed("experts_norm", x_TD)
         for idx, tokens, weights in self.route(x_TD).by_expert():
             expert = cast(GatedFfn, self.experts[idx])
-            x_tD = x_TD[tokens]
+            x_tD = normed_TD[tokens]
             if self.facts.weighs_input:
                 x_tD, weights = weighed(x_tD, weights), torch.ones_like(weights)
             mid_tF = expert.gated(x_tD)
@@ -176,6 +209,9 @@ class Moe(nn.Module):
 
     def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the shared expert's output, float32 [T, D]."""
+        x_TD = self._normed("shared_norm", x_TD)
+        if self.facts.branch_norms:
+            tap(SHARED_IN, x_TD)
         mid_TF = self.shared.gated(x_TD)
         tap(SHARED_MID, mid_TF)
         out_TD = self.shared.down(mid_TF).to(torch.promote_types(torch.float32, x_TD.dtype))

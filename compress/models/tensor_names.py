@@ -27,10 +27,11 @@ class TensorNames:
     expert_suffixes: Mapping[str, str]
 
     def module(self, module: str) -> str:
-        """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
+        """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
+        that is a single tensor, whose weight the table names, has the name of that tensor."""
         if match := _CANONICAL_LAYER.fullmatch(module):
             pattern, expert = _without_expert(match[2])
-            disk = self.layer_modules[pattern]
+            disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
         return self.outer_modules[module]
 
@@ -47,13 +48,19 @@ class TensorNames:
 
     def stacked_modules(self, module: str, num_experts: int) -> tuple[str, ...]:
         """Return the canonical modules that one tensor holds, in order, given one of them;
-        `num_experts` is that of its layer."""
+        `num_experts` is that of its layer. A layer has an `ffn` or a `moe`, so no tensor holds parts of
+        both."""
         match = _CANONICAL_LAYER.fullmatch(module)
-        if match is None:
+        pattern, expert = _without_expert(match[2]) if match else ("", "")
+        if match is None or pattern not in self.layer_modules:
             return (module,)
-        pattern, expert = _without_expert(match[2])
         disk = self.layer_modules[pattern]
-        names = [name for name, each in self.layer_modules.items() if each == disk]
+        half = pattern.partition(".")[0]
+        names = [
+            name
+            for name, each in self.layer_modules.items()
+            if each == disk and name.partition(".")[0] == half
+        ]
         if expert and "*" in disk:
             names = [name.replace("*", expert) for name in names]
         elif expert:

@@ -1,6 +1,8 @@
 """The mixture of experts of one layer, with the kernels chosen for it.
 
-    out = residual + sum_k weights[t, k] expert_{ids[t, k]}(x),   ids, weights = router(x)
+    out = residual + sum_k weights[t, k] expert_{ids[t, k]}(x),   ids, weights = router(z)
+
+z is x in most models, and the stream normed otherwise in those with `Experts.branch_norms`.
 
 One choice of router kernel and of experts kernel serves decode rows, whose results must not depend on the
 other rows of a call, and one serves prompts. Both read one copy of the weights where they agree on its
@@ -46,6 +48,7 @@ class ExpertLinears:
         activation: str,
         router_bias_E: Tensor | None = None,
         selection_bias_E: Tensor | None = None,
+        output_scale_E: Tensor | None = None,
     ) -> "ExpertLinears":
         """Choose the kernels of a layer and repack its experts once for each layout.
 
@@ -92,6 +95,7 @@ class ExpertLinears:
             router_weight_ED,
             router_bias_E,
             selection_bias_E,
+            output_scale_E,
             dtype=deployment.dtype,
             device=deployment.device,
         )
@@ -116,9 +120,17 @@ class ExpertLinears:
         out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
         return out_TD
 
-    def __call__(self, x_TD: Tensor, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
-        """Return the output [T, D] of the whole mixture for normalized rows."""
-        ids_TK, weights_TK = self.route(x_TD, phase)
+    def __call__(
+        self,
+        x_TD: Tensor,
+        phase: Phase,
+        *,
+        router_input: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output [T, D] of the whole mixture for normalized rows; `router_input` are those of the
+        router where it has its own."""
+        ids_TK, weights_TK = self.route(x_TD if router_input is None else router_input, phase)
         if self.facts.weighs_input:
             x_TD = weighed(x_TD, weights_TK.squeeze(1))
             weights_TK = torch.ones_like(weights_TK)

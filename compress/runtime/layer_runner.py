@@ -1,7 +1,8 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
     x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
-    x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
+    x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
+    x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
 and norms the stream for the linear that follows, which is the next layer's or the head. It also multiplies
@@ -30,7 +31,7 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
-from compress.runtime.loader import LayerWeights
+from compress.runtime.loader import BranchNorms, LayerWeights
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,14 @@ class LayerRunner:
         where the FFN reads the same input as attention.
         """
         attended_TF = attend(layer, projected).flatten(1)
-        ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
+        reads_ffn = layer.experts is None or layer.branch_norms is not None
+        ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
         half = self._ffn if layer.experts is None else self._mixture
+        if layer.branch_norms is not None:
+            half = partial(self._branches, layer.branch_norms, stream.x_TD)
         ffn_half = partial(half, layer, ffn_rows, phase)
         return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
 
@@ -170,6 +174,26 @@ class LayerRunner:
         elif layer.down is not None:
             residual = self._ffn(layer, rows, phase, residual=residual)
         return layer.experts(rows, phase, residual=residual)
+
+    def _branches(
+        self,
+        norms: BranchNorms,
+        x_TD: Tensor,
+        layer: LayerWeights,
+        shared_rows: Rows,
+        phase: Phase,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output [T, D] of a mixture of the stream x whose branches are normed apart."""
+        assert layer.experts is not None
+        assert residual is None, "a sandwich block norms this output"
+        shared_TD = self.norm(self._ffn(layer, shared_rows, phase), norms.shared_post)
+        routed_TD = layer.experts(
+            self.norm(x_TD, norms.experts), phase, router_input=self.norm(x_TD, norms.router)
+        )
+        total_TD: Tensor = self._post_norm(routed_TD, shared_TD, norms.experts_post)[0]
+        return total_TD
 
     def _added(
         self,

@@ -26,7 +26,7 @@ from compress.kernels.operands.rows import RowNorm, input_quant
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
-from compress.models.experts import Experts
+from compress.models.experts import ROUTER_NORM, Experts
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
@@ -40,9 +40,21 @@ GATE_ROWS = 64
 
 
 @dataclass(frozen=True)
+class BranchNorms:
+    """The norms of the branches of a mixture (`Experts.branch_norms`): of the inputs of the experts and of
+    the router, and of the outputs of the shared expert and of the others."""
+
+    experts: RowNorm
+    router: RowNorm
+    shared_post: RowNorm
+    experts_post: RowNorm
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The weights of one layer in the layouts of its kernels. Norms that its block does not have are None.
     The FFN is `gate_up` and `down`, or `experts`; a mixture of experts with a shared one has all of them.
+    With `branch_norms`, `ffn_norm` is that of the input of the shared expert.
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
@@ -62,6 +74,7 @@ class LayerWeights:
     ffn_post_norm: RowNorm | None = None
     sinks: Tensor | None = None
     experts: ExpertLinears | None = None
+    branch_norms: BranchNorms | None = None
     shared_gate: FusedLinear | None = None
     scale: float = 1.0
 
@@ -302,13 +315,14 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         shape=shape,
         attn_norm=before("attn_norm"),
         qk_norm=_qk_norm(arch, shape, weights, deployment),
-        ffn_norm=before("ffn_norm"),
+        ffn_norm=before("ffn_norm") or before("moe.shared_norm"),
         qkv=fused.qkv,
         o=fused.o,
         gate_up=fused.gate_up,
         down=fused.down,
         sinks=_sinks(arch, weights, deployment),
         experts=None if shape.experts is None else _experts(arch, shape.experts, weights, deployment),
+        branch_norms=_branch_norms(arch, shape, weights, deployment),
         shared_gate=_shared_gate(weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
@@ -384,6 +398,25 @@ def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deploymen
         activation=arch.activation,
         router_bias_E=rare("moe.router.bias"),
         selection_bias_E=rare("moe.selection_bias"),
+        output_scale_E=rare("moe.output_scale"),
+    )
+
+
+def _branch_norms(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> BranchNorms | None:
+    """Return the norms of the branches of a mixture, None where it has none."""
+    if shape.experts is None or not shape.experts.branch_norms:
+        return None
+
+    def norm(name: str, scale: float = 1.0) -> RowNorm:
+        return _stream_norm(arch, weights, f"moe.{name}", deployment, scale=scale)
+
+    return BranchNorms(
+        experts=norm("experts_norm"),
+        router=norm(ROUTER_NORM, arch.hidden_size**-0.5),
+        shared_post=norm("shared_post_norm"),
+        experts_post=norm("experts_post_norm"),
     )
 
 

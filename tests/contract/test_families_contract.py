@@ -46,16 +46,20 @@ from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, tok
 CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
 # What makes the widths of all layers equal in families in which those of full attention have others.
-UNIFORM: dict[str, dict[str, Any]] = {"gemma4_text": {"num_global_key_value_heads": 2}}
+UNIFORM: dict[str, dict[str, Any]] = {
+    name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")
+}
 OFTEN = ("llama", "gemma4_text", "qwen3_moe")
 """Families whose cases of some tests are not slow: plain, with widths of two kinds, and a mixture."""
-each_family = pytest.mark.parametrize("family", TEXT_FAMILIES)
+OF_CONTRACT = (*TEXT_FAMILIES, "gemma4-experts")
+"""The families, by their first cases, and cases that have what the first of their family has not."""
+each_family = pytest.mark.parametrize("family", OF_CONTRACT)
 
 
 def arch_of(family: str, **changes: Any) -> Arch:
-    """Return the facts of a family's first golden case, of two layers."""
+    """Return the facts of a family's first golden case, or of a case, in other widths."""
     widths = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    of_case = CASES[FIRST[family]][1]
+    family, of_case = CASES[FIRST.get(family, family)]
     of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     widths |= {name: 64 for name in of_experts if name in of_case}
     config = build_config(family, {**of_case, **widths, "head_dim": 16, **changes}).to_dict()
@@ -89,7 +93,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 def test_facts_come_back_from_a_manifest(family: str) -> None:
     arch = arch_of(family)
     assert Arch.from_json(*arch.to_json()) == arch
-    table = FAMILIES.get(family)
+    table = FAMILIES.get(arch.family)
     assert table.read_config(table.write_config(arch)).replace(config={}) == arch.replace(config={})
 
 
@@ -128,8 +132,8 @@ def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
     [
         *((family, "W4A16_G32") for family in OFTEN),
         *((family, "FP8_DYNAMIC") for family in OFTEN),
-        *(slow(family, "W4A16_G32") for family in TEXT_FAMILIES if family not in OFTEN),
-        *(slow(family, "FP8_DYNAMIC") for family in TEXT_FAMILIES if family not in OFTEN),
+        *(slow(family, "W4A16_G32") for family in OF_CONTRACT if family not in OFTEN),
+        *(slow(family, "FP8_DYNAMIC") for family in OF_CONTRACT if family not in OFTEN),
     ],
 )
 def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
@@ -220,7 +224,7 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
     whole = sliced_decoder(source, student_arch(teacher.arch, Shape())).requires_grad_(False)
     assert close(whole(tokens(2, 24)), teacher(tokens(2, 24)))
     arch = student_arch(teacher.arch, Shape(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1))
-    again = FAMILIES.get(family).read_config(FAMILIES.get(family).write_config(arch))
+    again = FAMILIES.get(arch.family).read_config(FAMILIES.get(arch.family).write_config(arch))
     assert again.replace(config={}) == arch.replace(config={})
     student = sliced_decoder(source, arch)
     tokens_BS = tokens(2, 17)
@@ -253,7 +257,7 @@ def test_an_eagle3_head_of_every_family_is_trained(family: str) -> None:
 def test_removed_layers_take_their_types_with_them(family: str) -> None:
     arch = arch_of(family)
     shorter = with_layers(arch, [0, 2])
-    again = FAMILIES.get(family).read_config(FAMILIES.get(family).write_config(shorter))
+    again = FAMILIES.get(arch.family).read_config(FAMILIES.get(arch.family).write_config(shorter))
     assert again.layers == shorter.layers == (arch.layers[0], arch.layers[2])
 
 

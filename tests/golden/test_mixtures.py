@@ -20,6 +20,7 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.config_file import read_config
 from compress.models.moe import best
 from compress.models.overrides import overridden
+from compress.models.random_source import RandomSource
 from compress.models.weights import Weights, build_decoder, dense
 from compress.quant.e2m1 import VALUES
 from compress.quant.model_scheme import ModelScheme
@@ -82,6 +83,43 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
     (tmp_path / "written").mkdir()
     write_checkpoint(tmp_path / "written", in_one)
     assert_same_tensors(tmp_path / "written", tmp_path / "in-one")
+
+
+@pytest.mark.parametrize("case", ["gemma4-experts", "gemma4-vision-experts"])
+def test_codes_of_gemma_4s_experts_are_written_apart_and_read_again(case: str, tmp_path: Path) -> None:
+    """Checkpoints with codes have a tensor for each expert; transformers does not gather them into the one
+    tensor that it has."""
+    family, changes = CASES[case]
+    widths = {**WHOLE_GROUPS, "moe_intermediate_size": 96}
+    saved(
+        tmp_path / "plain",
+        family,
+        {name: each for name, each in (changes | widths).items() if name != "layer_types"},
+    )
+    source = Checkpoint(tmp_path / "plain")
+    scheme = ModelScheme(SCHEMES["W4A16_G32"])
+    random = RandomSource(source.arch, device=CPU, dtype=torch.float32, scheme=scheme.layers)
+    written = tmp_path / "written"
+    written.mkdir()
+    write_format("compressed-tensors", written, random, scheme)
+    tensors = tensors_of(written)
+    experts = {name for name in tensors if ".layers.0.experts.3." in name}
+    assert {name.partition(".experts.3.")[2] for name in experts} == {
+        f"{part}_proj.weight_{leaf}"
+        for part in ("gate", "up", "down")
+        for leaf in ("packed", "scale", "shape")
+    }
+    again = open_checkpoint(written)
+    for idx in range(2):
+        ours, theirs = again.layer(idx), random.layer(idx)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(dense(ours[name]), dense(theirs[name])) for name in theirs)
+    (refusal,) = (
+        each.note
+        for each in FORMATS.get("compressed-tensors").consumers(source.arch, scheme)
+        if each.name == "transformers" and not each.loads
+    )
+    assert "does not gather" in refusal
 
 
 def test_transposed_experts_of_the_hub_are_read_and_written_as_they_were_read(tmp_path: Path) -> None:

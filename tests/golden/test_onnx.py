@@ -47,6 +47,7 @@ REFUSED = {
         "llama4-scout",
         "llama4-maverick",
         "llama4-listed-layers",
+        "gemma4-experts",
     ),
     "language-model-only": (
         "vision",

@@ -24,6 +24,8 @@ from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
+SCALED = Experts(6, 2, 48, renormalize=True, output_scale=True)
+BRANCHES = replace(SCALED, shared_size=64, branch_norms=True)
 FEATURES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)},
@@ -187,6 +189,15 @@ FEATURES: dict[str, dict[str, Any]] = {
                 rope=Rope(1e6, "proportional", rotary_dim=8),
             ),
         ),
+    },
+    "experts with scaled outputs": {"layers": (tiny_shape(experts=SCALED), tiny_shape())},
+    "gemma 4 with experts": {
+        "block": "sandwich",
+        "v_norm": True,
+        "layer_scalar": True,
+        "activation": "gelu_pytorch_tanh",
+        "residual_scale": 0.5,
+        "layers": (tiny_shape(experts=BRANCHES), tiny_shape(), tiny_shape(experts=BRANCHES)),
     },
     "olmo 2": {"block": "post", "qk_norm": True, "whole_qk_norm": True},
     "command r": {

@@ -57,6 +57,7 @@ ROUTERS = [
     (Experts(16, 2, 16, renormalize=True), 320, False),
     (Experts(40, 8, 16, renormalize=True), 512, True),
     (Experts(160, 6, 16), 512, False),
+    (Experts(128, 8, 16, renormalize=True, output_scale=True), 2816, False),
     (
         Experts(
             64,
@@ -251,6 +252,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         randn(count, hidden, seed=2) * hidden**-0.5,
         randn(count, seed=3) if bias else None,
         randn(count, seed=4).abs() * 0.2 if facts.selection_bias else None,
+        randn(count, seed=5).abs() + 0.5 if facts.output_scale else None,
         dtype=torch.bfloat16,
         device=CUDA,
     )

@@ -40,6 +40,7 @@ SPARSE = replace(LAYER, intermediate_size=176, experts=Experts(16, 4, 176))
 SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
+BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
 FACTS: dict[str, dict[str, Any]] = {
     "gemma 2": {
         "norm_offset": 1.0,
@@ -64,6 +65,18 @@ FACTS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "logit_softcap": 30.0,
         "layers": (LOCAL, replace(LAYER, head_dim=512, num_heads=4, num_kv_heads=1)),
+    },
+    "gemma 4 with experts": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "v_norm": True,
+        "layer_scalar": True,
+        "activation": "gelu_pytorch_tanh",
+        "layers": (
+            replace(LOCAL, experts=BRANCHES),
+            replace(LAYER, head_dim=512, num_heads=4, num_kv_heads=1, keys_are_values=True, experts=BRANCHES),
+        ),
     },
     "glm 4": {"block": "sandwich", "layers": (replace(LAYER, rope=Rope(1e4, rotary_dim=32)), LAYER)},
     "olmo 2": {"block": "post", "qk_norm": True, "whole_qk_norm": True},

@@ -14,12 +14,14 @@ from compress.quant.scheme import QuantizedWeight
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """The dense weight [E, D] of a router and its biases [E], float32; `arrivals` are the zeroed counters
-    [`COUNTED_ROWS`] by which a kernel counts the blocks of some rows, and which it leaves zeroed."""
+    """The dense weight [E, D] of a router, and its biases [E] and factors [E] of the weights of experts,
+    float32; `arrivals` are the zeroed counters [`COUNTED_ROWS`] by which a kernel counts the blocks of some
+    rows, and which it leaves zeroed."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
     selection_bias_E: Tensor | None
+    output_scale_E: Tensor | None
     arrivals: Tensor
 
 
@@ -30,19 +32,21 @@ def router_weights(
     weight_ED: Tensor,
     bias_E: Tensor | None,
     selection_bias_E: Tensor | None,
+    output_scale_E: Tensor | None = None,
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> RouterWeights:
     """Return the weights of a router on a device, the matrix in the model's dtype."""
 
-    def bias(given: Tensor | None) -> Tensor | None:
+    def numbers(given: Tensor | None) -> Tensor | None:
         return None if given is None else given.to(device=device, dtype=torch.float32).contiguous()
 
     return RouterWeights(
         weight_ED.to(device=device, dtype=dtype).contiguous(),
-        bias(bias_E),
-        bias(selection_bias_E),
+        numbers(bias_E),
+        numbers(selection_bias_E),
+        numbers(output_scale_E),
         torch.zeros(COUNTED_ROWS, dtype=torch.int32, device=device),
     )
 

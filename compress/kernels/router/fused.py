@@ -33,6 +33,7 @@ def _choose(
     logits: tl.tensor,
     row: tl.tensor,
     selection_bias_ptr: tl.tensor,
+    output_scale_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     E: tl.constexpr,
@@ -96,6 +97,8 @@ def _choose(
         weights = exponents / tl.sum(exponents, axis=0)
     elif RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + LEAST)
+    if output_scale_ptr is not None:
+        weights *= tl.load(output_scale_ptr + chosen)
     tl.store(ids_ptr + row * K + columns, chosen, mask=columns < K)
     tl.store(weights_ptr + row * K + columns, weights * SCALE, mask=columns < K)
 
@@ -123,6 +126,7 @@ def _choose_rows(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     selection_bias_ptr: tl.tensor,
+    output_scale_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     BIAS: tl.constexpr,
@@ -147,8 +151,8 @@ def _choose_rows(
     if BIAS:
         logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
     _choose(
-        logits, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
-        SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
+        logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
     )  # fmt: skip
 
 
@@ -177,6 +181,7 @@ def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Ten
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
+    assert (router.output_scale_E is not None) == facts.output_scale
     assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
@@ -190,6 +195,7 @@ def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Ten
             logits_TE,
             router.bias_E,
             router.selection_bias_E,
+            router.output_scale_E,
             ids_TK,
             weights_TK,
             **_constants(router, facts),

@@ -20,7 +20,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
-    routing = moe.route(facts, logits_TE, router.selection_bias_E)
+    routing = moe.route(facts, logits_TE, router.selection_bias_E, router.output_scale_E)
     return routing.experts_TR.to(torch.int32), routing.weights_TR
 
 

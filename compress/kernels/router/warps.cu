@@ -3,7 +3,7 @@
 //     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
 //     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits where those decide alone
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
-//     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor
+//     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
 //
 // A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
 // chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
@@ -21,6 +21,7 @@ struct Args {
     const u16* w;
     const float* bias;
     const float* selection_bias;
+    const float* output_scale;
     float* logits;
     u32* arrivals;
     int* ids;
@@ -126,6 +127,7 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
         weight /= sum_of_lanes(weight);
     } else if (RENORMALIZE) weight /= sum_of_lanes(weight) + args.least;
     if (holds) {
+        if (args.output_scale) weight *= args.output_scale[chosen];
         args.ids[(long long)row * args.choices + lane] = chosen;
         args.weights[(long long)row * args.choices + lane] = weight * args.scale;
     }

@@ -65,7 +65,17 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "w", "bias", "selection_bias", "logits", "arrivals", "ids", "weights")
+            for name in (
+                "x",
+                "w",
+                "bias",
+                "selection_bias",
+                "output_scale",
+                "logits",
+                "arrivals",
+                "ids",
+                "weights",
+            )
         ),
         *(
             (name, ctypes.c_int)
@@ -96,6 +106,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
     device = x_TD.device
     assert router.weight_ED.shape == (facts.num_experts, size)
     assert (router.selection_bias_E is not None) == facts.selection_bias
+    assert (router.output_scale_E is not None) == facts.output_scale
     assert num_rows <= MAX_DECODE_ROWS
     x_TD = x_TD.contiguous()
     ids_TK = torch.empty(num_rows, facts.top_k, dtype=torch.int32, device=device)
@@ -108,6 +119,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
         router.weight_ED,
         router.bias_E,
         router.selection_bias_E,
+        router.output_scale_E,
         logits_TE,
         router.arrivals,
         ids_TK,

@@ -1,8 +1,9 @@
-"""Gemma 4, the dense text model: Gemma 3 with normed values and a factor for the output of each layer. Layers
-with full attention have wider heads, of which a part rotates, and may take their keys for values.
+"""Gemma 4, the text model: Gemma 3 with normed values and a factor for the output of each layer. Layers with
+full attention have wider heads, of which a part rotates, and may take their keys for values.
 
-The models named E have an embedding for each layer and layers that share keys and values, and the mixture of
-experts adds its output to that of a dense FFN: no decoder here computes these, and their configs are refused.
+In the model with experts (26B-A4B) each layer has its dense FFN, too: it is the shared expert of a mixture
+whose branches are normed apart. The models named E have an embedding for each layer and layers that share
+keys and values: no decoder here computes these, and their configs are refused.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from compress.errors import UnsupportedArch
 from compress.models.arch import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.family import FAMILIES, PER_LAYER, Family
 from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
+from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields, shown
 
@@ -21,10 +23,7 @@ _COUNTS = {
     "hidden_size_per_layer_input": "embeddings for each layer",
     "num_kv_shared_layers": "layers that read the keys and values of other layers",
 }
-_SWITCHES = {
-    "use_double_wide_mlp": "FFNs of twice the width in some layers",
-    "enable_moe_block": "experts beside a dense FFN in one layer",
-}
+_SWITCHES = {"use_double_wide_mlp": "FFNs of twice the width in some layers"}
 """Fields that are counts and those that are true or false -> what a model has where they are not zero."""
 
 
@@ -101,6 +100,12 @@ def _widths_by_layer(config: Fields, is_full: list[bool]) -> dict[str, int]:
     }
 
 
+def _is_sparse(config: Fields, num_layers: int) -> list[bool]:
+    return [config.flag("enable_moe_block", default=False)] * num_layers
+
+
+_EXPERTS = "experts.gate_up_proj", "experts.down_proj"
+
 GEMMA4_TEXT = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -113,7 +118,35 @@ GEMMA4_TEXT = Family(
     facts=_facts,
     implied=_implied,
     spelled={"hidden_act": "hidden_activation"},
-    layer_modules={**LAYER_MODULES, **SANDWICH_NORMS, "layer_scalar": "layer_scalar"},
+    mixture=Mixture(
+        {
+            "num_experts": "num_experts",
+            "top_k": "top_k_experts",
+            "expert_size": "moe_intermediate_size",
+            "shared_size": "intermediate_size",
+        },
+        facts={"renormalize": True, "branch_norms": True, "output_scale": True},
+        is_sparse=_is_sparse,
+    ),
+    layer_modules={
+        **LAYER_MODULES,
+        **SANDWICH_NORMS,
+        "layer_scalar": "layer_scalar",
+        "moe.router": "router.proj",
+        "moe.router_norm.weight": "router.scale",
+        "moe.output_scale": "router.per_expert_scale",
+        "moe.shared.gate": "mlp.gate_proj",
+        "moe.shared.up": "mlp.up_proj",
+        "moe.shared.down": "mlp.down_proj",
+        "moe.shared_norm": "pre_feedforward_layernorm",
+        "moe.shared_post_norm": "post_feedforward_layernorm_1",
+        "moe.experts_norm": "pre_feedforward_layernorm_2",
+        "moe.experts_post_norm": "post_feedforward_layernorm_2",
+    },
+    expert_layouts=(
+        in_one(*_EXPERTS, suffixes=BARE),
+        apart("experts", methods=("compressed-tensors",)),
+    ),
     known_fields=frozenset(
         {
             "attention_bias",

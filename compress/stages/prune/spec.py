@@ -276,7 +276,7 @@ class Prune(Spec):
             )
         if self.experts is not None:
             with_experts(arch, self.experts.num_kept(arch))
-        if not arch.is_uniform:
+        if self.axes and not arch.is_uniform:
             raise UsageError(
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, "
                 "which it cannot say here."

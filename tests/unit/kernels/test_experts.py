@@ -38,6 +38,7 @@ ROUTINGS = (
     Experts(12, 3, 16, scale=2.5),
     Experts(7, 4, 16, score="softmax_topk"),
     Experts(16, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
+    Experts(8, 3, 16, renormalize=True, output_scale=True),
 )
 
 
@@ -349,9 +350,12 @@ def test_router(facts: Experts) -> None:
     count = facts.num_experts
     selection_bias = torch.linspace(0, 0.3, count) if facts.selection_bias else None
     bias = randn(count, seed=4) * 0.1
-    router = router_weights(randn(count, 40, seed=2), bias, selection_bias, dtype=torch.bfloat16, device=CPU)
+    output_scale = torch.linspace(0.5, 2, count) if facts.output_scale else None
+    router = router_weights(
+        randn(count, 40, seed=2), bias, selection_bias, output_scale, dtype=torch.bfloat16, device=CPU
+    )
     logits_TE = (x_TD.double() @ router.weight_ED.double().t() + bias.double()).float()
-    expected = route(facts, logits_TE, selection_bias)
+    expected = route(facts, logits_TE, selection_bias, output_scale)
     for phase in ("decode", "prefill"):
         device = KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16)
         kernel = select(device.problem("router", n=count, k=40, phase=phase, experts=count))

@@ -105,7 +105,6 @@ def test_other_widths_by_layer_are_refused(stated: Any, types: list[str]) -> Non
         ({"hidden_size_per_layer_input": None}, "= 256: the decoder lacks embeddings for each layer"),
         ({"num_kv_shared_layers": 2}, "= 2: the decoder lacks layers that read the keys and values of other"),
         ({"use_double_wide_mlp": True}, "= True: the decoder lacks FFNs of twice the width"),
-        ({"enable_moe_block": True}, "= True: the decoder lacks experts beside a dense FFN"),
         ({"use_bidirectional_attention": "all"}, "= 'all': the decoder lacks attention to later positions"),
         ({"global_head_dim": 7}, "global_head_dim = 7; it must be even"),
         ({"per_layer_config": [1]}, "per_layer_config = .* a JSON object"),

@@ -36,6 +36,18 @@ GLM = {
     "rms_norm_eps": 1e-5,
     "dtype": "float32",
 }
+GEMMA4 = {
+    **{key: GLM[key] for key in GLM if key not in ("n_routed_experts", "num_experts_per_tok")},
+    "model_type": "gemma4_text",
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "tie_word_embeddings": False,
+}
+del GEMMA4["partial_rotary_factor"]
 
 
 def stage(tmp_path: Path, spec: dict[str, object], config: dict[str, object] = MOE) -> Path:
@@ -93,7 +105,7 @@ def test_scores_are_the_mean_weighted_norms_of_the_outputs(tmp_path: Path) -> No
         assert torch.allclose(one.float(), other, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [MOE, GLM])
+@pytest.mark.parametrize("config", [MOE, GLM, GEMMA4])
 def test_the_stage_leaves_a_model_of_the_best_experts(config: dict[str, object], tmp_path: Path) -> None:
     directory = stage(tmp_path, {"experts": {"keep": 0.75}}, config)
     source = Checkpoint(tmp_path / "model")
@@ -128,9 +140,10 @@ def forbid(moe: torch.nn.Module, mask_E: torch.Tensor) -> None:
     from compress.models import moe as module
 
     def route(x_TD: torch.Tensor) -> module.Routing:
-        logits = x_TD.float() @ moe.router.weight.float().t() + mask_E
+        logits = moe._logits(x_TD) + mask_E
         bias = moe.selection_bias + mask_E if moe.facts.selection_bias else None
-        return module.route(moe.facts, logits, bias)
+        scale = moe.output_scale if moe.facts.output_scale else None
+        return module.route(moe.facts, logits, bias, scale)
 
     moe.route = route
 
