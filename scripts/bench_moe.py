@@ -49,7 +49,7 @@ from scripts.step_profile import drain, fill
 DENSE = "BF16"
 ADDED = 0.05
 """Factor of the weights that write into the residual stream, `WRITERS`."""
-WRITERS = ("attn.o.weight", "down.weight")
+WRITERS = ("attn.o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_norm.weight")
 COUNTED_STEPS = 16
 SCORED_AT_ONCE = 8
 

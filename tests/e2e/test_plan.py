@@ -83,6 +83,7 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("gpt-oss-20b", 20_914_757_184),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-32b", 32_762_123_264),
+        ("gemma-4-26b-a4b", 25_233_141_790),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
@@ -92,7 +93,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 12
+    assert len(known_models()) == 13
 
 
 @pytest.mark.usefixtures("no_network")
