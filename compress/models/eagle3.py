@@ -326,7 +326,8 @@ def fresh_eagle3(
             ):
                 inner = name.removeprefix(layer)
                 if inner == "ffn_norm.weight":
-                    parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
+                    own = "ffn_norm" if "moe.shared_norm.weight" not in last else "moe.shared_norm"
+                    parameter.copy_(_norm_weight(target.arch, last, own))
                     continue
                 if inner not in last and inner.startswith("ffn."):  # the last layer is a mixture of experts
                     parameter.normal_(0.0, INIT_STD, generator=generator)

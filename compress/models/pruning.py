@@ -106,15 +106,21 @@ class Widths:
 
     @staticmethod
     def of(arch: Arch) -> "Widths":
-        """Return the widths of a model whose layers are all alike."""
+        """Return the widths of the first layer, which are those of all where a width may change."""
         first = arch.layers[0]
         return Widths(first.num_heads, first.num_kv_heads, first.intermediate_size, arch.num_layers)
 
 
 def resized(arch: Arch, widths: Widths) -> Arch:
-    """Return the same layers with other widths."""
+    """Return the same layers with other widths. What is as in `Widths.of` stays in every layer, also where
+    layers differ in it."""
     assert widths.num_layers == arch.num_layers, "layers go by `with_layers`, which says which"
-    of_layer = {name: getattr(widths, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    old = Widths.of(arch)
+    of_layer = {
+        name: getattr(widths, name)
+        for name in ("num_heads", "num_kv_heads", "intermediate_size")
+        if getattr(widths, name) != getattr(old, name)
+    }
     of_experts = {name: size for name, size in of_layer.items() if name != "intermediate_size"}
     return arch.replace(
         layers=tuple(

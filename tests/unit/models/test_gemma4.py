@@ -14,7 +14,7 @@ from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.family import family_of
-from compress.models.pruning import with_layers
+from compress.models.pruning import Widths, resized, with_layers
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
@@ -49,6 +49,13 @@ def arch_of(**changes: Any) -> Arch:
 def by_layer(stated: Any, **changes: Any) -> Arch:
     """Return the facts of a config that states widths by layer, as `transformers` writes it."""
     return arch_of(per_layer_config=stated, global_head_dim=None, num_global_key_value_heads=None, **changes)
+
+
+def test_layers_keep_widths_that_do_not_change() -> None:
+    arch = arch_of()
+    assert resized(arch, Widths.of(arch)) == arch
+    narrower = resized(arch, replace(Widths.of(arch), intermediate_size=24))
+    assert [layer.widths for layer in narrower.layers] == [(4, 2, 8, 24), (4, 2, 8, 24), (4, 1, 16, 24)]
 
 
 def test_layers_with_full_attention_have_widths_of_their_own_and_no_linear_of_values() -> None:

@@ -45,8 +45,11 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "head_dim": 8,
     "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
     "tie_word_embeddings": False,
 }
+SOME_DENSE = MOE | {"mlp_only_layers": [1]}
 del GEMMA4["partial_rotary_factor"]
 
 
@@ -105,7 +108,7 @@ def test_scores_are_the_mean_weighted_norms_of_the_outputs(tmp_path: Path) -> No
         assert torch.allclose(one.float(), other, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [MOE, GLM, GEMMA4])
+@pytest.mark.parametrize("config", [MOE, GLM, GEMMA4, SOME_DENSE])
 def test_the_stage_leaves_a_model_of_the_best_experts(config: dict[str, object], tmp_path: Path) -> None:
     directory = stage(tmp_path, {"experts": {"keep": 0.75}}, config)
     source = Checkpoint(tmp_path / "model")
@@ -115,6 +118,7 @@ def test_the_stage_leaves_a_model_of_the_best_experts(config: dict[str, object],
     (tmp_path / "written").mkdir()
     write_checkpoint(tmp_path / "written", subset)
     reread = Checkpoint(tmp_path / "written")
+    assert [each.widths for each in reread.arch.layers] == [each.widths for each in source.arch.layers]
     assert [each.experts.num_experts for each in reread.arch.layers if each.experts] == [
         6 for each in reread.arch.layers if each.experts
     ]
