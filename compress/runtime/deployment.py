@@ -5,6 +5,7 @@ depends.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from compress.kernels.problem import KernelDevice
 
@@ -33,6 +34,10 @@ class Deployment:
         does.
         """
         return SHORT_PROMPT_ROWS if self.device.type == "cuda" else 0
+
+    def placed(self, weight: Tensor) -> Tensor:
+        """Return a weight on the device, in the dtype."""
+        return weight.to(device=self.device, dtype=self.dtype)
 
     @property
     def kernel_device(self) -> KernelDevice:

@@ -31,7 +31,8 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
-from compress.runtime.loader import BranchNorms, LayerWeights
+from compress.runtime.loader import LayerWeights
+from compress.runtime.row_norms import BranchNorms
 
 
 @dataclass(frozen=True)

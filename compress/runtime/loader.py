@@ -4,11 +4,8 @@ layer.
 `load_model` streams a `WeightSource` onto the device. `fuse` turns the linears of a linear group into one
 `FusedLinear` (`fused_linear.py`).
 
-Factors of a model are folded here. The embedding table holds scaled embeddings. What a norm adds to its
-weight, and the scale of the logits, are in a float32 weight (`RowNorm`). Where the output h of every
-half-layer is scaled by r, a norm of that output takes r into its weight; in models without one, the residual
-stream is g = h / r (`stream_scale`), so that outputs are added as they are: the embedding is divided by r,
-and eps of a norm of the stream by r^2.
+Factors of a model are folded here. The embedding table holds scaled embeddings, those of norms are in their
+weights (`row_norms.py`).
 """
 
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ from compress.kernels.operands.rows import RowNorm, input_quant
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
-from compress.models.experts import ROUTER_NORM, Experts
+from compress.models.experts import Experts
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
@@ -34,20 +31,17 @@ from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
+from compress.runtime.row_norms import (
+    BranchNorms,
+    branch_norms,
+    qk_norm,
+    row_norm,
+    stream_norm,
+    stream_scale,
+)
 
 GATE_ROWS = 64
 """Rows of the gate of a shared expert, of which the first counts."""
-
-
-@dataclass(frozen=True)
-class BranchNorms:
-    """The norms of the branches of a mixture (`Experts.branch_norms`): of the inputs of the experts and of
-    the router, and of the outputs of the shared expert and of the others."""
-
-    experts: RowNorm
-    router: RowNorm
-    shared_post: RowNorm
-    experts_post: RowNorm
 
 
 @dataclass(frozen=True)
@@ -196,29 +190,8 @@ def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm,
         EnvironmentUnfit: no kernel serves the head.
     """
     head = {"head.weight": outer["embed.weight" if arch.tied_head else "head.weight"]}
-    norm = _stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
+    norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
     return norm, fuse(("head",), head, deployment)
-
-
-def stream_scale(arch: Arch) -> float:
-    """Return r where the residual stream is h / r, 1 where it is h."""
-    return arch.residual_scale if arch.block in ("pre", "parallel") else 1.0
-
-
-def row_norm(arch: Arch, weight: Tensor, *, eps: float | None = None, scale: float = 1.0) -> RowNorm:
-    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has."""
-    centered = arch.norm == "layer"
-    if centered or arch.norm_offset or scale != 1:
-        weight = (weight.to(torch.float32) + arch.norm_offset) * scale
-    return RowNorm(weight, arch.norm_eps if eps is None else eps, centered)
-
-
-def _stream_norm(
-    arch: Arch, weights: Weights, name: str, deployment: Deployment, *, scale: float = 1.0
-) -> RowNorm:
-    """Return a norm of the residual stream."""
-    eps = arch.norm_eps / stream_scale(arch) ** 2
-    return row_norm(arch, _dense(weights, f"{name}.weight", deployment), eps=eps, scale=scale)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -303,7 +276,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     weights = source.layer(layer_idx)
 
     def before(name: str) -> RowNorm | None:
-        return _stream_norm(arch, weights, name, deployment) if f"{name}.weight" in weights else None
+        return stream_norm(arch, weights, name, deployment) if f"{name}.weight" in weights else None
 
     def after(name: str) -> RowNorm | None:
         if f"{name}.weight" not in weights:
@@ -314,7 +287,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     return LayerWeights(
         shape=shape,
         attn_norm=before("attn_norm"),
-        qk_norm=_qk_norm(arch, shape, weights, deployment),
+        qk_norm=qk_norm(arch, shape, weights, deployment),
         ffn_norm=before("ffn_norm") or before("moe.shared_norm"),
         qkv=fused.qkv,
         o=fused.o,
@@ -322,27 +295,13 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         down=fused.down,
         sinks=_sinks(arch, weights, deployment),
         experts=None if shape.experts is None else _experts(arch, shape.experts, weights, deployment),
-        branch_norms=_branch_norms(arch, shape, weights, deployment),
+        branch_norms=branch_norms(arch, shape, weights, deployment),
         shared_gate=_shared_gate(weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
-
-
-def _qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
-    """Return the norms of queries and keys with a weight for every head, [H + K, C]."""
-    if arch.has_unit_qk_norm(shape):
-        size = shape.num_heads + shape.num_kv_heads, shape.head_dim
-        return RowNorm(torch.ones(size, dtype=deployment.dtype, device=deployment.device), arch.norm_eps)
-    if not arch.qk_norm:
-        return None
-    q_norm, k_norm = (
-        _dense(weights, f"attn.{name}.weight", deployment).view(-1, shape.head_dim).expand(num_heads, -1)
-        for name, num_heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads))
-    )
-    return row_norm(arch, torch.cat((q_norm, k_norm)))
 
 
 @dataclass(frozen=True)
@@ -402,24 +361,6 @@ def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deploymen
     )
 
 
-def _branch_norms(
-    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
-) -> BranchNorms | None:
-    """Return the norms of the branches of a mixture, None where it has none."""
-    if shape.experts is None or not shape.experts.branch_norms:
-        return None
-
-    def norm(name: str, scale: float = 1.0) -> RowNorm:
-        return _stream_norm(arch, weights, f"moe.{name}", deployment, scale=scale)
-
-    return BranchNorms(
-        experts=norm("experts_norm"),
-        router=norm(ROUTER_NORM, arch.hidden_size**-0.5),
-        shared_post=norm("shared_post_norm"),
-        experts_post=norm("experts_post_norm"),
-    )
-
-
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:
     """Return the attention sinks of a layer, float32 [H]."""
     if not arch.attn_sinks:
@@ -444,4 +385,4 @@ def _kv_scales(weights: Weights) -> tuple[float, float] | None:
 
 
 def _dense(weights: Weights, name: str, deployment: Deployment) -> Tensor:
-    return dense(weights[name]).to(device=deployment.device, dtype=deployment.dtype)
+    return deployment.placed(dense(weights[name]))

@@ -29,8 +29,9 @@ from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
-from compress.runtime.loader import ModelWeights, stream_scale
+from compress.runtime.loader import ModelWeights
 from compress.runtime.prefill_graphs import PrefillGraphs
+from compress.runtime.row_norms import stream_scale
 from compress.runtime.scoring import scoring_pass, scratch_block_size
 
 

@@ -104,8 +104,6 @@ def _is_sparse(config: Fields, num_layers: int) -> list[bool]:
     return [config.flag("enable_moe_block", default=False)] * num_layers
 
 
-_EXPERTS = "experts.gate_up_proj", "experts.down_proj"
-
 GEMMA4_TEXT = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -144,7 +142,7 @@ GEMMA4_TEXT = Family(
         "moe.experts_post_norm": "post_feedforward_layernorm_2",
     },
     expert_layouts=(
-        in_one(*_EXPERTS, suffixes=BARE),
+        in_one("experts.gate_up_proj", "experts.down_proj", suffixes=BARE),
         apart("experts", methods=("compressed-tensors",)),
     ),
     known_fields=frozenset(

@@ -43,7 +43,8 @@ from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
-from compress.runtime.loader import LayerWeights, fuse, fuse_groups, row_norm, stream_scale
+from compress.runtime.loader import LayerWeights, fuse, fuse_groups
+from compress.runtime.row_norms import row_norm, stream_scale
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream

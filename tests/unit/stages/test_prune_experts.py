@@ -37,7 +37,10 @@ GLM = {
     "dtype": "float32",
 }
 GEMMA4 = {
-    **{key: GLM[key] for key in GLM if key not in ("n_routed_experts", "num_experts_per_tok")},
+    **{
+        key: GLM[key]
+        for key in GLM.keys() - {"n_routed_experts", "num_experts_per_tok", "partial_rotary_factor"}
+    },
     "model_type": "gemma4_text",
     "enable_moe_block": True,
     "num_experts": 8,
@@ -50,7 +53,6 @@ GEMMA4 = {
     "tie_word_embeddings": False,
 }
 SOME_DENSE = MOE | {"mlp_only_layers": [1]}
-del GEMMA4["partial_rotary_factor"]
 
 
 def stage(tmp_path: Path, spec: dict[str, object], config: dict[str, object] = MOE) -> Path:

@@ -1,0 +1,90 @@
+"""The norms of a model as its kernels take them: factors of the model are folded into their weights.
+
+What a norm adds to its weight, and the scale of the logits, are in a float32 weight (`RowNorm`). Where the
+output h of every half-layer is scaled by r, a norm of that output takes r into its weight; in models without
+one, the residual stream is g = h / r (`stream_scale`), so that outputs are added as they are: the embedding
+is divided by r, and eps of a norm of the stream by r^2.
+
+Shapes: D hidden, H heads, K kv heads, C head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.rows import RowNorm
+from compress.models.arch import Arch
+from compress.models.experts import ROUTER_NORM
+from compress.models.layer_shape import LayerShape
+from compress.models.weights import Weights, dense
+from compress.runtime.deployment import Deployment
+
+
+def stream_scale(arch: Arch) -> float:
+    """Return r where the residual stream is h / r, 1 where it is h."""
+    return arch.residual_scale if arch.block in ("pre", "parallel") else 1.0
+
+
+def row_norm(arch: Arch, weight: Tensor, *, eps: float | None = None, scale: float = 1.0) -> RowNorm:
+    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has."""
+    centered = arch.norm == "layer"
+    if centered or arch.norm_offset or scale != 1:
+        weight = (weight.to(torch.float32) + arch.norm_offset) * scale
+    return RowNorm(weight, arch.norm_eps if eps is None else eps, centered)
+
+
+def stream_norm(
+    arch: Arch, weights: Weights, name: str, deployment: Deployment, *, scale: float = 1.0
+) -> RowNorm:
+    """Return a norm of the residual stream."""
+    eps = arch.norm_eps / stream_scale(arch) ** 2
+    return row_norm(arch, deployment.placed(dense(weights[f"{name}.weight"])), eps=eps, scale=scale)
+
+
+def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
+    """Return the norms of queries and keys with a weight for every head, [H + K, C]."""
+    if arch.has_unit_qk_norm(shape):
+        size = shape.num_heads + shape.num_kv_heads, shape.head_dim
+        return RowNorm(torch.ones(size, dtype=deployment.dtype, device=deployment.device), arch.norm_eps)
+    if not arch.qk_norm:
+        return None
+    q_norm, k_norm = (
+        deployment.placed(dense(weights[f"attn.{name}.weight"]))
+        .view(-1, shape.head_dim)
+        .expand(num_heads, -1)
+        for name, num_heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads))
+    )
+    return row_norm(arch, torch.cat((q_norm, k_norm)))
+
+
+@dataclass(frozen=True)
+class BranchNorms:
+    """The norms of the branches of a mixture (`Experts.branch_norms`): of the inputs of the experts and of
+    the router, and of the outputs of the shared expert and of the others."""
+
+    experts: RowNorm
+    router: RowNorm
+    shared_post: RowNorm
+    experts_post: RowNorm
+
+
+def branch_norms(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> BranchNorms | None:
+    """Return the norms of the branches of a mixture, None where it has none."""
+    if shape.experts is None or not shape.experts.branch_norms:
+        return None
+
+    def before(name: str, scale: float = 1.0) -> RowNorm:
+        return stream_norm(arch, weights, f"moe.{name}", deployment, scale=scale)
+
+    def after(name: str) -> RowNorm:
+        return row_norm(arch, deployment.placed(dense(weights[f"moe.{name}.weight"])))
+
+    return BranchNorms(
+        experts=before("experts_norm"),
+        router=before(ROUTER_NORM, arch.hidden_size**-0.5),
+        shared_post=after("shared_post_norm"),
+        experts_post=after("experts_post_norm"),
+    )
