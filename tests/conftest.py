@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from compress import machine
-from tests.support.slow import PART_VARIABLE, in_part
+from tests.support.slow import PART_VARIABLE, in_part, mark_slow_cases
 
 settings.register_profile(
     "repeatable",
@@ -33,6 +33,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cases(items)
     if part := os.environ.get(PART_VARIABLE):
         items[:] = [
             item for item in items if not item.get_closest_marker("slow") or in_part(item.nodeid, part)

@@ -114,7 +114,8 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
 
 
 def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
-    """Return the channels of query, key and value, and the FFN dimensions that a layer keeps."""
+    """Return the query heads, the channels of query, key and value, and the FFN dimensions that a layer
+    keeps."""
     old = teacher.layers[teacher_idx]
     new = student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)
@@ -131,6 +132,7 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
         )
 
     return {
+        "heads": torch.tensor(heads),
         "q": spread(heads),
         "kv": spread(groups),
         "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size)),
@@ -146,6 +148,8 @@ def _cut(
 ) -> Tensor:
     """Return the kept part of a parameter; `is_whole`: norms of q and k span all heads."""
     module, _, leaf = name.rpartition(".")
+    if name == "attn.sinks":
+        return tensor[channels["heads"]]
     if module in ("attn.q_norm", "attn.k_norm"):
         own = channels["q" if module == "attn.q_norm" else "kv"]
         return tensor[own] if is_whole else tensor

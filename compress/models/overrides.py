@@ -51,6 +51,8 @@ def overridden(
         UsageError: a pattern decides no linear, linears over one input would differ, or nothing is left to
             quantize.
     """
+    if not overrides and layers is not None:
+        return ModelScheme(layers, head)
     decided = decide(overrides, arch)
     schemes = {linear: decided.get(linear, layers) for linear in linear_names(arch)}
     if not any(schemes.values()):

@@ -136,6 +136,7 @@ def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
         *(slow(family, "FP8_DYNAMIC") for family in OF_CONTRACT if family not in OFTEN),
     ],
 )
+@pytest.mark.one_in(3)
 def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
     family: str, scheme_name: str, tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
 
 @each_family
 @pytest.mark.parametrize("smoother", SMOOTHERS.names())
+@pytest.mark.one_in(6)
 def test_every_smoother_runs_on_every_family(family: str, smoother: str, tmp_path: Path) -> None:
     decoder = tiny_decoder(arch_of(family))
     scheme = ModelScheme(SCHEMES["W4A16_G32" if smoother == "awq" else "INT8_DYNAMIC"])

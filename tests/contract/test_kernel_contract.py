@@ -615,6 +615,7 @@ def test_prefill_attention_of_ragged_chunks(kernel: Kernel, asked: Attention) ->
 
 
 @attention_cases("attention_decode")
+@pytest.mark.one_in(6)
 def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
     kernel: Kernel, asked: Attention
 ) -> None:

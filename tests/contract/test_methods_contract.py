@@ -172,6 +172,7 @@ def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scale
 @EACH_REFINER
 @EACH_SCHEME
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.one_in(4)
 def test_a_refiner_keeps_the_form_of_what_a_rounder_gave_and_never_makes_it_worse(
     rounder: str, refiner: str, scheme: Scheme, scale_dtype: torch.dtype
 ) -> None:
@@ -205,6 +206,7 @@ def test_a_refiner_keeps_the_form_of_what_a_rounder_gave_and_never_makes_it_wors
 
 @EACH_REFINER
 @EACH_SCHEME
+@pytest.mark.one_in(4)
 def test_refining_a_stack_refines_its_linears(refiner: str, scheme: Scheme) -> None:
     method = REFINERS.get(refiner)()
     (w_OI, sizes, scale_sizes) = stack(scheme)

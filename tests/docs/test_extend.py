@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "extend.md"
@@ -35,6 +37,7 @@ def test_the_page_names_the_tests_that_are_run() -> None:
     assert all(f"pytest {test} -k" in text for test in SELECTED)
 
 
+@pytest.mark.slow
 def test_every_example_passes_its_contract(tmp_path: Path) -> None:
     modules = []
     for number, block in enumerate(EXAMPLES):

@@ -46,6 +46,7 @@ def test_one_after_the_other_gives_the_numbers_of_side_by_side(
     assert "one after the other" in Path("alone", "evidence", "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_estimate_the_gated_kl(recipe: Recipe, command: Command, work: Path) -> None:
     together = report_of(recipe, command, "together")
     found = report_of(recipe, command, "few", apart={"top_k": 20}, gates={"kl_mean": 5.0})
@@ -58,6 +59,7 @@ def test_the_likeliest_tokens_estimate_the_gated_kl(recipe: Recipe, command: Com
     assert "is an unbiased estimate" in Path("few", "evidence", "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_weights_in_between_are_scored_too(recipe: Recipe, command: Command, work: Path) -> None:
     calibrate, *rest, validate = RECIPE["stages"]
     stages = [calibrate, {"kind": "prune", "ffn": {"keep": 0.5}, "multiple": 32}, *rest]

@@ -74,6 +74,7 @@ def test_a_second_workspace_builds_nothing(
     assert out.count(f"in {cache}") == 3
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_reached_or_was_tampered_with_is_a_warning(
     oci: oci_server.Oci, recipe: Recipe, command: Command
 ) -> None:

@@ -141,6 +141,7 @@ def is_read(point: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", ["quantize", *(slow(each) for each in RESUMED if each != "quantize")])
+@pytest.mark.slow
 def test_a_changed_byte_in_any_resume_point_is_done_again(
     name: str, recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_damaged_artifact_of_a_workspace_is_refused_by_every_command_that_buil
     assert command("convert", artifact, "--to", "gptq", "--out", "converted")[0] == 0
 
 
+@pytest.mark.slow
 def test_damaged_evidence_is_not_pushed(recipe: Recipe, command: Command, work: Path) -> None:
     outcome(command, recipe(push=PUSH))
     tags = (work / "registry" / "index.json").read_bytes()

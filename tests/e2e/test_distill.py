@@ -132,6 +132,7 @@ sys.exit(main(sys.argv[1:]))
         slow({"lora": {"rank": 4}, "recompute": True}),
     ],
 )
+@pytest.mark.slow
 def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
@@ -154,6 +155,7 @@ def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
 STOPPED = KILLED.replace("SIGKILL", "SIGTERM").replace("len(saves) == 2", "len(saves) == 1")
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages())
     stopped = run_alone("run", path, "--workspace", "stopped", code=STOPPED)
@@ -179,6 +181,7 @@ def test_two_ranks_follow_the_curve_of_one(
             assert other[key] == pytest.approx(one[key], rel=2e-4), key
 
 
+@pytest.mark.slow
 def test_kept_logits_serve_several_runs(recipe: Recipe, command: Command, work: Path) -> None:
     """All but the whole vocabulary kept is nearly the teacher; a second run with another rate asks nobody."""
     first = recipe(stages=stages(loss={"top_k": 300}))
@@ -194,6 +197,7 @@ def test_kept_logits_serve_several_runs(recipe: Recipe, command: Command, work: 
 
 
 @pytest.mark.parametrize("init", ["teacher", "random"])
+@pytest.mark.one_in(3)
 def test_a_student_of_its_own_shape(recipe: Recipe, command: Command, work: Path, init: str) -> None:
     """Exported and validated as it is, without a quantization."""
     student = {"layers": 2, "hidden": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "init": init}

@@ -132,6 +132,7 @@ def plain_and_speculative(target: WeightSource, draft: WeightSource) -> tuple[li
     )
 
 
+@pytest.mark.slow
 def test_a_draft_in_codes_is_served_and_changes_no_token(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

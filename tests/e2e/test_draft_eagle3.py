@@ -32,6 +32,7 @@ HEAD: dict[str, Any] = {"init": {"kind": "eagle3", "vocab": 150, "steps": 3}}
 CODES = {"scheme": "W4A16_G32", "round": {"kind": "gptq"}, "refine": {"kind": "descent", "sweeps": 1}}
 
 
+@pytest.mark.slow
 def test_a_head_learns_to_be_accepted_is_rounded_and_served(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

@@ -41,6 +41,7 @@ def stages(**changes: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_draft_is_exported_served_judged_and_pushed_with_its_model(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

@@ -157,6 +157,7 @@ def whole(scene: Path, expected: str) -> None:
 @pytest.mark.parametrize(
     ("name", "call", "place"), [each if each in OFTEN else slow(*each) for each in MATRIX]
 )
+@pytest.mark.one_in(3)
 def test_a_fault_loses_nothing(
     name: str,
     call: str,

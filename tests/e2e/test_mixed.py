@@ -84,6 +84,7 @@ def test_a_budget_of_bytes_is_kept_and_explained(
     assert '"units"' not in out
 
 
+@pytest.mark.slow
 def test_a_cut_run_chooses_again_what_it_had_chosen(
     recipe: Callable[..., Path], command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_cut_run_chooses_again_what_it_had_chosen(
 @pytest.mark.parametrize(
     "budget", [{"latency_ratio": 0.999, "device": "NVIDIA H200"}, {"latency_us": 1e6, "rows": 4}]
 )
+@pytest.mark.one_in(3)
 def test_a_budget_of_time_counts_the_kernels_of_the_device(
     budget: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:

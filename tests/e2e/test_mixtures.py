@@ -37,6 +37,7 @@ def quantizing(method: str, **changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("size", "method"), [(2, "balanced"), (2, "at once"), slow(3, "awq"), slow(2, "smoothquant")]
 )
+@pytest.mark.one_in(3)
 def test_ranks_give_the_artifact_of_one_rank(
     size: int, method: str, recipe: Recipe, command: Command
 ) -> None:
@@ -46,6 +47,7 @@ def test_ranks_give_the_artifact_of_one_rank(
 
 
 @pytest.mark.parametrize("method", ["balanced", slow("at once")])
+@pytest.mark.slow
 def test_killed_at_any_layer_it_resumes_there_and_ends_with_the_same_digest(
     method: str, recipe: Recipe, command: Command
 ) -> None:

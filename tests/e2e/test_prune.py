@@ -138,6 +138,7 @@ def test_what_is_pruned_alone_is_published_dense_or_validated_as_it_is(
         *(("taylor", each) for each in COMPENSATIONS.names() if each != "least_squares"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_every_score_and_every_compensation_leaves_a_model(
     score: str, compensate: str, recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_depth_alone_keeps_the_layers_that_do_most_as_they_are(
     ],
     ids=["rounds", "target", "depth"],
 )
+@pytest.mark.one_in(3)
 def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     spec: dict[str, Any],
     every: int,
@@ -261,6 +263,7 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     ],
     ids=["rounds", "target"],
 )
+@pytest.mark.one_in(3)
 def test_two_ranks_give_the_artifact_of_one(
     spec: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:

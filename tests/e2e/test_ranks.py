@@ -69,6 +69,7 @@ def alone(command: Command, path: Path) -> str:
         slow(2, "smoothquant"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_ranks_give_the_artifact_of_one_rank(
     size: int, method: str, recipe: Recipe, command: Command
 ) -> None:
@@ -78,6 +79,7 @@ def test_ranks_give_the_artifact_of_one_rank(
     assert [(each.returncode, each.stdout, each.stderr) for each in results[1:]] == [(0, "", "")] * (size - 1)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_sample_still_takes_groups(recipe: Recipe, command: Command) -> None:
     path = recipe(stages=stages("balanced", num_samples=2))
     assert digest(launch(3, "run", path, "--workspace", "many", "--json")[0]) == alone(command, path)
@@ -97,6 +99,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_ranks_stop_together_and_another_number_of_them_goes_on(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

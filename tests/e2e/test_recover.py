@@ -79,6 +79,7 @@ def test_a_quantized_model_learns_and_is_exported_and_judged_like_any_other(
 
 
 @pytest.mark.parametrize("changes", [{}, slow({"lora": {"rank": 4}, "recompute": True})])
+@pytest.mark.slow
 def test_killed_and_resumed_the_curve_and_the_codes_have_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
@@ -96,6 +97,7 @@ def test_killed_and_resumed_the_curve_and_the_codes_have_the_same_bits(
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_the_digest_does_not_depend_on_how_the_model_is_spelled(
     recipe: Recipe,
     command: Command,

@@ -54,6 +54,7 @@ def test_a_run_gives_artifact_report_and_tags_and_a_second_run_finds_everything_
     assert second["artifact"] == first["artifact"]
 
 
+@pytest.mark.slow
 def test_rounding_without_activations_reads_no_calibration_text(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_lock_is_a_recipe_that_finds_everything_cached(recipe: Recipe, comma
     assert resumed["artifact"] == first["artifact"]
 
 
+@pytest.mark.slow
 def test_if_changed_does_nothing_after_a_run_and_works_after_a_change(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_if_changed_does_nothing_after_a_run_and_works_after_a_change(
     assert (code, document["status"], document["pushed"]["tags"]) == (0, "done", ["latest", "release"])
 
 
+@pytest.mark.slow
 def test_from_builds_again_and_gives_the_same_artifact(recipe: Recipe, command: Command) -> None:
     path = recipe()
     _, first = run_json(command, path)

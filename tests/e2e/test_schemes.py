@@ -50,6 +50,7 @@ MORE_CASES = [
 
 
 @pytest.mark.parametrize(("scheme", "method"), [*CASES, *(slow(*case) for case in MORE_CASES)])
+@pytest.mark.one_in(4)
 def test_a_scheme_goes_all_the_way(
     scheme: str,
     method: str,

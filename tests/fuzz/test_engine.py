@@ -139,6 +139,7 @@ def test_targets_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(seen.values())
 
 
+@pytest.mark.slow
 def test_a_campaign_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     code = main(

@@ -76,6 +76,7 @@ def test_the_linears_of_the_class_are_chosen(name: str, sources: dict[str, tuple
 
 
 @pytest.mark.parametrize(("name", "scheme_name", "form"), CASES)
+@pytest.mark.one_in(4)
 def test_it_loads_and_computes_what_the_dequantized_weights_give(
     name: str, scheme_name: str, form: str, sources: dict[str, tuple[Path, Any]], tmp_path: Path
 ) -> None:

@@ -410,6 +410,7 @@ GPTQ = {
         ("gptq", GPTQ | {"sym": True}, "W4A16_G128"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_checkpoint_of_another_tool_runs_as_what_it_means(
     method: str, said: dict[str, Any], scheme: str, dtype: torch.dtype, say: Say, tmp_path: Path
 ) -> None:

@@ -124,6 +124,8 @@ EXPORTED = [
     ("llava_onevision", "W4A16_G128"),
     ("idefics3", "FP8_DYNAMIC"),
     ("smolvlm", "W4A16_G128"),
+    ("helium", "W4A16_G128"),
+    ("granite_swa", "FP8_DYNAMIC"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),
@@ -274,6 +276,7 @@ def test_every_family_is_exported() -> None:
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
+@pytest.mark.one_in(10)
 def test_transformers_loads_the_export_and_computes_the_same(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:
@@ -381,6 +384,7 @@ def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head", "overrides"), SEVERAL)
+@pytest.mark.one_in(4)
 def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     case: str, scheme_name: str, head: str | None, overrides: dict[str, str | None], tmp_path: Path
 ) -> None:
@@ -428,6 +432,7 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
+@pytest.mark.one_in(10)
 def test_the_export_opens_with_the_same_codes_and_scales(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:

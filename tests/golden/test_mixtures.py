@@ -63,6 +63,7 @@ IN_MEMORY = (
     "ernie4_5_moe",
     "minimax_m2",
     "dots1",
+    "hy_v3",
 )
 
 
@@ -302,6 +303,7 @@ COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head", "overrides", "loads"), COMBINED)
+@pytest.mark.one_in(4)
 def test_transformers_loads_experts_where_the_format_names_it(
     case: str,
     scheme_name: str,

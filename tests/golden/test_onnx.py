@@ -34,6 +34,7 @@ SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
 STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
+    "attention-sinks": ("granite_swa",),
     "experts": (
         "moe",
         "mixtral",
@@ -48,6 +49,7 @@ REFUSED = {
         "llama4-maverick",
         "llama4-listed-layers",
         "gemma4-experts",
+        "hy_v3",
     ),
     "language-model-only": (
         "vision",

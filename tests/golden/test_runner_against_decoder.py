@@ -267,6 +267,7 @@ def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("max_step_tokens", [512, 23], ids=["whole", "chunked"])
+@pytest.mark.one_in(3)
 def test_served_logits_are_the_decoders(feature: str, max_step_tokens: int) -> None:
     source = tiny_source(**FEATURES[feature])
     decoder = build_decoder(source, dtype=torch.float32, device=CPU)

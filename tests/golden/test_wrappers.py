@@ -147,6 +147,7 @@ class Rounded:
 
 
 @pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in NOT_GATHERED])
+@pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
     case: str, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     ("scheme", "form"),
     [("W4A16_G128", "compressed-tensors"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "compressed-tensors")],
 )
+@pytest.mark.one_in(6)
 def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untouched(
     case: str,
     scheme: str,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compress.cli.app import COMMANDS
-from tests.support.slow import in_part
+from tests.support.slow import in_part, mark_slow_cases
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {
@@ -79,3 +79,31 @@ def test_each_slow_test_is_in_one_of_the_parts() -> None:
     parts = [{name for name in names if in_part(name, f"{part}/4")} for part in range(4)]
     assert sorted(name for part in parts for name in part) == sorted(names)
     assert all(parts)
+
+
+class Case:
+    """A case of a test as pytest collects it, with its markers."""
+
+    def __init__(self, nodeid: str, *markers: pytest.Mark) -> None:
+        self.nodeid = nodeid
+        self.markers = {each.name: each for each in markers}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.markers.get(name)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.markers[marker.name] = marker.mark
+
+
+def test_of_costly_cases_the_first_and_some_others_stay() -> None:
+    def marked(numbers: range) -> list[bool]:
+        costly = [Case(f"tests/test_a.py::test_b[{idx}]", pytest.mark.one_in(4).mark) for idx in numbers]
+        others = [Case(f"tests/test_a.py::test_c[{idx}]") for idx in numbers]
+        mark_slow_cases([*costly, *others])
+        assert not any("slow" in each.markers for each in others)
+        return ["slow" in each.markers for each in costly]
+
+    slow = marked(range(400))
+    assert not slow[0]
+    assert 60 < slow.count(False) < 140
+    assert marked(range(1, 400))[1:] == slow[2:]

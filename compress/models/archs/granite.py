@@ -17,35 +17,34 @@ def _facts(config: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES.add(
-    "granite",
-    Family(
-        model_type="granite",
-        architecture="GraniteForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        ffn_bias="mlp_bias",
-        facts=_facts,
-        known_fields=frozenset(
-            {
-                "attention_bias",
-                "mlp_bias",
-                "embedding_multiplier",
-                "residual_multiplier",
-                "attention_multiplier",
-                "logits_scaling",
-            }
-        ),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    ffn_bias="mlp_bias",
+    facts=_facts,
+    known_fields=frozenset(
+        {
+            "attention_bias",
+            "mlp_bias",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "attention_multiplier",
+            "logits_scaling",
+        }
     ),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
 )
+
+FAMILIES.add("granite", GRANITE)

@@ -99,6 +99,7 @@ def run(
         ),
     ],
 )
+@pytest.mark.one_in(4)
 def test_every_linear_of_every_expert_is_quantized(
     method: str, starved: str, source: MemorySource, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_every_linear_of_every_expert_is_quantized(
 
 
 @pytest.mark.parametrize("method", ["gptq", "balanced"])
+@pytest.mark.one_in(4)
 def test_a_run_stopped_at_a_layer_boundary_ends_in_the_same_bytes(
     method: str, source: MemorySource, tmp_path: Path
 ) -> None:

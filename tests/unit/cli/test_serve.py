@@ -18,6 +18,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_running_request_finish(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsecret-of-ours\n")

@@ -63,6 +63,7 @@ def _emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("kv_format", "head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"), CASES
 )
+@pytest.mark.one_in(4)
 def test_values_and_bits(
     kv_format: str,
     head_dim: int,
@@ -100,6 +101,7 @@ def test_values_and_bits(
 
 @needs_compiler
 @pytest.mark.parametrize("kv_format", ["INT4_TOKEN_HEAD", slow("BF16")])
+@pytest.mark.one_in(4)
 def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(kv_format: str) -> None:
     kv = pages(kv_format, (1, 12, 16, 64), torch.bfloat16)
     table = torch.arange(1, 12, dtype=torch.int32).view(1, -1)

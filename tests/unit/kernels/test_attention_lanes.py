@@ -59,6 +59,7 @@ def head_dims(kv_format: str) -> range:
     ids=repr,
 )
 @pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
+@pytest.mark.one_in(4)
 def test_the_kernel_compiles(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"

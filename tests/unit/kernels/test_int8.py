@@ -248,6 +248,7 @@ def test_linears_that_share_an_input_share_a_range_that_covers_all_of_theirs() -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("k", [128, 2056, 8192])
+@pytest.mark.one_in(4)
 def test_rows_prepared_for_a_linear_are_those_of_the_definition(
     k: int,
     normed: bool,

@@ -161,6 +161,7 @@ def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
 @pytest.mark.parametrize(("weight_format", "subgroups"), WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 9, 64, slow(128)])
 @pytest.mark.parametrize("name", ["odd", slow("qkv 8b"), "gate_up 8b"])
+@pytest.mark.one_in(8)
 def test_the_kernel_compiles(
     name: str,
     rows: int,
@@ -214,6 +215,7 @@ def test_plans_of_prompts_fit_the_device_and_cover_the_product(
 @needs_nvrtc
 @pytest.mark.parametrize("tiles", PROMPT_TILES)
 @pytest.mark.parametrize(("weight_format", "subgroups"), PROMPTS)
+@pytest.mark.one_in(6)
 def test_the_kernel_of_prompts_compiles(
     weight_format: Format, subgroups: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

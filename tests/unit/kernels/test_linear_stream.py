@@ -280,6 +280,7 @@ VARIANTS = [
 @needs_nvrtc
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("made", VARIANTS, ids=lambda made: f"{made.format}-{made.token_tiles}")
+@pytest.mark.one_in(4)
 def test_the_kernel_compiles(made: Variant, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert nvrtc.compile_cubin(made.source, sm)[:4] == b"\x7fELF"

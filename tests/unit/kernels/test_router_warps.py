@@ -30,6 +30,7 @@ ROUTINGS = (
 @pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(("facts", "size"), ROUTINGS, ids=lambda each: str(each)[:20])
+@pytest.mark.one_in(4)
 def test_the_kernel_compiles(
     facts: Experts, size: int, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ COMMON = {"amd_zen3", "avx2"}
 
 
 @pytest.mark.parametrize("name", [each if each in COMMON else slow(each) for each in EMULATIONS])
+@pytest.mark.slow
 def test_the_law_holds(name: str, tmp_path: Path) -> None:
     emulation = EMULATIONS[name]
     if (refusal := emulation.refusal) is not None:

@@ -102,6 +102,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @needs_compiler
 @pytest.mark.usefixtures("emulated")
 @few_cases
+@pytest.mark.one_in(32)
 def test_products_and_bits(
     name: str | None, dtype: torch.dtype, sizes: tuple[int, ...], k: int, activation: str | None
 ) -> None:
@@ -149,6 +150,7 @@ def test_global_scales_of_other_programs_multiply_outputs() -> None:
 
 @needs_nvrtc
 @each_case
+@pytest.mark.one_in(6)
 def test_the_kernel_compiles(
     name: str | None,
     dtype: torch.dtype,

@@ -85,6 +85,7 @@ def served(engine: Engine, requests: list[Request], seed: int, *, cancels: bool 
     ids=["plain", "chunks", "prefix cache", "swap", "small budget", "dynamic"],
 )
 @pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
+@pytest.mark.one_in(4)
 def test_steps_that_begin_before_the_last_is_read_change_no_token(
     options: dict[str, Any], late: bool
 ) -> None:

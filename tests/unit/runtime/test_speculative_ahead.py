@@ -188,6 +188,7 @@ def test_steps_of_who_looks_on_the_host_wait(launched: list[int]) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 @pytest.mark.parametrize(("rule", "rate"), [("coupled", None), ("rejection", None), ("coupled", 0.6)])
+@pytest.mark.one_in(4)
 def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
     name: str, rule: Any, rate: float | None, late: bool, launched: list[int]
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize(("name", "num_blocks"), [("draft_model", 7), ("draft_model", 8), ("eagle3", 7)])
+@pytest.mark.one_in(4)
 def test_a_full_cache_limits_proposals_ends_runs_and_loses_nothing(
     name: str, num_blocks: int, late: bool, launched: list[int]
 ) -> None:

@@ -147,6 +147,7 @@ def test_preempted_requests_and_blocks_of_others_leave_the_heads_proposals_right
     [slow(1, None), (4, "FP8_TOKEN_HEAD"), slow(16, None), slow(16, "FP8_TOKEN_HEAD")],
 )
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.one_in(4)
 def test_a_head_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
     dtype = torch.bfloat16 if target == "BF16" else torch.float32
     source = make_source(target)
@@ -172,6 +173,7 @@ def test_a_quantized_head_changes_no_bit(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.one_in(4)
 def test_padding_rows_and_warm_up_steps_change_nothing(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
     source = make_source()
     requests = make_requests(14)

@@ -160,6 +160,7 @@ def proposer_named(name: str, source: WeightSource, finished: Sequence[Finished]
     [slow(1, None), (4, "FP8_TOKEN_HEAD"), slow(16, None), slow(16, "FP8_TOKEN_HEAD")],
 )
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.one_in(4)
 def test_speculation_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
     dtype = torch.bfloat16 if target == "BF16" else torch.float32
     source = make_source(target)
@@ -192,6 +193,7 @@ def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("kv_format", [slow(None), "FP8_TOKEN_HEAD"])
+@pytest.mark.one_in(4)
 def test_padding_rows_and_warm_up_steps_change_nothing(
     monkeypatch: pytest.MonkeyPatch, rule: Any, kv_format: str | None
 ) -> None:

@@ -130,6 +130,7 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     assert all(row["same_bits"] for row in linears if row["m"] == 3)
 
 
+@pytest.mark.slow
 def test_the_runtime_is_measured_scheme_by_scheme(bench: Bench) -> None:
     schemes = ["dense", "W4A16_G128+FP8_DYNAMIC"]
     sizes = [
@@ -294,6 +295,7 @@ def test_an_unknown_shape_lists_the_known_ones() -> None:
         read_arch("no-such-model")
 
 
+@pytest.mark.slow
 def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(
     script: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_every_experiment_has_rows_with_their_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

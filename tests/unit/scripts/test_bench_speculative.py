@@ -10,6 +10,7 @@ import pytest
 from tests.support.scripts import run_script
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_model_is_right_and_everything_is_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

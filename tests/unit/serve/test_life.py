@@ -124,6 +124,7 @@ def test_metrics_add_up_with_what_was_asked(llm: compress.LLM) -> None:
         assert all(json.loads(json.dumps(each)) == each for each in server.records)
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_client_does_not_starve_another(llm: compress.LLM) -> None:
     with running(llm, "reference", api_keys=("flood", "quiet")) as server:
         stop = threading.Event()

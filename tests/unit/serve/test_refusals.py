@@ -202,6 +202,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(llm: compress.LLM) -> N
         assert server.post(prompt="a", max_tokens=1).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_answer_that_would_be_too_large_is_refused(llm: compress.LLM) -> None:
     with running(llm, "reference", max_call_tokens=100, max_scored_bytes=4 * 8192 * 10) as server:
         assert server.post(prompt="a", max_tokens=50, n=2).status_code == 200

@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arch]:
 
 
 @pytest.mark.parametrize("way", ["loaded", "streamed"])
+@pytest.mark.slow
 def test_the_planned_peak_of_scoring_is_within_a_quarter_of_the_measured_one(
     way: str, model: tuple[Path, Arch], tmp_path: Path
 ) -> None:

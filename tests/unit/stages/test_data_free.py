@@ -92,6 +92,7 @@ def no_layer(*args: object, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.one_in(4)
 def test_codes_are_those_of_the_observed_path_and_no_layer_runs(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_cache_alone_leaves_every_weight_and_runs_no_layer(
     assert torch.equal(stored["ffn.down.weight"], dense["model.layers.1.mlp.down_proj.weight"])
 
 
+@pytest.mark.slow
 def test_how_many_rows_are_rounded_at_once_changes_no_bit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

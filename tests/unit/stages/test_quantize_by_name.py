@@ -85,6 +85,7 @@ def quantized(path: Path, spec: QuantizeByName, directory: Path, **how: Any) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", SCHEMES_BY_NAME)
+@pytest.mark.one_in(4)
 def test_codes_are_nearest_and_the_rest_passes_through(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

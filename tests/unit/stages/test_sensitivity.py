@@ -192,6 +192,7 @@ WIDE = {
         (WIDE, [SCHEMES[each] for each in ("FP8_BLOCK", "W4A16_G128", "NVFP4_W4A4", "MXFP8")]),
     ],
 )
+@pytest.mark.slow
 def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
     changes: dict[str, int], schemes: list[Scheme], tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_the_same_report_gives_the_same_bytes(document: dict[str, Any], page: st
 
 @pytest.mark.usefixtures("no_drawing")
 @pytest.mark.parametrize("absent", sorted(report_parts()))
+@pytest.mark.one_in(16)
 def test_a_part_that_was_not_measured_is_absent(absent: str) -> None:
     parts = report_parts()
     without = build_report(title="A & B", parts=[part for name, part in parts.items() if name != absent])
@@ -174,6 +175,7 @@ def test_a_warning_is_at_the_head_of_the_page_and_the_worst_caches_are_listed(pa
     assert listed == [(str(layer), name) for layer in (5, 4, 3, 2) for name in ("keys", "values")]
 
 
+@pytest.mark.slow
 def test_an_unstable_latency_is_named_in_warning_headline_table_and_picture() -> None:
     reason = "repeats spread over 50 % of their median"
     shaky = LatencyPart([latency_row(1, 14.0)], [latency_row(1, 169.0, instability=reason)])

@@ -58,6 +58,7 @@ def test_a_draft_that_is_the_model_is_always_kept() -> None:
     assert evidence.metrics["acceptance_length"] == Estimate(4.0, 4.0, 4.0)
 
 
+@pytest.mark.slow
 def test_every_proposer_temperature_category_and_batch_size_has_its_row() -> None:
     evidence = measured({"draft": DraftModel(SOURCE), "ngram": NGram()})
     cells = [(name, t) for name in ("draft", "ngram") for t in (1.0, 0.0)]
@@ -87,6 +88,7 @@ def test_the_rule_that_is_coupled_is_held_to_the_tokens_of_plain_sampling() -> N
     assert evidence.equality == (9, 9)
 
 
+@pytest.mark.slow
 def test_a_change_of_greedy_tokens_is_seen() -> None:
     plain = engine_for(None)
     other = tiny_source(tiny_arch(LLAMA), seed=1)
@@ -176,6 +178,7 @@ def test_a_probed_proposer_proposes_its_own_and_idle_steps_cost_it_nothing() -> 
     assert len(probe.seconds) == timed
 
 
+@pytest.mark.slow
 def test_a_speed_up_proves_nothing_where_other_work_took_the_processor() -> None:
     quiet = row()
     disturbed = replace(quiet, unstable=True, instability="other work took 40 % of the processor time")
