@@ -14,8 +14,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        to the model's dtype.
     rms_norm           fn(x, weight, eps, quant=None, *, centered=False) -> rows like x
                        over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`)
-    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, scale=1.0) -> (s, rows or None)
-                       `norm` and `following` are `RowNorm`; s = scale (x + norm(y)), rows = following(s)
+    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, also=(), scale=1.0)
+                       -> (s, rows or None, others); norms are `RowNorm`
+                       s = scale (x + norm(y)), rows = following(s), others = each of `also` of s
+                       y may be two `Branch`, which are normed and added
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,

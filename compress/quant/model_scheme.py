@@ -27,7 +27,7 @@ class ModelScheme:
     def for_linear(self, linear: str) -> Scheme | None:
         if linear == "head":
             return self.head
-        return self._by_linear.get(linear, self.layers)
+        return self._by_linear.get(linear, self.layers) if self.exceptions else self.layers
 
     @cached_property
     def _by_linear(self) -> dict[str, Scheme | None]:

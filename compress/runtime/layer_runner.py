@@ -5,9 +5,10 @@
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
-and norms the stream for the linear that follows, which is the next layer's or the head. It also multiplies
-the stream after a layer by the factor of the layer, where layers have one. Where both halves
-read one input, it is normed once. The stream x may be a fraction of the hidden states (`loader.py`).
+and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
+of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
+Where both halves read one input, it is normed once. The stream x may be a fraction of the hidden states
+(`loader.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
+from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.runtime.deployment import Deployment
@@ -57,10 +58,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream x [T, D] and, where a kernel has computed it already, the input of its reader."""
+    """The residual stream x [T, D] and, where a kernel has computed them already, the input of its reader and
+    those of the experts and of the router [T, D] of a mixture whose branches are normed apart."""
 
     x_TD: Tensor
     rows: Rows | None = None
+    branch_rows: tuple[Tensor, ...] = ()
 
 
 class LayerRunner:
@@ -142,12 +145,21 @@ class LayerRunner:
         attended_TF = attend(layer, projected).flatten(1)
         reads_ffn = layer.experts is None or layer.branch_norms is not None
         ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
-        stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
+        norms = layer.branch_norms
+        stream = self._added(
+            partial(layer.o, attended_TF, phase),
+            residual_TD,
+            layer.attn_post_norm,
+            ffn,
+            also=() if norms is None else (norms.experts, norms.router),
+        )
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
-        half = self._ffn if layer.experts is None else self._mixture
-        if layer.branch_norms is not None:
-            half = partial(self._branches, layer.branch_norms, stream.x_TD)
+        half: Callable[..., Tensor | tuple[Branch, Branch]] = self._ffn
+        if norms is not None:
+            half = partial(self._branches, norms, stream.branch_rows)
+        elif layer.experts is not None:
+            half = self._mixture
         ffn_half = partial(half, layer, ffn_rows, phase)
         return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
 
@@ -179,40 +191,40 @@ class LayerRunner:
     def _branches(
         self,
         norms: BranchNorms,
-        x_TD: Tensor,
+        branch_rows: tuple[Tensor, ...],
         layer: LayerWeights,
         shared_rows: Rows,
         phase: Phase,
-        *,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output [T, D] of a mixture of the stream x whose branches are normed apart."""
+    ) -> tuple[Branch, Branch]:
+        """Return the outputs of a mixture whose branches are normed apart: of its experts, and of the shared
+        one."""
         assert layer.experts is not None
-        assert residual is None, "a sandwich block norms this output"
-        shared_TD = self.norm(self._ffn(layer, shared_rows, phase), norms.shared_post)
-        routed_TD = layer.experts(
-            self.norm(x_TD, norms.experts), phase, router_input=self.norm(x_TD, norms.router)
-        )
-        total_TD: Tensor = self._post_norm(routed_TD, shared_TD, norms.experts_post)[0]
-        return total_TD
+        experts_TD, router_TD = branch_rows
+        shared_TD = self._ffn(layer, shared_rows, phase)
+        routed_TD = layer.experts(experts_TD, phase, router_input=router_TD)
+        return Branch(routed_TD, norms.experts_post), Branch(shared_TD, norms.shared_post)
 
     def _added(
         self,
-        half: Callable[..., Tensor],
+        half: Callable[..., Tensor | tuple[Branch, Branch]],
         residual_TD: Tensor,
         post_norm: RowNorm | None,
         reader: Reader | None,
         *,
+        also: tuple[RowNorm, ...] = (),
         scale: float = 1.0,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
-        rows of the reader where that kernel computes them too. `half` adds a `residual` to its output if it
-        is given one."""
+        rows of the reader and of `also` where that kernel computes them too. `half` adds a `residual` to its
+        output if it is given one."""
         if post_norm is None:
             sum_TD = half(residual=residual_TD)
+            assert isinstance(sum_TD, Tensor)
             return Stream(sum_TD if scale == 1 else sum_TD * scale)
         following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
-        return Stream(*self._post_norm(half(), residual_TD, post_norm, following, quant, scale=scale))
+        return Stream(
+            *self._post_norm(half(), residual_TD, post_norm, following, quant, also=also, scale=scale)
+        )
 
     def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
         """Return the inputs of q, k, v and of gate, up where one norm serves both."""

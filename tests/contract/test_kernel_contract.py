@@ -19,7 +19,15 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
 from compress.kernels.operands.paged import CODED_FORMATS, TOKEN_HEAD_FORMATS, PagedKV, empty_pages
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, RowNorm, activation_quant, quantize
+from compress.kernels.operands.rows import (
+    FP8,
+    INT8,
+    ActivationQuant,
+    Branch,
+    RowNorm,
+    activation_quant,
+    quantize,
+)
 from compress.kernels.problem import OPS, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
 from compress.plugins import PluginSet
@@ -210,25 +218,26 @@ def test_post_norm_is_the_sum_with_the_norm_and_the_norm_that_follows(
         RowNorm(1 + randn(size, device=device, dtype="F32" if wide else dtype, seed=seed), eps, centered)
         for seed, eps in ((2, 1e-5), (3, 1e-3))
     )
-    total, rows = kernel.fn(y, x, norm, following)
+    total, rows, others = kernel.fn(y, x, norm, following)
+    assert others == ()
     expected = normed_f64(y, norm.weight, 1e-5, centered=centered).to(DTYPES[dtype]).double() + x.double()
     assert_close(total, expected, depth=size, dtype=dtype, factors=2)
     assert_close(
         rows, normed_f64(total, following.weight, 1e-3, centered=centered), depth=size, dtype=dtype, factors=1
     )
-    quantized_total, quantized = kernel.fn(y, x, norm, following, ActivationQuant())
+    quantized_total, quantized, _ = kernel.fn(y, x, norm, following, ActivationQuant())
     assert same_bits(quantized_total, total)
     again = quantize(rows, ActivationQuant())
     assert same_bits(quantized.values_TK, again.values_TK)
     assert same_bits(quantized.scale_T, again.scale_T)
     for num_rows in (1, 7, 39):
-        part, part_rows = kernel.fn(y[:num_rows], x[:num_rows], norm, following)
+        part, part_rows, _ = kernel.fn(y[:num_rows], x[:num_rows], norm, following)
         assert same_bits(part, total[:num_rows])
         assert same_bits(part_rows, rows[:num_rows])
-    alone, nothing = kernel.fn(y, x, norm)
+    alone, nothing, _ = kernel.fn(y, x, norm)
     assert nothing is None
     assert same_bits(alone, total)
-    scaled, scaled_rows = kernel.fn(y, x, norm, following, scale=0.40625)
+    scaled, scaled_rows, _ = kernel.fn(y, x, norm, following, scale=0.40625)
     assert same_bits(scaled, total * 0.40625)
     assert_close(
         scaled_rows,
@@ -237,6 +246,43 @@ def test_post_norm_is_the_sum_with_the_norm_and_the_norm_that_follows(
         dtype=dtype,
         factors=1,
     )
+
+
+@each_usable(usable("post_norm"))
+@pytest.mark.parametrize("size", [384, 65, 1])
+@pytest.mark.parametrize("centered", [False, True])
+def test_post_norm_of_branches_is_that_of_the_sum_of_their_norms_and_norms_the_stream_for_others(
+    kernel: Kernel, device: str, dtype: str, size: int, centered: bool
+) -> None:
+    a, b, x = (randn(40, size, device=device, dtype=dtype, seed=seed) for seed in range(3))
+    a[3] *= 1000
+    of_a, of_b, norm, following, second, third = (
+        RowNorm(1 + randn(size, device=device, dtype=kind, seed=3 + seed), eps, centered)
+        for seed, (kind, eps) in enumerate(
+            [(dtype, 1e-5), ("F32", 1e-4), (dtype, 1e-5), (dtype, 1e-3), ("F32", 1e-2), (dtype, 1e-6)]
+        )
+    )
+    branches = (Branch(a, of_a), Branch(b, of_b))
+    total, rows, others = kernel.fn(branches, x, norm, following, also=(second, third), scale=0.40625)
+    normed_a, normed_b = (
+        normed_f64(values, each.weight, each.eps, centered=centered).to(DTYPES[dtype])
+        for values, each in ((a, of_a), (b, of_b))
+    )
+    y = normed_a + normed_b
+    expected = normed_f64(y, norm.weight, norm.eps, centered=centered).to(DTYPES[dtype]).double() + x.double()
+    assert_close(total, expected * 0.40625, depth=size, dtype=dtype, factors=4)
+    for actual, each in zip((rows, *others), (following, second, third), strict=True):
+        of_total = normed_f64(total, each.weight, each.eps, centered=centered)
+        assert_close(actual, of_total, depth=size, dtype=dtype, factors=1)
+    alone, alone_rows, (only,) = kernel.fn(branches, x, norm, also=(second,), scale=0.40625)
+    assert alone_rows is None
+    assert same_bits(alone, total)
+    assert same_bits(only, others[0])
+    for num_rows in (1, 7, 39):
+        some = tuple(Branch(each.values_TD[:num_rows], each.norm) for each in branches)
+        part = kernel.fn(some, x[:num_rows], norm, following, also=(second, third), scale=0.40625)
+        for actual, whole in zip((*part[:2], *part[2]), (total, rows, *others), strict=True):
+            assert same_bits(actual, whole[:num_rows])
 
 
 @each_usable([case for case in usable("soft_cap") if case[3] == "F32"])

@@ -11,8 +11,9 @@ from torch import Tensor
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, RowNorm
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, Branch, QuantizedRows, RowNorm
 from compress.kernels.post_norm.fused import post_norm
+from compress.kernels.post_norm.reference import post_norm as reference_post_norm
 from compress.kernels.rms_norm.fused import rms_norm
 from compress.kernels.rope_store import fused, reference
 from compress.kernels.select import select
@@ -239,7 +240,7 @@ def test_a_post_norm_is_the_norm_the_sum_and_the_norm_that_follows(
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(normed.double(), expected, rtol=4 * eps, atol=4e-6)
     for quant in (None, ActivationQuant(), ActivationQuant(dtype=INT8)):
-        total, rows = post_norm(y, x, norm, following, quant)
+        total, rows, _ = post_norm(y, x, norm, following, quant)
         # The norm is rounded before the sum, and may be rounded the other way in a last bit.
         torch.testing.assert_close(
             total.double(), (x.double() + expected).to(dtype).double(), rtol=4 * eps, atol=8 * eps
@@ -249,10 +250,39 @@ def test_a_post_norm_is_the_norm_the_sum_and_the_norm_that_follows(
         for actual, other in zip(dense(rows), dense(again), strict=True):
             torch.testing.assert_close(actual, other, rtol=4 * step, atol=4 * step)
         for some in (slice(0, 1), slice(3, 20)):
-            part, part_rows = post_norm(y[some], x[some], norm, following, quant)
+            part, part_rows, _ = post_norm(y[some], x[some], norm, following, quant)
             assert torch.equal(part, total[some])
             for actual, other in zip(parts(part_rows), parts(rows), strict=True):
                 assert torch.equal(actual.view(torch.uint8), other[some].view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 65, 2816])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("freed_memory_is_nan")
+def test_branches_and_other_readers_of_a_post_norm_are_norms_of_their_own(
+    size: int, dtype: torch.dtype
+) -> None:
+    a, b, x = (randn(33, size, dtype=dtype, seed=seed) for seed in range(3))
+    kinds = (dtype, torch.float32, dtype, dtype, torch.float32, dtype)
+    of_a, of_b, norm, following, second, third = (
+        RowNorm((1 + randn(size, seed=3 + seed)).to(kind), 1e-5) for seed, kind in enumerate(kinds)
+    )
+    branches = (Branch(a, of_a), Branch(b, of_b))
+    given = (norm, following, ActivationQuant())
+    total, rows, others = post_norm(branches, x, *given, also=(second, third), scale=0.5)
+    reference = reference_post_norm(branches, x, *given, also=(second, third), scale=0.5)
+    # Each norm that is rounded on the way may be rounded the other way in a last bit.
+    step = 16 * torch.finfo(dtype).eps
+    for actual, expected in zip((total, *others), (reference[0], *reference[2]), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=step, atol=step)
+    torch.testing.assert_close(dense(rows), dense(reference[1]), rtol=2**-2, atol=2**-2)
+    for some in (slice(0, 1), slice(3, 20)):
+        parted = tuple(Branch(each.values_TD[some], each.norm) for each in branches)
+        part, part_rows, part_others = post_norm(parted, x[some], *given, also=(second, third), scale=0.5)
+        for actual, whole in zip((part, *part_others), (total, *others), strict=True):
+            assert torch.equal(actual, whole[some])
+        for actual, whole in zip(parts(part_rows), parts(rows), strict=True):
+            assert torch.equal(actual.view(torch.uint8), whole[some].view(torch.uint8))
 
 
 def dense(rows: Tensor | QuantizedRows | None) -> Tensor:
@@ -266,7 +296,7 @@ def test_the_sum_of_a_post_norm_is_that_of_the_rounded_norm() -> None:
     x = randn(5, 3840, dtype=torch.bfloat16)
     weight = randn(3840, dtype=torch.bfloat16, seed=1)
     for weights in (weight, weight.float()):
-        total, _ = post_norm(y, x, RowNorm(weights, 0.0))
+        total, _, _ = post_norm(y, x, RowNorm(weights, 0.0))
         assert torch.equal(total, x + weight)
 
 

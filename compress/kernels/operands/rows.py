@@ -166,6 +166,14 @@ class RowNorm:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """An output [T, D] of a half-layer that is normed before it is added to another one."""
+
+    values_TD: Tensor
+    norm: RowNorm
+
+
+@dataclass(frozen=True)
 class RawRows:
     """Rows x [T, K] before the steps that their linear needs: RMSNorm where `weight_K` is given, then
     rounding where `quant` is. A linear that takes raw rows does both as it reads them."""

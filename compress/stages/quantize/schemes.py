@@ -72,9 +72,11 @@ def _check_whole_groups(
     """
     broken = []
     for linear, scheme in choices:
+        if scheme is None or scheme.group_size is None:
+            continue
         _, idx, name = linear.split(".", 2)
         in_features = arch.layers[int(idx)].linear_shape(name, arch.hidden_size)[1]
-        if scheme is not None and in_features % (scheme.group_size or 1):
+        if in_features % scheme.group_size:
             broken.append((linear, scheme, in_features))
     if head is not None and arch.hidden_size % (head.group_size or 1):
         broken.append(("head", head, arch.hidden_size))

@@ -104,7 +104,7 @@ if INTERPRETED:
     from compress.kernels.act_mul.reference import act_mul_rows
     from compress.kernels.linear import fp4, prefill_w4a16
     from compress.kernels.linear.w4a16 import MULTIPLIED
-    from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RowNorm, quantize
+    from compress.kernels.operands.rows import ActivationQuant, Branch, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
     from compress.kernels.post_norm.reference import post_norm as reference_post_norm
     from compress.kernels.quantize_rows.fused import quantize_rows
@@ -249,7 +249,7 @@ if INTERPRETED:
         norm, following = (
             RowNorm(weight, eps, centered) for weight, eps in zip(weights, (1e-5, 1e-3), strict=True)
         )
-        total, rows = post_norm(y, x, norm, following, quant)
+        total, rows, _ = post_norm(y, x, norm, following, quant)
         normed = rms_norm(y, norm.weight, norm.eps, centered=centered)
         assert isinstance(normed, Tensor)
         assert torch.equal(total, x + normed)
@@ -260,14 +260,49 @@ if INTERPRETED:
         else:
             assert isinstance(rows, Tensor)
             assert torch.equal(rows, expected)
-        scaled, scaled_rows = post_norm(y, x, norm, following, None, scale=0.3125)
+        scaled, scaled_rows, _ = post_norm(y, x, norm, following, None, scale=0.3125)
         assert torch.equal(scaled, total * 0.3125)
         assert torch.equal(scaled_rows, rms_norm(scaled, following.weight, following.eps, centered=centered))
-        alone, no_rows = post_norm(y[1:2], x[1:2], norm)
+        alone, no_rows, _ = post_norm(y[1:2], x[1:2], norm)
         assert no_rows is None
         assert torch.equal(alone, total[1:2])
-        reference, _ = reference_post_norm(y, x, norm, following, quant)
+        reference, _, _ = reference_post_norm(y, x, norm, following, quant)
         torch.testing.assert_close(total, reference, rtol=2**-9, atol=2**-14)
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("quant", [None, *QUANTS])
+    def test_branches_and_other_readers_of_a_post_norm_are_norms_of_their_own(
+        size: int, centered: bool, quant: ActivationQuant | None
+    ) -> None:
+        """Bit for bit, by the kernel of single norms."""
+        a = extreme_rows(size, torch.float16)
+        x = a.flip(1)
+        b = randn(*a.shape, seed=9).to(a.dtype)
+        kinds = (torch.float16, torch.float32, torch.float16, torch.float16, torch.float32, torch.float16)
+        of_a, of_b, norm, following, second, third = (
+            RowNorm((1 + randn(size, seed=seed)).to(kind), 10.0**-seed, centered)
+            for seed, kind in enumerate(kinds, start=1)
+        )
+
+        def normed(values: Tensor, by: RowNorm) -> Tensor:
+            rows = rms_norm(values, by.weight, by.eps, centered=centered)
+            assert isinstance(rows, Tensor)
+            return rows
+
+        total, rows, others = post_norm(
+            (Branch(a, of_a), Branch(b, of_b)), x, norm, following, quant, also=(second, third), scale=0.3125
+        )
+        assert torch.equal(total, (x + normed(normed(a, of_a) + normed(b, of_b), norm)) * 0.3125)
+        assert torch.equal(others[0], normed(total, second))
+        assert torch.equal(others[1], normed(total, third))
+        expected = rms_norm(total, following.weight, following.eps, quant, centered=centered)
+        if isinstance(expected, QuantizedRows):
+            assert rows is not None
+            assert_same_rows(rows, expected)
+        else:
+            assert isinstance(rows, Tensor)
+            assert torch.equal(rows, expected)
 
     @pytest.mark.parametrize("shape", [(1, 1), (3, 1030), (0, 7)])
     def test_capped_numbers_are_the_reference(shape: tuple[int, int]) -> None:
