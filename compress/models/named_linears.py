@@ -40,6 +40,8 @@ _NORM = re.compile(r"norm|^ln(_|\d|$)")
 _ROUTER = re.compile(r"router|^wg$")
 _CONVOLUTION = re.compile(r"conv")
 _ADAPTER = re.compile(r"lora_|adapter")
+_STATE_GATE = re.compile(r"^in_proj_(a|b|ba)$")
+"""Projections to the decay and the step of each head of a gated delta network (arXiv 2412.06464)."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -140,19 +142,33 @@ def template(module: str) -> str:
 
 def targets(modules: Collection[str], others: Collection[str]) -> list[str]:
     """Return names that a `quantization_config` may list for exactly these modules and none of `others`: one
-    regular expression (`re:...`) for modules that differ in numbers alone, full names elsewhere."""
+    regular expression (`re:...`) for modules that differ in numbers alone, full names elsewhere.
+
+    A program may have the layers under another prefix than the checkpoint (`model.layers` for
+    `backbone.layers`), so an expression leaves it open where none of `others` ends alike.
+    """
     taken = {template(other) for other in others}
     found: dict[str, None] = {}
     for module in sorted(modules):
         form = template(module)
-        if "*" in form and form not in taken:
-            pattern = r"\.".join(
-                r"\d+" if part == "*" else re.escape(part).replace(r"\-", "-") for part in form.split(".")
-            )
-            found[f"re:{pattern}$"] = None
-        else:
+        if "*" not in form or form in taken:
             found[module] = None
+            continue
+        end = _without_prefix(form)
+        is_taken = any(f".{other}".endswith(f".{end}") for other in taken)
+        prefix, form = ("", form) if is_taken else (r".*\b", end)
+        pattern = r"\.".join(
+            r"\d+" if part == "*" else re.escape(part).replace(r"\-", "-") for part in form.split(".")
+        )
+        found[f"re:{prefix}{pattern}$"] = None
     return sorted(found)
+
+
+def _without_prefix(form: str) -> str:
+    """Return a template from the part before its first number on: `layers.*.mlp.up_proj`."""
+    parts = form.split(".")
+    first = parts.index("*") if "*" in parts else 0
+    return ".".join(parts[max(first - 1, 0) :])
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -186,6 +202,7 @@ def _reason(
         (_any(_ROUTER, parts) or _is_gate(last, rows, columns), "router"),
         (_any(_ADAPTER, parts), "adapter"),
         (last == "dt_proj", "step sizes of a state-space model, which reads the weight itself"),
+        (_any(_STATE_GATE, parts[-1:]), "gates of a state, a number for each head"),
         (module in input_first or _is_square_beside(header, input_first, by_name), INPUT_FIRST),
         (min(rows, columns) < MIN_SIZE, f"fewer than {MIN_SIZE} rows or columns"),
     )

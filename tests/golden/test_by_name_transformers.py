@@ -1,24 +1,26 @@
 """A checkpoint that was quantized by tensor name, as `transformers` sees it: its linears are those of the
 class, no key is stray, and it computes what the class computes of the dequantized weights."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES
+from compress.quant.scheme import SCHEMES, Scheme
 from compress.registry.model_source import resolve_model
 from compress.stages import Input, Inputs, Port
 from compress.stages.quantize_by_name import quantize_by_name
 from compress.stages.quantize_by_name.selection import select
 from compress.stages.quantize_by_name.spec import QuantizeByName
-from tests.support.tiny_unknown import KEPT_DENSE, MODELS, save_unknown
+from tests.support.tiny_unknown import IN_MEMORY, KEPT_DENSE, MODELS, save_unknown
 
 CASES = [
     *((name, "FP8_DYNAMIC", "compressed-tensors") for name in MODELS),
@@ -30,6 +32,13 @@ CASES = [
     ("gpt_neox", "FP8_BLOCK", "fp8"),
     ("falcon", "FP8_BLOCK", "fp8"),
     ("t5", "FP8_BLOCK", "fp8"),
+    ("deepseek_v3", "W4A16_G128", "compressed-tensors"),
+    ("qwen3_5_moe", "W4A16_G128", "compressed-tensors"),
+    ("nemotron_h", "W8A16", "compressed-tensors"),
+    ("deepseek_v3", "FP8_BLOCK", "fp8"),
+    ("qwen3_next", "FP8_BLOCK", "fp8"),
+    ("nemotron_h", "FP8_BLOCK", "fp8"),
+    ("qwen3_5", "FP8_BLOCK", "fp8"),
 ]
 
 
@@ -69,10 +78,16 @@ def without_rounded_inputs(model: Any, **inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_linears_of_the_class_are_chosen(name: str, sources: dict[str, tuple[Path, Any]]) -> None:
+    """All of them but those that stay dense, and the experts, which the class has in stacks."""
     path, model = sources[name]
     linears = {each for each, module in model.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {each.module for each in select(QuantizeByName(), path).quantized}
-    assert chosen == linears - KEPT_DENSE[name]
+    dense = tuple(f".{each}" for each in KEPT_DENSE.get(name, {"lm_head"}))
+    on_disk, in_memory = IN_MEMORY.get(name, ("", ""))
+    chosen = {each.module.replace(on_disk, in_memory, 1) for each in select(QuantizeByName(), path).quantized}
+    experts = {each for each in chosen if ".experts." in each}
+    assert chosen - experts == {each for each in linears if not f".{each}".endswith(dense)}
+    stacks = {each for each, _ in model.named_parameters() if ".experts." in each}
+    assert bool(experts) == bool(stacks)
 
 
 @pytest.mark.parametrize(("name", "scheme_name", "form"), CASES)
@@ -86,15 +101,22 @@ def test_it_loads_and_computes_what_the_dequantized_weights_give(
     out = quantized(path, spec, tmp_path)
     loaded, info = type(source).from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    wanted = type(source).from_pretrained(path, dtype=torch.float32).eval()
-    modules = dict(wanted.named_modules())
-    for each in select(spec, path).quantized:
-        linear = modules[each.module]
-        weight = nearest_weight(linear.weight.detach().to(torch.bfloat16), scheme, torch.bfloat16)
-        if scheme.activation is not None:  # then the product of code and scale is not rounded to 16 bits
-            weight = replace(weight, scale_OG=weight.scale_OG.to(torch.float32))
-        with torch.no_grad():
-            linear.weight.copy_(weight.dequantize().to(torch.float32))
+    for parameter_name, parameter in loaded.named_parameters():
+        if ".experts." in parameter_name:  # which stay in 16 bits, whatever is asked for
+            parameter.data = parameter.data.float()
+    dequantized = {each.tensor for each in select(spec, path).quantized}
+    rounded = tmp_path / "dequantized"
+    rounded.mkdir()
+    shutil.copy(path / "config.json", rounded)
+    save_file(
+        {
+            tensor: numbers_of(value, scheme) if tensor in dequantized else value
+            for tensor, value in load_file(path / "model.safetensors").items()
+        },
+        rounded / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    wanted = type(source).from_pretrained(rounded, dtype=torch.float32)
     with torch.inference_mode():
         served = (loaded.float() if form == "fp8" else loaded).eval()(**inputs_of(name)).logits
         found = without_rounded_inputs(loaded, **inputs_of(name))
@@ -103,6 +125,14 @@ def test_it_loads_and_computes_what_the_dequantized_weights_give(
     assert_close(served, expected, 0.5)  # with inputs of eight bits, where the scheme has them
     rounds_inputs = scheme.activation is not None and form != "fp8"  # which a CPU decompresses wholly
     assert torch.equal(served, found) != rounds_inputs
+
+
+def numbers_of(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Return the float32 numbers that the codes of a weight mean."""
+    codes = nearest_weight(weight.to(torch.bfloat16), scheme, torch.bfloat16)
+    if scheme.activation is not None:  # then the product of code and scale is not rounded to 16 bits
+        codes = replace(codes, scale_OG=codes.scale_OG.to(torch.float32))
+    return codes.dequantize().to(torch.float32)
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:

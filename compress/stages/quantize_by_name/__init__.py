@@ -51,7 +51,7 @@ def _depends(spec: QuantizeByName, device: str) -> dict[str, str]:
 
 @STAGES.stage(
     "quantize_by_name",
-    version=2,
+    version=3,
     takes=(Port.SOURCE,),
     gives=Port.CHECKPOINT,
     spec=QuantizeByName,

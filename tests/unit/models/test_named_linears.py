@@ -161,10 +161,18 @@ def test_targets_name_exactly_the_modules() -> None:
     modules = [f"model.layers.{idx}.a-b.fc" for idx in range(12)] + ["top.fc"]
     others = [f"model.layers.{idx}.gate" for idx in range(12)] + ["x.model.layers.3.a-b.fc2"]
     names = targets(modules, others)
-    assert names == [r"re:model\.layers\.\d+\.a-b\.fc$", "top.fc"]
+    assert names == [r"re:.*\blayers\.\d+\.a-b\.fc$", "top.fc"]
     pattern = names[0].removeprefix("re:")
     assert all(matches_module(pattern, each) for each in modules[:-1])
-    assert not any(matches_module(pattern, each) for each in [*others, "top.fc"])
+    assert matches_module(pattern, "backbone.layers.3.a-b.fc")
+    assert not any(matches_module(pattern, each) for each in [*others, "top.fc", "players.1.a-b.fc"])
+
+
+@pytest.mark.parametrize("other", ["vision.layers.7.q", "layers.1.q", "blocks.2.layers.0.q"])
+def test_a_prefix_is_stated_where_a_dense_module_ends_alike(other: str) -> None:
+    (name,) = targets(["text.layers.0.q", "text.layers.1.q"], [other])
+    assert name == r"re:text\.layers\.\d+\.q$"
+    assert not matches_module(name.removeprefix("re:"), other)
 
 
 def test_targets_are_full_names_where_numbers_decide() -> None:

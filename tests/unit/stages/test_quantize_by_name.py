@@ -120,7 +120,7 @@ def test_the_config_and_other_files_pass_through(tmp_path: Path) -> None:
     stated = config.pop("quantization_config")
     assert config == CONFIG
     assert (out / "vocab.txt").read_text() == "a\nb\n"
-    targets = [r"re:layers\.\d+\.attn$", r"re:layers\.\d+\.down$"]
+    targets = [r"re:.*\blayers\.\d+\.attn$", r"re:.*\blayers\.\d+\.down$"]
     assert stated["config_groups"]["group_0"]["targets"] == targets
     assert stated["ignore"] == ["embed", "lm_head"]
     assert "not validated on the bundled runtime" in description["facts"]["warnings"][0]
