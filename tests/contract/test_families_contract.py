@@ -263,6 +263,15 @@ def test_removed_layers_take_their_types_with_them(family: str) -> None:
     assert again.layers == shorter.layers == (arch.layers[0], arch.layers[2])
 
 
+def test_removed_layers_take_their_base_frequencies_with_them() -> None:
+    arch = arch_of("granite_swa", layer_rope_theta=[0, 1e4, 1e4], rope_theta=1e4)
+    shorter = with_layers(arch, [0, 2])
+    written = FAMILIES.get(arch.family).write_config(shorter)
+    assert written["layer_rope_theta"] == [0, 1e4]
+    again = FAMILIES.get(arch.family).read_config(written)
+    assert [each.rope is None for each in again.layers] == [True, False]
+
+
 def test_the_gradient_through_capped_logits_is_that_of_autograd() -> None:
     teacher = tiny_decoder(arch_of("gemma2", final_logit_softcapping=2.0))
     student = tiny_decoder(replace(teacher.arch), seed=1).requires_grad_(True)
