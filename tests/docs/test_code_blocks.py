@@ -93,6 +93,7 @@ def test_every_block_names_its_language() -> None:
 
 
 @named(of("sh", "bash"))
+@pytest.mark.one_in(4)
 def test_commands_run(block: Block, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bring_model(place, block.text)
     for words in commands_of(block):

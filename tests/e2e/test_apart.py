@@ -21,6 +21,7 @@ def report_of(recipe: Recipe, command: Command, name: str, **keys: Any) -> dict[
     return json.loads(Path(name, "evidence", "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_after_the_other_gives_the_numbers_of_side_by_side(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

@@ -49,6 +49,7 @@ def facts(document: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(each[name] for name in names) for each in document["stages"]]
 
 
+@pytest.mark.one_in(8)
 def test_a_second_workspace_builds_nothing(
     cache: str, recipe: Recipe, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_student_of_its_own_shape(recipe: Recipe, command: Command, work: Path
     assert sum(row["candidate_bytes"] for row in report["artifact"]["sizes"]) == 2 * arch.num_params
 
 
+@pytest.mark.slow
 def test_text_that_the_teacher_writes(recipe: Recipe, command: Command, work: Path) -> None:
     found = facts(command, recipe(stages=stages(sample={"prompt_tokens": 8, "temperature": 1.0})))
     assert found["sampled"]

@@ -72,6 +72,7 @@ def facts_of(artifact: Artifact) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_draft_learns_to_be_accepted_and_says_how(recipe: Recipe, command: Command, work: Path) -> None:
     artifact = drafted(command, recipe(stages=stages(passes=2, tokens=8192)))
     facts = facts_of(artifact)

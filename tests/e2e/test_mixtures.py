@@ -37,7 +37,7 @@ def quantizing(method: str, **changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("size", "method"), [(2, "balanced"), (2, "at once"), slow(3, "awq"), slow(2, "smoothquant")]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_ranks_give_the_artifact_of_one_rank(
     size: int, method: str, recipe: Recipe, command: Command
 ) -> None:

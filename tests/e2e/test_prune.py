@@ -221,7 +221,7 @@ def test_depth_alone_keeps_the_layers_that_do_most_as_they_are(
     ],
     ids=["rounds", "target", "depth"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(16)
 def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     spec: dict[str, Any],
     every: int,

@@ -345,6 +345,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     assert "300 embeddings" in err
 
 
+@pytest.mark.slow
 def test_finding_everything_cached_neither_changes_the_provenance_nor_pushes_new_evidence(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

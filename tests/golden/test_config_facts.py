@@ -15,6 +15,7 @@ from tests.support.tiny_hf import TEXT_FAMILIES
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_facts_that_ship_are_those_of_the_pinned_transformers() -> None:
     shipped = json.loads(FACTS_FILE.read_text(encoding="utf-8"))
     pinned = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -43,6 +43,8 @@ def test_the_list_is_long_enough_to_mean_something() -> None:
         "ministral3",
         "gemma4_text",
         "granitemoeshared",
+        "granite_swa",
+        "granitemoe_swa",
         "llama4_text",
     }
 

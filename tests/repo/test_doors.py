@@ -5,7 +5,7 @@ terminal.
 import ast
 from pathlib import Path
 
-import pytest
+from tests.support.of_all import of_all
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "compress").rglob("*.py"))
@@ -27,7 +27,7 @@ PRINTING_CALLS = {
 LOG_CALLS = {"basicConfig", "StreamHandler"}
 STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+each_source = of_all(SOURCES, lambda path: path.relative_to(ROOT).as_posix())
 
 
 def printing(tree: ast.AST) -> list[str]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.of_all import of_all
+
 ROOT = Path(__file__).parents[2]
 DOOR = ROOT / "compress" / "untrusted"
 SOURCES = sorted(path for path in (ROOT / "compress").rglob("*.py") if DOOR not in path.parents)
@@ -52,7 +54,7 @@ QUALIFIED = {
 NO_FILES = {"lzma", "gzip", "bz2"}
 """Modules whose `open` is given a stream that the door opened."""
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+each_source = of_all(SOURCES, lambda path: path.relative_to(ROOT).as_posix())
 
 
 def ways_in(tree: ast.AST) -> set[str]:

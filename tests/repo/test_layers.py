@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from importlinter import cli
 
+from tests.support.of_all import of_all
+
 ROOT = Path(__file__).parents[2]
 BARE = ("runtime", "kernels", "models", "quant", "artifact/tensors.py")
 BARE_PACKAGES = {"torch", "triton", "numpy", "safetensors", "compress"} | sys.stdlib_module_names
@@ -34,12 +36,12 @@ def test_the_layers_of_the_architecture_are_kept(
     assert exit_code == cli.EXIT_STATUS_SUCCESS, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", python_files(BARE), ids=lambda path: path.relative_to(ROOT).as_posix())
+@of_all(python_files(BARE))
 def test_code_for_the_bare_gpu_image_imports_only_what_is_there(path: Path) -> None:
     assert packages_imported(list(ast.walk(ast.parse(path.read_text())))) <= BARE_PACKAGES
 
 
-@pytest.mark.parametrize("path", python_files(TORCH_FREE), ids=lambda path: path.relative_to(ROOT).as_posix())
+@of_all(python_files(TORCH_FREE))
 def test_code_for_quick_commands_does_not_import_torch(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert "torch" not in packages_imported(list(tree.body))

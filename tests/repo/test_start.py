@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from compress.cli.app import COMMANDS
+from tests.support.of_all import of_all
 from tests.support.slow import in_part, mark_slow_cases
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +108,14 @@ def test_of_costly_cases_the_first_and_some_others_stay() -> None:
     assert not slow[0]
     assert 60 < slow.count(False) < 140
     assert marked(range(1, 400))[1:] == slow[2:]
+
+
+def test_one_test_of_many_values_names_each_that_fails() -> None:
+    @of_all([1, 2, 3, 4])
+    def test_even(value: int) -> None:
+        assert value % 2 == 0
+
+    assert test_even.__name__ == "test_even"
+    with pytest.raises(AssertionError, match="(?s)1: .*3: ") as caught:
+        test_even()
+    assert "2: " not in str(caught.value)

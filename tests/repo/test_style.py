@@ -8,7 +8,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-import pytest
+from tests.support.of_all import of_all
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "compress").rglob("*.py"))
@@ -23,7 +23,7 @@ NOT_CODE = {
     tokenize.ENDMARKER,
 }
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+each_source = of_all(SOURCES, lambda path: path.relative_to(ROOT).as_posix())
 
 
 def ruff(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -254,6 +254,7 @@ def _held_out_kl(source: WeightSource, outer: Weights, layers: Sequence[Weights]
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}, "lr": 0.15}, {"optimizer": "muon", "lr": 0.5}])
+@pytest.mark.one_in(8)
 def test_trained_codes_keep_more_of_the_source(tmp_path: Path, changes: dict[str, object]) -> None:
     source = tiny_source(tiny_arch(QWEN3))
     quantized = RoundedSource(source, SCHEME)

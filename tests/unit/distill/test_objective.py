@@ -107,6 +107,7 @@ def test_what_is_kept_has_a_name_that_says_what_it_is(tmp_path: Path, changes: d
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.one_in(8)
 def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path, optimizer: Any) -> None:
     def training() -> Training:
         student = tiny_decoder(ARCH, seed=1).requires_grad_(True)

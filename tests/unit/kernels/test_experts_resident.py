@@ -62,7 +62,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         slow(None, torch.float16, (96, 80, 5, 1), 20, "swiglu_clamped", True),
     ],
 )
-@pytest.mark.one_in(32)
+@pytest.mark.slow
 def test_experts_in_one_launch(
     name: str | None,
     dtype: torch.dtype,

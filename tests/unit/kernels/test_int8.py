@@ -276,6 +276,7 @@ def test_rows_prepared_for_a_linear_are_those_of_the_definition(
 @needs_compiler
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("INT8_")])
 @pytest.mark.parametrize(("n", "k", "activation"), [(21, 1296, None), (48, 144, "silu")])
+@pytest.mark.one_in(4)
 def test_products_in_slices_have_the_bits_of_the_reference(
     name: str,
     n: int,

@@ -75,6 +75,7 @@ def each_plan(shape: Shape, gpu: Gpu) -> list[tuple[int, Plan]]:
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
 @pytest.mark.parametrize(("weight_format", "subgroups"), WEIGHTS)
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.one_in(4)
 def test_plans_fit_the_device_and_cover_the_product(
     n: int, k: int, gated: bool, weight_format: Format, subgroups: int, gpu: Gpu
 ) -> None:
@@ -199,6 +200,7 @@ def test_the_kernel_compiles(
 @pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
 @pytest.mark.parametrize(("weight_format", "subgroups"), PROMPTS)
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.one_in(4)
 def test_plans_of_prompts_fit_the_device_and_cover_the_product(
     n: int, k: int, gated: bool, weight_format: Format, subgroups: int, gpu: Gpu
 ) -> None:

@@ -102,7 +102,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @needs_compiler
 @pytest.mark.usefixtures("emulated")
 @few_cases
-@pytest.mark.one_in(32)
+@pytest.mark.slow
 def test_products_and_bits(
     name: str | None, dtype: torch.dtype, sizes: tuple[int, ...], k: int, activation: str | None
 ) -> None:

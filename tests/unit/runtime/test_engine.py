@@ -208,6 +208,7 @@ def test_tokens_arrive_step_by_step_and_are_those_of_the_finished_request(
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 9])
+@pytest.mark.one_in(6)
 def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(
     monkeypatch: pytest.MonkeyPatch, after: int, ahead: bool
 ) -> None:

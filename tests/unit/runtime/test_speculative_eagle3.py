@@ -103,6 +103,7 @@ def greedy(requests: list[Request]) -> list[Request]:
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize(("k", "chunk"), [slow(1, 2048), (4, 2048), slow(4, 21), (7, 9)])
+@pytest.mark.one_in(8)
 def test_the_head_proposes_what_its_module_says(k: int, chunk: int, norm_before_residual: bool) -> None:
     source = make_source()
     requests = greedy(make_requests(6))

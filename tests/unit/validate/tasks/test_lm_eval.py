@@ -107,7 +107,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHARED_NAMES]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SLOW])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 def test_every_item_is_that_of_the_hf_backend(name: str, model: TextModel, theirs: Any, manager: Any) -> None:
     if name in SHARED_NAMES and SHARED is None:
         pytest.skip("the public benchmarks are not at hand")
