@@ -116,6 +116,6 @@ def test_one_test_of_many_values_names_each_that_fails() -> None:
         assert value % 2 == 0
 
     assert test_even.__name__ == "test_even"
-    with pytest.raises(AssertionError, match="(?s)1: .*3: ") as caught:
+    with pytest.raises(AssertionError, match=r"(?s)1: .*3: ") as caught:
         test_even()
     assert "2: " not in str(caught.value)
