@@ -18,6 +18,8 @@ ALL_EXPERTS = r"re:.*\.experts\."
 _PART = ".experts."
 NOT_GATHERED = ("gemma4", "gemma4_text")
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
+SHARED_RENAMED = ("hy_v3",)
+"""Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
 Group = tuple[Scheme, list[str]]
 """A scheme and the names of its linears."""
@@ -39,7 +41,7 @@ def with_pattern_of_experts(
 
 
 def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str) -> str | None:
-    """Return why transformers does not load the experts of a checkpoint, or None where it does."""
+    """Return why transformers does not load the mixtures of a checkpoint, or None where it does."""
     family = family_of({"model_type": arch.family}).in_format(quant_method)
     apart = [
         f"layers.{idx}.{linear}"
@@ -47,6 +49,8 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
         for linear in layer.linears
         if ".experts." in linear and not family.holds_all_experts(f"layers.{idx}.{linear}")
     ]
+    if arch.family in SHARED_RENAMED and any(".moe.shared." in linear for linear, _ in scheme.exceptions):
+        return "has the shared expert under another name, so that it finds no scheme of its own for it"
     schemes = {scheme.for_linear(each) for each in apart}
     one = next(iter(schemes)) if len(schemes) == 1 else None
     if arch.family in NOT_GATHERED and schemes:

@@ -43,6 +43,7 @@ _ADAPTER = re.compile(r"lora_|adapter")
 _STATE_GATE = re.compile(r"^in_proj_(a|b|ba)$")
 """Projections to the decay and the step of each head of a gated delta network (arXiv 2412.06464)."""
 _NUMBER = re.compile(r"\d+")
+_BOUNDARY = re.compile(r"[^\w*]")
 
 
 @dataclass(frozen=True)
@@ -141,33 +142,61 @@ def template(module: str) -> str:
 
 
 def targets(modules: Collection[str], others: Collection[str]) -> list[str]:
-    """Return names that a `quantization_config` may list for exactly these modules and none of `others`: one
-    regular expression (`re:...`) for modules that differ in numbers alone, full names elsewhere.
+    """Return names that a `quantization_config` may list for exactly these modules and none of `others`:
+    regular expressions (`re:...`) for modules that differ in numbers alone, full names elsewhere.
 
     A program may have the layers under another prefix than the checkpoint (`model.layers` for
     `backbone.layers`), so an expression leaves it open where none of `others` ends alike.
     """
     taken = {template(other) for other in others}
-    found: dict[str, None] = {}
-    for module in sorted(modules):
+    ends_of_forms = {end for form in taken for end in _ends(form)}
+    ends_of_others = {end for other in others for end in _ends(other)}
+    layers_of_others: dict[str, set[str]] = {}
+    for other in others:
+        layers_of_others.setdefault(template(other), set()).add(_layer_number(other))
+    found: set[str] = set()
+    layers: dict[str, set[str]] = {}
+    for module in modules:
         form = template(module)
-        if "*" not in form or form in taken:
-            found[module] = None
-            continue
-        end = _without_prefix(form)
-        is_taken = any(f".{other}".endswith(f".{end}") for other in taken)
-        prefix, form = ("", form) if is_taken else (r".*\b", end)
-        pattern = r"\.".join(
-            r"\d+" if part == "*" else re.escape(part).replace(r"\-", "-") for part in form.split(".")
-        )
-        found[f"re:{prefix}{pattern}$"] = None
+        if "*" not in form:
+            found.add(module)
+        elif form not in taken:
+            end = _without_prefix(form)
+            found.add(_expression(form) if end in ends_of_forms else _expression(end, is_open=True))
+        elif _layer_number(module) in layers_of_others[form]:
+            end = _without_prefix(module)
+            found.add(module if end in ends_of_others else _expression(end, is_open=True))
+        else:
+            layers.setdefault(form, set()).add(_layer_number(module))
+    for form, numbers in layers.items():
+        is_open = not any(_without_prefix(form) in _ends(other) for other in taken - {form})
+        some = "|".join(sorted(numbers, key=int))
+        found.add(_expression(_without_prefix(form) if is_open else form, is_open=is_open, layers=some))
     return sorted(found)
 
 
+def _expression(form: str, *, is_open: bool = False, layers: str = "") -> str:
+    """Return a regular expression of a template or name, of any prefix if it `is_open`; `layers` are the
+    numbers that its first one may be."""
+    parts = [re.escape(part).replace(r"\-", "-") if part != "*" else r"\d+" for part in form.split(".")]
+    if layers:
+        parts[parts.index(r"\d+")] = f"({layers})"
+    return f"re:{'.*' + chr(92) + 'b' if is_open else ''}{(chr(92) + '.').join(parts)}$"
+
+
+def _ends(name: str) -> list[str]:
+    """Return a name and its ends from each boundary of a word on."""
+    return [name, *(name[match.end() :] for match in _BOUNDARY.finditer(name))]
+
+
+def _layer_number(module: str) -> str:
+    return next((part for part in module.split(".") if _NUMBER.fullmatch(part)), "")
+
+
 def _without_prefix(form: str) -> str:
-    """Return a template from the part before its first number on: `layers.*.mlp.up_proj`."""
+    """Return a template or name from the part before its first number on: `layers.*.mlp.up_proj`."""
     parts = form.split(".")
-    first = parts.index("*") if "*" in parts else 0
+    first = next((idx for idx, part in enumerate(parts) if part == "*" or _NUMBER.fullmatch(part)), 0)
     return ".".join(parts[max(first - 1, 0) :])
 
 

@@ -17,7 +17,7 @@ from compress.distill.eagle3 import Eagle3Objective, Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.student import Shape, sliced_decoder, student_arch
-from compress.errors import UsageError
+from compress.errors import UnsupportedArch, UsageError
 from compress.methods.quantize import SMOOTHERS
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
@@ -263,6 +263,18 @@ def test_removed_layers_take_their_types_with_them(family: str) -> None:
     assert again.layers == shorter.layers == (arch.layers[0], arch.layers[2])
 
 
+def test_without_its_dense_layer_a_model_counts_none() -> None:
+    arch = arch_of("hy_v3", first_k_dense_replace=1)
+    written = FAMILIES.get(arch.family).write_config(with_layers(arch, [1, 2]))
+    assert written["first_k_dense_replace"] == 0
+    assert written["mlp_layer_types"] == ["sparse", "sparse"]
+    read = FAMILIES.get(arch.family).read_config
+    assert [each.experts is None for each in read(written).layers] == [False, False]
+    for changes in ({"first_k_dense_replace": 1}, {"mlp_layer_types": ["dense", "sparse"]}):
+        with pytest.raises(UnsupportedArch, match="first_k_dense_replace"):
+            read({**written, **changes})
+
+
 def test_removed_layers_take_their_base_frequencies_with_them() -> None:
     arch = arch_of("granite_swa", layer_rope_theta=[0, 1e4, 1e4], rope_theta=1e4)
     shorter = with_layers(arch, [0, 2])
@@ -270,6 +282,11 @@ def test_removed_layers_take_their_base_frequencies_with_them() -> None:
     assert written["layer_rope_theta"] == [0, 1e4]
     again = FAMILIES.get(arch.family).read_config(written)
     assert [each.rope is None for each in again.layers] == [True, False]
+    own = FAMILIES.get(arch.family).read_config({**written, "layer_rope_theta": [0, 7e5]})
+    assert own.layers[1].rope is not None
+    assert own.layers[1].rope.theta == 7e5
+    with pytest.raises(UnsupportedArch, match="layer_rope_theta"):
+        FAMILIES.get(arch.family).read_config({**written, "layer_rope_theta": [7e5, 1e4]})
 
 
 def test_the_gradient_through_capped_logits_is_that_of_autograd() -> None:

@@ -1,6 +1,8 @@
 """A checkpoint that was quantized by tensor name, as `transformers` sees it: its linears are those of the
 class, no key is stray, and it computes what the class computes of the dequantized weights."""
 
+import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +127,26 @@ def test_it_loads_and_computes_what_the_dequantized_weights_give(
     assert_close(served, expected, 0.5)  # with inputs of eight bits, where the scheme has them
     rounds_inputs = scheme.activation is not None and form != "fp8"  # which a CPU decompresses wholly
     assert torch.equal(served, found) != rounds_inputs
+
+
+@pytest.mark.parametrize("ignored", ["backbone.layers.1.*", "*.experts.0.*"])
+def test_some_dense_layers_and_experts_are_found_under_another_prefix(
+    ignored: str, sources: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    path, source = sources["nemotron_h"]
+    spec = QuantizeByName(scheme="FP8_DYNAMIC", ignore=(ignored,))
+    out = quantized(path, spec, tmp_path)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    memory = {each.module.replace("backbone.", "model.", 1): each for each in select(spec, path).choices}
+    of_layers = {name: each for name, each in memory.items() if ".layers." in name and len(each.shape) == 2}
+    for name, each in of_layers.items():
+        for listed, quantizes in ((group["targets"], True), (config["ignore"], False)):
+            found = any(re.match(one.removeprefix("re:"), name) for one in listed)
+            assert found == ((each.reason is None) == quantizes), name
+    if "experts" not in ignored:  # which transformers has in one tensor, of one scheme
+        _, info = type(source).from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def numbers_of(weight: Tensor, scheme: Scheme) -> Tensor:

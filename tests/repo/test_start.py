@@ -104,6 +104,10 @@ def test_of_costly_cases_the_first_and_some_others_stay() -> None:
         assert not any("slow" in each.markers for each in others)
         return ["slow" in each.markers for each in costly]
 
+    cases = [Case(f"tests/test_a.py::test_d[{idx}]", pytest.mark.one_in(1000).mark) for idx in range(3)]
+    cases[0].add_marker(pytest.mark.slow)
+    mark_slow_cases(cases)
+    assert ["slow" in each.markers for each in cases] == [True, False, True]
     slow = marked(range(400))
     assert not slow[0]
     assert 60 < slow.count(False) < 140

@@ -7,6 +7,9 @@ from typing import Any
 def of_all(values: Iterable[Any], name: Callable[[Any], str] = str) -> Callable[..., Callable[[], None]]:
     """Return a decorator that makes one test of a check of a value; it names each value that fails."""
 
+    values = list(values)
+    assert values, "no value to check"
+
     def decorate(check: Callable[[Any], None]) -> Callable[[], None]:
         def test() -> None:
             failures = []

@@ -30,7 +30,7 @@ def mark_slow_cases(items: Iterable[Any]) -> None:
     seen = set()
     for item in items:
         chosen = item.get_closest_marker("one_in")
-        if chosen is None:
+        if chosen is None or item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
         if test in seen and _number_of(f"one in {item.nodeid}") % chosen.args[0]:

@@ -14,28 +14,36 @@ THETA_BY_LAYER = "layer_rope_theta"
 FIELDS = frozenset({"sliding_window", "layer_types", THETA_BY_LAYER})
 
 
-def types_of_layers(config: Fields) -> dict[str, Any]:
-    """Return the `layer_types` of a config that states none."""
-    if config.has("layer_types"):
-        return {}
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    return {"layer_types": [SLIDING if idx % 4 else FULL for idx in range(num_layers)]}
+def implied(config: Fields) -> dict[str, Any]:
+    """Return the `layer_types` of a config that states none, and the rope of layers that state its base
+    frequency for themselves."""
+    found: dict[str, Any] = {}
+    if not config.has("layer_types"):
+        num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+        found["layer_types"] = [SLIDING if idx % 4 else FULL for idx in range(num_layers)]
+    thetas = set(_thetas(config)) - {0}
+    if thetas:
+        rope = config.mapping("rope_parameters", default=config.mapping("rope_scaling", default={}))
+        found["rope_parameters"] = {"rope_type": "default", **rope, "rope_theta": min(thetas)}
+    return found
 
 
 def rotated_layers(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers encode positions: those whose base frequency is not 0.
 
     Raises:
-        UnsupportedArch: a layer has another base frequency than the model.
+        UnsupportedArch: layers have several base frequencies, or fewer are stated than there are layers.
     """
+    stated = _thetas(config)
     if not config.has(THETA_BY_LAYER):
         return [True] * num_layers
-    stated = config.numbers(THETA_BY_LAYER, 0, THETAS[1])
-    rope = config.fields("rope_parameters", default={})
-    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", *THETAS)
-    if len(stated) < num_layers or set(stated) - {0, theta}:
-        raise config.wrong(THETA_BY_LAYER, stated, f"{num_layers} times {theta:g}, the model's own, or 0")
+    if len(stated) < num_layers or len(set(stated) - {0}) > 1:
+        raise config.wrong(THETA_BY_LAYER, stated, f"{num_layers} numbers, of which each is the same or 0")
     return [each != 0 for each in stated[:num_layers]]
+
+
+def _thetas(config: Fields) -> list[float]:
+    return config.numbers(THETA_BY_LAYER, 0, THETAS[1]) if config.has(THETA_BY_LAYER) else []
 
 
 FAMILIES.add(
@@ -46,7 +54,7 @@ FAMILIES.add(
         architecture="GraniteSWAForCausalLM",
         windows=windows_by_layer_type,
         rotated_layers=rotated_layers,
-        implied=types_of_layers,
+        implied=implied,
         facts=lambda config: {**GRANITE.facts(config), "attn_sinks": True},
         known_fields=GRANITE.known_fields | FIELDS,
         defaults={

@@ -3,7 +3,7 @@ experts of `granitemoeshared`, which checkpoints store as `transformers` has the
 
 from dataclasses import replace
 
-from compress.models.archs.granite_swa import FIELDS, rotated_layers, types_of_layers
+from compress.models.archs.granite_swa import FIELDS, implied, rotated_layers
 from compress.models.archs.granitemoe import LAYOUTS, multipliers
 from compress.models.archs.granitemoeshared import GRANITEMOESHARED
 from compress.models.family import FAMILIES
@@ -17,7 +17,7 @@ FAMILIES.add(
         architecture="GraniteMoeSWAForCausalLM",
         windows=windows_by_layer_type,
         rotated_layers=rotated_layers,
-        implied=types_of_layers,
+        implied=implied,
         facts=lambda config: {**multipliers(config), "attn_sinks": True},
         expert_layouts=LAYOUTS[::-1],
         known_fields=GRANITEMOESHARED.known_fields | FIELDS,

@@ -1,7 +1,14 @@
 """Hy3 and Hy-MT2 (Tencent, 2026): norms of each head's q and k, a first layer that is dense, and experts
-chosen by the sigmoids of the router with a bias that their weights do not have. The layers that predict
-further tokens, after the last, are not read."""
+chosen by the sigmoids of the router with a bias that their weights do not have. The 81st layer of Hy3, which
+predicts a further token, is not read.
 
+`transformers` reads which layers are dense from `mlp_layer_types`, vLLM and SGLang from the number of first
+ones, `first_k_dense_replace`: both are written.
+"""
+
+from typing import Any
+
+from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
 from compress.models.mixture import (
     AS_IN_MEMORY,
@@ -10,7 +17,9 @@ from compress.models.mixture import (
     apart,
     in_one,
     shared_of,
+    sparse_after_first,
     sparse_by_type,
+    state_first,
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
@@ -32,11 +41,36 @@ _IN_MEMORY = {
 }
 
 
+_FIRST = "first_k_dense_replace"
+
+
 def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers have experts: all but the first where a config does not state it."""
+    if config.has(_FIRST):
+        return sparse_after_first(config, num_layers)
     if config.has("mlp_layer_types"):
         return sparse_by_type(config, num_layers)
     return [idx > 0 for idx in range(num_layers)]
+
+
+def _state_sparse(is_sparse: list[bool]) -> dict[str, Any]:
+    return {**state_types(is_sparse), **state_first(is_sparse)}
+
+
+def _facts(config: Fields) -> dict[str, Any]:
+    """Return no facts; refuse a config that programs read in several ways."""
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    stated = _sparse_layers(config, num_layers)
+    by_type = config.has("mlp_layer_types")
+    if stated != (sparse_by_type(config, num_layers) if by_type else [idx > 0 for idx in range(num_layers)]):
+        raise config.wrong(
+            _FIRST,
+            config.integer(_FIRST, 0, MAX_LAYERS),
+            "the number of dense layers, which are the first, in mlp_layer_types"
+            if by_type
+            else "1 where no mlp_layer_types are stated",
+        )
+    return {}
 
 
 FAMILIES.add(
@@ -47,11 +81,12 @@ FAMILIES.add(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
+        facts=_facts,
         mixture=Mixture(
             _FIELDS,
             facts={"score": "sigmoid", "selection_bias": True, "renormalize": True},
             is_sparse=_sparse_layers,
-            state_sparse=state_types,
+            state_sparse=_state_sparse,
             read_more=shared_of(_SHARED),
         ),
         layer_modules={
@@ -78,11 +113,11 @@ FAMILIES.add(
                 _SHARED,
                 "attention_bias",
                 "mlp_layer_types",
+                _FIRST,
                 "enable_moe_fp32_combine",
             }
         ),
         fixed_fields={
-            "first_k_dense_replace": 1,
             "mlp_bias": False,
             "moe_router_enable_expert_bias": True,
             "moe_router_use_sigmoid": True,

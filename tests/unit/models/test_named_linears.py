@@ -168,15 +168,34 @@ def test_targets_name_exactly_the_modules() -> None:
     assert not any(matches_module(pattern, each) for each in [*others, "top.fc", "players.1.a-b.fc"])
 
 
-@pytest.mark.parametrize("other", ["vision.layers.7.q", "layers.1.q", "blocks.2.layers.0.q"])
+@pytest.mark.parametrize("other", ["vision.layers.7.q", "layers.1.q", "a.2.layers.0.q", "m.x-layers.0.q"])
 def test_a_prefix_is_stated_where_a_dense_module_ends_alike(other: str) -> None:
     (name,) = targets(["text.layers.0.q", "text.layers.1.q"], [other])
     assert name == r"re:text\.layers\.\d+\.q$"
     assert not matches_module(name.removeprefix("re:"), other)
 
 
-def test_targets_are_full_names_where_numbers_decide() -> None:
-    assert targets(["l.1.fc", "l.2.fc"], ["l.0.fc"]) == ["l.1.fc", "l.2.fc"]
+def test_targets_state_the_layers_where_some_are_dense() -> None:
+    modules = [f"backbone.layers.{idx}.mixer.up" for idx in (1, 2, 11)]
+    (name,) = targets(modules, ["backbone.layers.0.mixer.up", "head"])
+    assert name == r"re:.*\blayers\.(1|2|11)\.mixer\.up$"
+    pattern = name.removeprefix("re:")
+    assert all(matches_module(pattern, each.replace("backbone", "model")) for each in modules)
+    assert not any(matches_module(pattern, f"model.layers.{idx}.mixer.up") for idx in (0, 3, 12, 111))
+    assert targets(modules, ["backbone.layers.0.mixer.up", "x.layers.5.mixer.up"]) == [
+        r"re:backbone\.layers\.(1|2|11)\.mixer\.up$"
+    ]
+
+
+def test_targets_state_numbers_where_a_layer_is_dense_in_part() -> None:
+    modules = ["m.layers.0.experts.0.up", "m.layers.0.experts.2.up", "m.layers.1.experts.0.up"]
+    assert targets(modules, ["m.layers.0.experts.1.up"]) == [
+        r"re:.*\blayers\.(1)\.experts\.\d+\.up$",
+        r"re:.*\blayers\.0\.experts\.0\.up$",
+        r"re:.*\blayers\.0\.experts\.2\.up$",
+    ]
+    others = ["m.layers.0.experts.1.up", "x.layers.0.experts.2.up"]
+    assert "m.layers.0.experts.2.up" in targets(modules, others)
     assert template("model.layers.11.mlp.fc1") == "model.layers.*.mlp.fc1"
 
 
