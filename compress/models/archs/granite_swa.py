@@ -1,5 +1,5 @@
-"""Granite with sliding windows (IBM, 2026): Granite 3 with an attention sink for each head, whose layers see a
-window, but for every fourth. Layers may encode no positions."""
+"""Granite with sliding windows (IBM, 2026): Granite 3 with an attention sink for each head, whose layers see
+a window, but for every fourth. Layers may encode no positions."""
 
 from dataclasses import replace
 from typing import Any
