@@ -24,6 +24,7 @@ from compress.models.config_fields import TableFields, field_name, listed
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
+    FIELDS_BY_LAYER,
     FULL,
     RotatedLayers,
     Windows,
@@ -49,14 +50,6 @@ RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
-FIELDS_BY_LAYER = (
-    "layer_types",
-    "layers_block_type",
-    "mlp_layer_types",
-    "no_rope_layers",
-    "layer_rope_theta",
-)
-"""Fields that have an entry for each layer."""
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
 

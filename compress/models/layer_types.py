@@ -13,6 +13,14 @@ from compress.untrusted.fields import Fields
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
+FIELDS_BY_LAYER = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "layer_rope_theta",
+)
+"""Fields that have an entry for each layer."""
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""

@@ -22,8 +22,9 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
-from compress.models.family import FIELDS_BY_LAYER, family_of
+from compress.models.family import family_of
 from compress.models.layer_shape import LayerShape
+from compress.models.layer_types import FIELDS_BY_LAYER
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 

@@ -45,9 +45,13 @@ _FIRST = "first_k_dense_replace"
 
 
 def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers have experts: all but the first where a config does not state it."""
-    if config.has(_FIRST):
-        return sparse_after_first(config, num_layers)
+    """Return which layers have experts."""
+    read = sparse_after_first if config.has(_FIRST) else _sparse_by_type
+    return read(config, num_layers)
+
+
+def _sparse_by_type(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts in `transformers`: all but the first where no types are stated."""
     if config.has("mlp_layer_types"):
         return sparse_by_type(config, num_layers)
     return [idx > 0 for idx in range(num_layers)]
@@ -60,16 +64,9 @@ def _state_sparse(is_sparse: list[bool]) -> dict[str, Any]:
 def _facts(config: Fields) -> dict[str, Any]:
     """Return no facts; refuse a config that programs read in several ways."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    stated = _sparse_layers(config, num_layers)
-    by_type = config.has("mlp_layer_types")
-    if stated != (sparse_by_type(config, num_layers) if by_type else [idx > 0 for idx in range(num_layers)]):
-        raise config.wrong(
-            _FIRST,
-            config.integer(_FIRST, 0, MAX_LAYERS),
-            "the number of dense layers, which are the first, in mlp_layer_types"
-            if by_type
-            else "1 where no mlp_layer_types are stated",
-        )
+    if _sparse_layers(config, num_layers) != _sparse_by_type(config, num_layers):
+        wanted = "the number of dense layers, all first, that mlp_layer_types states (1 if it is absent)"
+        raise config.wrong(_FIRST, config.integer(_FIRST, 0, MAX_LAYERS), wanted)
     return {}
 
 

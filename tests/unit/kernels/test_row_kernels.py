@@ -149,6 +149,14 @@ if INTERPRETED:
         if actual.zero_T is not None and expected.zero_T is not None:
             assert torch.equal(actual.zero_T, expected.zero_T)
 
+    def assert_same(actual: Tensor | QuantizedRows | None, expected: Tensor | QuantizedRows) -> None:
+        assert actual is not None
+        if isinstance(expected, QuantizedRows):
+            assert_same_rows(actual, expected)
+        else:
+            assert isinstance(actual, Tensor)
+            assert torch.equal(actual, expected)
+
     @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
     @pytest.mark.parametrize("quant", [each for each in QUANTS if each.dtype == torch.int8])
     def test_a_broken_row_of_integers_shows_in_its_scale(quant: ActivationQuant, broken: float) -> None:
@@ -254,12 +262,7 @@ if INTERPRETED:
         assert isinstance(normed, Tensor)
         assert torch.equal(total, x + normed)
         expected = rms_norm(total, following.weight, following.eps, quant, centered=centered)
-        if isinstance(expected, QuantizedRows):
-            assert rows is not None
-            assert_same_rows(rows, expected)
-        else:
-            assert isinstance(rows, Tensor)
-            assert torch.equal(rows, expected)
+        assert_same(rows, expected)
         scaled, scaled_rows, _ = post_norm(y, x, norm, following, None, scale=0.3125)
         assert torch.equal(scaled, total * 0.3125)
         assert torch.equal(scaled_rows, rms_norm(scaled, following.weight, following.eps, centered=centered))
@@ -297,12 +300,7 @@ if INTERPRETED:
         assert torch.equal(others[0], normed(total, second))
         assert torch.equal(others[1], normed(total, third))
         expected = rms_norm(total, following.weight, following.eps, quant, centered=centered)
-        if isinstance(expected, QuantizedRows):
-            assert rows is not None
-            assert_same_rows(rows, expected)
-        else:
-            assert isinstance(rows, Tensor)
-            assert torch.equal(rows, expected)
+        assert_same(rows, expected)
 
     @pytest.mark.parametrize("shape", [(1, 1), (3, 1030), (0, 7)])
     def test_capped_numbers_are_the_reference(shape: tuple[int, int]) -> None:
