@@ -34,8 +34,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
                        a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
-    router             fn(x_TD, router, facts) -> (ids_TK int32, weights_TK float32)
+    router             fn(x_TD, router, facts, *, shared=0) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
+                       then ids E to E + `shared` - 1 of every row, with the weight 1
     experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
 """

@@ -96,6 +96,13 @@ class Experts:
         """FFN channels that one token computes."""
         return self.top_k * self.expert_size + self.shared_size
 
+    @property
+    def shared_parts(self) -> int:
+        """The number of experts of the size of the others that add up to the shared one; 0 where they do not
+        fill it, or where it reads, or is weighted by, something of its own."""
+        apart = self.shared_gate or self.changes_input or self.expert_bias
+        return 0 if apart or self.shared_size % self.expert_size else self.shared_size // self.expert_size
+
     def expected_hit(self, num_rows: int) -> float:
         """Return how many experts so many rows are routed to in all, if every choice is equally likely:
         E (1 - (1 - K / E)^rows)."""

@@ -147,6 +147,23 @@ def rows(value: Value, start: int, stop: int) -> Value:
     )
 
 
+def columns(value: Value, start: int, stop: int) -> Value:
+    """Return columns of a weight; of a quantized one, whole groups."""
+    if isinstance(value, Tensor):
+        return value[:, start:stop]
+    num_groups = value.scale_OG.shape[1]
+    group_size = value.shape[1] // num_groups
+    assert num_groups == 1 or (start % group_size == 0 and stop % group_size == 0)
+    groups = slice(None) if num_groups == 1 else slice(start // group_size, stop // group_size)
+    zero = value.zero_point_OG
+    return replace(
+        value,
+        codes_OI=value.codes_OI[:, start:stop],
+        scale_OG=value.scale_OG[:, groups],
+        zero_point_OG=None if zero is None else zero[:, groups],
+    )
+
+
 def reordered(value: Value, order: Tensor) -> Value:
     """Return a weight with its rows in another order.
 

@@ -30,13 +30,15 @@ from compress.runtime.fused_linear import BoundKernel, packed_bytes
 
 @dataclass(frozen=True)
 class ExpertLinears:
-    """The router and the experts of a layer. A dense shared expert is no part of it: its output is added to
-    `residual` by its own linears."""
+    """The router and the experts of a layer. The last `num_shared` of them are what the shared expert
+    consists of, which decode rows all choose; elsewhere its output is added to `residual` by linears of its
+    own."""
 
     facts: Experts
     router: RouterWeights
     routers: dict[Phase, BoundKernel]
     kernels: dict[Phase, BoundKernel]
+    num_shared: int = 0
 
     @staticmethod
     def bind(
@@ -49,8 +51,10 @@ class ExpertLinears:
         router_bias_E: Tensor | None = None,
         selection_bias_E: Tensor | None = None,
         output_scale_E: Tensor | None = None,
+        shared: Sequence[ExpertWeights] = (),
     ) -> "ExpertLinears":
-        """Choose the kernels of a layer and repack its experts once for each layout.
+        """Choose the kernels of a layer and repack its experts once for each layout. Decode rows go through
+        all experts of `shared`.
 
         Raises:
             EnvironmentUnfit: no kernel supports the experts.
@@ -64,13 +68,14 @@ class ExpertLinears:
         routers: dict[Phase, BoundKernel] = {}
         kernels: dict[Phase, BoundKernel] = {}
         for phase in PHASES:
+            num_shared = len(shared) if phase == "decode" else 0
             problem = device.problem(
                 "router",
                 n=facts.num_experts,
                 k=hidden_size,
                 phase=phase,
                 experts=facts.num_experts,
-                top_k=facts.top_k,
+                top_k=facts.top_k + num_shared,
                 expert_groups=facts.num_groups,
             )
             routers[phase] = BoundKernel.of(problem)
@@ -81,14 +86,14 @@ class ExpertLinears:
                 phase=phase,
                 scheme=scheme,
                 activation=activation,
-                experts=facts.num_experts,
-                top_k=facts.top_k,
+                experts=facts.num_experts + len(shared),
+                top_k=facts.top_k + num_shared,
             )
             kernel = select(problem)
             assert kernel.repack_experts is not None, f"experts kernel {kernel.name} has no repack_experts"
             if kernel.repack_experts not in packed:
                 packed[kernel.repack_experts] = kernel.repack_experts(
-                    experts, dtype=deployment.dtype, device=deployment.device
+                    [*experts, *shared], dtype=deployment.dtype, device=deployment.device
                 )
             kernels[phase] = BoundKernel(kernel, problem, packed[kernel.repack_experts])
         router = router_weights(
@@ -99,12 +104,18 @@ class ExpertLinears:
             dtype=deployment.dtype,
             device=deployment.device,
         )
-        return ExpertLinears(facts, router, routers, kernels)
+        return ExpertLinears(facts, router, routers, kernels, len(shared))
 
     def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        """Return ids int32 and weights float32, both [T, K], of normalized rows."""
-        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts)
+        """Return ids int32 and weights float32, both [T, K], of normalized rows. K has the choices of all
+        rows where a phase has them."""
+        shared = self.num_shared if self.has_shared(phase) else 0
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts, shared=shared)
         return ids_TK, weights_TK
+
+    def has_shared(self, phase: Phase) -> bool:
+        """Return whether the shared expert is among the experts of a phase's rows."""
+        return phase == "decode" and self.num_shared > 0
 
     def experts(
         self,
@@ -143,8 +154,9 @@ class ExpertLinears:
 
     def bytes_read(self, experts_hit: float) -> int:
         """Return the bytes that one decode step reads whose rows are routed to so many experts."""
-        experts = packed_bytes(self.kernels["decode"].packed) / self.facts.num_experts
-        return round(experts_hit * experts) + packed_bytes(self.router)
+        num_experts = self.facts.num_experts + self.num_shared
+        experts = packed_bytes(self.kernels["decode"].packed) / num_experts
+        return round((experts_hit + self.num_shared) * experts) + packed_bytes(self.router)
 
     def report(self, layer: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and phase."""

@@ -184,7 +184,7 @@ class LayerRunner:
             gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
             shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
             residual = shared_TD if residual is None else residual + shared_TD
-        elif layer.down is not None:
+        elif layer.down is not None and not layer.experts.has_shared(phase):
             residual = self._ffn(layer, rows, phase, residual=residual)
         return layer.experts(rows, phase, residual=residual)
 

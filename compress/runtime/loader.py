@@ -18,18 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.routing import ExpertWeights
 from compress.kernels.operands.rows import RowNorm, input_quant
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
-from compress.models.experts import Experts
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
+from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 from compress.runtime.row_norms import (
     BranchNorms,
@@ -80,15 +79,25 @@ class LayerWeights:
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
-        own = sum(each.weight_bytes for each in self.fused_linears)
+        own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
         return own + self.experts.bytes_read(hit)
 
+    def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:
+        """Return whether the rows of a phase go through the shared expert among the others."""
+        apart = self.experts is None or not self.experts.has_shared(phase)
+        return not apart and linear in (self.gate_up, self.down)
+
     def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
-        rows = [row for each in self.fused_linears for row in each.report(layer_idx)]
+        rows = [
+            row
+            for each in self.fused_linears
+            for row in each.report(layer_idx)
+            if not self._is_unused(each, row["phase"])
+        ]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
 
@@ -294,7 +303,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         gate_up=fused.gate_up,
         down=fused.down,
         sinks=_sinks(arch, weights, deployment),
-        experts=None if shape.experts is None else _experts(arch, shape.experts, weights, deployment),
+        experts=None if shape.experts is None else load_experts(arch, shape.experts, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
         shared_gate=_shared_gate(weights, deployment),
         kv_scales=_kv_scales(weights),
@@ -329,35 +338,6 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
         fused("o"),
         fused(f"{prefix}gate_up", arch.activation) if has_ffn else None,
         fused(f"{prefix}down") if has_ffn else None,
-    )
-
-
-def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deployment) -> ExpertLinears:
-    """Return the router and the experts of a layer."""
-
-    def rare(name: str) -> Tensor | None:
-        return dense(weights[name]) if name in weights else None
-
-    def expert(idx: int) -> ExpertWeights:
-        gate, up, down = (f"moe.experts.{idx}.{linear}" for linear in ("gate", "up", "down"))
-        return ExpertWeights(
-            weights[f"{gate}.weight"],
-            weights[f"{up}.weight"],
-            weights[f"{down}.weight"],
-            rare(f"{gate}.bias"),
-            rare(f"{up}.bias"),
-            rare(f"{down}.bias"),
-        )
-
-    return ExpertLinears.bind(
-        facts,
-        dense(weights["moe.router.weight"]),
-        [expert(idx) for idx in range(facts.num_experts)],
-        deployment,
-        activation=arch.activation,
-        router_bias_E=rare("moe.router.bias"),
-        selection_bias_E=rare("moe.selection_bias"),
-        output_scale_E=rare("moe.output_scale"),
     )
 
 

@@ -49,6 +49,12 @@ CASES = [
     ("FP8_DYNAMIC", torch.bfloat16, "silu", False, (416, 160, 12, 3)),
     ("FP8_DYNAMIC", torch.bfloat16, "swiglu_clamped", True, (2880, 720, 4, 2)),
     ("FP8_BLOCK", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
+    (None, torch.bfloat16, "silu", False, (384, 160, 14, 9)),
+    (None, torch.float16, "swiglu_clamped", True, (1040, 704, 18, 16)),
+    ("W4A16_G128", torch.bfloat16, "silu", False, (384, 256, 14, 9)),
+    ("FP8_DYNAMIC", torch.bfloat16, "silu", False, (416, 160, 14, 10)),
+    ("FP8_BLOCK", torch.bfloat16, "gelu_pytorch_tanh", False, (2048, 768, 14, 9)),
+    ("FP8_BLOCK", torch.float16, "silu", False, (256, 384, 18, 16)),
 ]
 ROUTERS = [
     (Experts(128, 8, 16, renormalize=True), 2048, False),
@@ -109,6 +115,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         ),
     },
     "glm 4": {"layers": (LAYER, replace(LAYER, experts=GROUPED))},
+    "hunyuan 3": {
+        "qk_norm": True,
+        "layers": (replace(LAYER, experts=Experts(32, 8, 128, shared_size=128, renormalize=True)),) * 2,
+    },
 }
 each_mixture = pytest.mark.parametrize("name", MIXTURES)
 
@@ -268,6 +278,15 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         ids, weights = warps.route(x[start:stop], router, facts)
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
+    for routed, route in (
+        ((few_ids, few_weights), warps.route),
+        ((many_ids, many_weights), router_fused.route_many),
+    ):
+        ids, weights = route(x, router, facts, shared=2)
+        assert torch.equal(ids[:, :-2], routed[0])
+        assert torch.equal(weights[:, :-2], routed[1])
+        assert torch.equal(ids[:, -2:], ids.new_tensor([count, count + 1]).expand(ROWS, 2))
+        assert bool((weights[:, -2:] == 1).all())
     assert int(router.arrivals.abs().sum()) == 0
 
 
@@ -299,6 +318,26 @@ def test_scores_are_the_cpus_within_rounding(name: str) -> None:
     )
     bound = 16 * torch.finfo(torch.float32).eps * depth**0.5 * float(on_cpu.abs().max())
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", ["glm 4", "hunyuan 3"])
+def test_a_shared_expert_among_the_others_gives_what_its_own_linears_give_on_a_cpu(name: str) -> None:
+    source = make_source(MIXTURES[name])
+    config = EngineConfig(dtype=torch.float32, kv_cache_bytes=1 << 28)
+    engines = [Engine(source, device=device, config=config) for device in (CUDA, torch.device("cpu"))]
+    served = ["moe.shared.gate+moe.shared.up" in linears_of_decode(engine) for engine in engines]
+    assert served == [False, True]
+    greedy = [replace(each, params=replace(each.params, temperature=0.0)) for each in make_requests()]
+    here, there = (run(engine, greedy) for engine in engines)
+    assert len(here) == len(there) > 0
+    for key, row in here.items():
+        torch.testing.assert_close(
+            row.cpu(), there[key].cpu(), rtol=0, atol=2e-4 * float(there[key].abs().max())
+        )
+
+
+def linears_of_decode(engine: Engine) -> set[str]:
+    return {row["linear"] for row in engine.kernel_report() if row["phase"] == "decode"}
 
 
 @pytest.mark.parametrize("name", ["qwen 3", "gpt-oss"])

@@ -31,7 +31,7 @@ others."""
 MOST_UNITS = 1024
 """Units of a launch of `resident.py`: 128 rows of 8 choices among 128 experts have up to 256."""
 MOST_PAIRS = 32
-"""Pairs of `resident.py` that are units of their own: four rows, eight choices."""
+"""Pairs of `resident.py` that are units of their own, at most: of more, experts are hit twice too often."""
 
 
 @dataclass(frozen=True)

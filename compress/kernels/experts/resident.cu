@@ -8,7 +8,8 @@
 // So a row's bits depend on the row alone. A row of x or h is rounded to e4m3 where it is read (numbers.cuh), and multiplied as float16, exactly.
 //
 // Work: an item is a unit (TOKENS rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and up to 64 outputs of
-// gate and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds.
+// gate and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds,
+// or one in two stages where CHOICES is above 8.
 // Items are dealt in ranges, as many as there are blocks or some times as many, and blocks take one after the other, first all of gate and up, then those of
 // down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for, and a block that memory serves slowly takes fewer.
 //
@@ -50,9 +51,11 @@ constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
 constexpr bool ONE_RANGE = PAIRED || (FP8 && TOKENS == 8);
 constexpr int GATE_RANGES = ONE_RANGE ? 1 : TOKENS == 8 ? 4 : 2, DOWN_RANGES = ONE_RANGE ? 1 : 4;
 constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
-constexpr int SUMS = TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
-constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
-static_assert(CHOICES <= TILES && (TOKENS == 8 || (TOKENS == 16 && !PAIRED)), "a tile for each choice");
+constexpr int HALVES = CHOICES > TILES ? 2 : 1;  // stages of a step of down
+constexpr int SUMS = HALVES * TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
+constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? HALVES * TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
+constexpr int ENDED = 4 / HALVES;  // outputs of down that a warp ends, where units are pairs, with a lane for each choice
+static_assert(CHOICES <= 2 * TILES && (TOKENS == 8 || (TOKENS == 16 && !PAIRED)), "a tile for each choice");
 
 __device__ __forceinline__ void prefetch_map(const TileMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void await_launches() {
@@ -105,13 +108,13 @@ __device__ __forceinline__ Places places_of(const Args& args, char* base) {
     auto take = [&](u32 bytes) { const u32 own = next; next += bytes; return own; };
     at.ring = start;
     const int x_steps = steps_of(args.hidden), h_steps = steps_of(args.ffn);
-    at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, TILES * h_steps) : TOKENS * max(x_steps, h_steps)));
+    at.rows = start + take(2 * COLUMNS * (PAIRED ? max(x_steps, HALVES * TILES * h_steps) : TOKENS * max(x_steps, h_steps)));
     at.parts = (float*)(base + take(4 * BUFFERS * PARTS * SUMS));
     at.tickets = (Ticket*)(base + take(2 * sizeof(Ticket)));
     at.full = start + take(8 * args.stages), at.empty = start + take(8 * args.stages);
     at.range_full = start + take(16), at.range_empty = start + take(16);
-    at.row_scales = (float*)(base + take(4 * TOKENS * (FORMAT == 3 ? max(x_steps, h_steps) : 1)));
-    at.weights = (float*)(base + take(4 * TILES)), at.mosts = (float*)(base + take(4 * WARPS));
+    at.row_scales = (float*)(base + take(4 * HALVES * TOKENS * (FORMAT == 3 ? max(x_steps, h_steps) : 1)));
+    at.weights = (float*)(base + take(4 * HALVES * TILES)), at.mosts = (float*)(base + take(4 * WARPS));
     at.pairs = (int*)(base + take(4 * TOKENS)), at.ranges = (int*)(base + take(PAIRED ? 4 * gridDim.x : 0)), at.experts = (int*)(base + take(4 * args.num_units));
     return at;
 }
@@ -149,19 +152,24 @@ template <bool DOWN, typename Midway> __device__ __forceinline__ void ask(const 
     const TileMap* map = DOWN ? &args.down_map : &args.gate_up_map;
     const u64 policy = policy_of(true);
     const int copied = TILE_BYTES * (DOWN ? APART : product.of_item);
+    constexpr int STAGES = DOWN ? HALVES : 1;  // of a step
     Item item{ticket.unit, ticket.tile};
 #pragma unroll 1
     for (int left = ticket.count; left > 0; --left, item = item.next(product.tiles)) {
-        const int own = first < TILES ? product.tile_of(item.tile, first) : -1;
-        const u32 bytes = __popc(__ballot_sync(0xFFFFFFFFu, own >= 0)) * copied;
-        const int row = product.matrix_of(at.experts[product.unit_of(item.unit, first % TILES)], first) * product.outputs + 16 * own;
+        const int own = first < STAGES * TILES ? product.tile_of(item.tile, first) : -1;
+        const u32 copies = __ballot_sync(0xFFFFFFFFu, own >= 0);
+        const int row = product.matrix_of(at.experts[product.unit_of(item.unit, first % (STAGES * TILES))], first) * product.outputs + 16 * own;
 #pragma unroll 1
         for (int step = 0; step < product.steps; ++step) {
-            wait_barrier(at.empty + 8 * stage, phase);
-            if (lane == 0) arrive_expecting(at.full + 8 * stage, bytes);
-            __syncwarp();
-            if (own >= 0) copy_tiles(at.ring + stage * STAGE_BYTES + first * TILE_BYTES, map, step * COLUMNS, row, at.full + 8 * stage, policy);
-            if (++stage == args.stages) stage = 0, phase ^= 1;
+#pragma unroll
+            for (int half = 0; half < STAGES; ++half) {
+                wait_barrier(at.empty + 8 * stage, phase);
+                const u32 here = STAGES == 1 ? copies : half ? copies >> TILES : copies & ((1 << TILES) - 1);
+                if (lane == 0) arrive_expecting(at.full + 8 * stage, __popc(here) * copied);
+                __syncwarp();
+                if (own >= 0 && first / TILES == half) copy_tiles(at.ring + stage * STAGE_BYTES + first % TILES * TILE_BYTES, map, step * COLUMNS, row, at.full + 8 * stage, policy);
+                if (++stage == args.stages) stage = 0, phase ^= 1;
+            }
             if (step == product.steps / 2) midway();
         }
     }
@@ -295,12 +303,13 @@ template <int COUNT> __device__ __forceinline__ void multiply_step(const u32 (&t
 }
 
 template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, u32& buffer) {
+    constexpr int STAGES = DOWN ? HALVES : 1, OWN = 2 * STAGES;  // of a step; tiles of a warp in them
     const Product product(args, DOWN);
     int* const done = args.state + HEADER + ticket.launch % 2 * args.num_counters;
     const int part = threadIdx.x / (TEAM * WARP), warp = threadIdx.x / WARP % TEAM, lane = threadIdx.x % WARP, t = lane & 3;
     const float* scales = DOWN ? args.down_scale : args.gate_up_scale;
     const u16* bias = DOWN ? args.down_bias : args.gate_up_bias;
-    auto place_of = [&](int s) { return s * TEAM + warp; };  // of this warp's two tiles in a stage: the same outputs of gate and up
+    auto place_of = [&](int s) { return s * TEAM + warp; };  // of this warp's tiles in a stage, or in two: the same outputs of gate and up
     auto expert_of = [&](int unit, int i) { return at.experts[product.unit_of(unit, i)]; };
     auto block_scale = [&](Item item, bool there, int s, int step) {  // of a step for each lane
         const int i = place_of(s), own = product.tile_of(item.tile, i);
@@ -312,11 +321,11 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         for (stage += steps; stage >= args.stages; stage -= args.stages) phase ^= 1;
     };
     Item item{ticket.unit, ticket.tile};
-    float of_steps[2], of_next[2];
+    float of_steps[OWN], of_next[OWN];
     int* written = nullptr;  // the counter of the item before, whose part of h all have written when they meet again
     int held = !DOWN && of_one_token(args) ? 0 : -1, next_pair = pair_of_lane(args, item.unit), eights = 1, left = ticket.count;
     if (FORMAT == 3)
-        for (int s = 0; s < 2; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
+        for (int s = 0; s < OWN; ++s) of_next[s] = block_scale(item, left > 0, s, 0);
 #pragma unroll 1
     for (; left > 0; --left) {
         const int group = !DOWN && PAIRED ? item.unit / max(CHOICES, 1) : item.unit;
@@ -331,35 +340,47 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         const Item next = item.next(product.tiles);
         if (next.unit != item.unit && left > 1) next_pair = pair_of_lane(args, next.unit);
         if (FORMAT == 3)
-            for (int s = 0; s < 2; ++s) of_steps[s] = of_next[s], of_next[s] = block_scale(next, left > 1, s, 0);
-        const int choice = lane / 4, own = threadIdx.x / WARP * 4 + lane % 4;  // of a lane that ends an output of down, where units are pairs
+            for (int s = 0; s < OWN; ++s) of_steps[s] = of_next[s], of_next[s] = block_scale(next, left > 1, s, 0);
+        const int choice = lane / ENDED, own = threadIdx.x / WARP * ENDED + lane % ENDED;  // of a lane that ends an output of down, where units are pairs
         const bool ends = choice < CHOICES && own < 16 * DOWN_TILES && 16 * DOWN_TILES * item.tile + own < product.outputs;
         const long long to = (long long)item.unit * product.outputs + 16 * DOWN_TILES * item.tile + own;
         const u16 residual = PAIRED && DOWN && ends && args.residual ? load_number(args.residual + to) : 0;
-        float total[2][EIGHTS][4] = {};
+        float total[OWN][EIGHTS][4] = {};
         u32 own_stage = stage, own_phase = phase;
-        advance(own_stage, own_phase, part);
-        advance(stage, phase, product.steps);
+        advance(own_stage, own_phase, STAGES * part);
+        advance(stage, phase, STAGES * product.steps);
 #pragma unroll 1
         for (int step = part; step < product.steps; step += PARTS) {
             if (FORMAT == 3 && step >= WARP && step % WARP < PARTS)
-                for (int s = 0; s < 2; ++s) of_steps[s] = block_scale(item, true, s, step / WARP * WARP);
-            const u32 tiles = at.ring + own_stage * STAGE_BYTES, of_tiles[2] = {tiles + place_of(0) * TILE_BYTES, tiles + place_of(1) * TILE_BYTES};
-            float step_sums[2][EIGHTS][4];
-            float(&sums)[2][EIGHTS][4] = FORMAT == 3 ? step_sums : total;
-            const u32 rows = at.rows + step * (2 * COLUMNS), full = at.full + 8 * own_stage, empty = at.empty + 8 * own_stage;
-            if (eights == 1) multiply_step<1>(of_tiles, rows, product.row_bytes, full, own_phase, empty, sums);
-            else multiply_step<EIGHTS>(of_tiles, rows, product.row_bytes, full, own_phase, empty, sums);
-            advance(own_stage, own_phase, PARTS);
+                for (int s = 0; s < OWN; ++s) of_steps[s] = block_scale(item, true, s, step / WARP * WARP);
+            float step_sums[OWN][EIGHTS][4];
+            float(&sums)[OWN][EIGHTS][4] = FORMAT == 3 ? step_sums : total;
+#pragma unroll
+            for (int half = 0; half < STAGES; ++half) {
+                const u32 tiles = at.ring + own_stage * STAGE_BYTES, of_tiles[2] = {tiles + place_of(0) * TILE_BYTES, tiles + place_of(1) * TILE_BYTES};
+                const u32 rows = at.rows + step * (2 * COLUMNS) + half * 8 * product.row_bytes, full = at.full + 8 * own_stage, empty = at.empty + 8 * own_stage;
+                float(&of_half)[2][EIGHTS][4] = *(float(*)[2][EIGHTS][4])sums[2 * half];
+                if (half && place_of(2) >= CHOICES) {  // none of its tiles is there
+                    wait_barrier(full, own_phase);
+                    __syncwarp();
+                    if (lane == 0) arrive(empty);
+                } else if (eights == 1) multiply_step<1>(of_tiles, rows, product.row_bytes, full, own_phase, empty, of_half);
+                else multiply_step<EIGHTS>(of_tiles, rows, product.row_bytes, full, own_phase, empty, of_half);
+                advance(own_stage, own_phase, half + 1 < STAGES ? 1 : STAGES * PARTS - half);
+            }
             if (FORMAT == 3) {
-                const float w_scale[2] = {__shfl_sync(0xFFFFFFFFu, of_steps[0], step % WARP), __shfl_sync(0xFFFFFFFFu, of_steps[1], step % WARP)};
+                float w_scale[OWN];
+#pragma unroll
+                for (int s = 0; s < OWN; ++s) w_scale[s] = __shfl_sync(0xFFFFFFFFu, of_steps[s], step % WARP);
 #pragma unroll
                 for (int i = 0; i < 4 * EIGHTS; ++i) {
                     const int eight = i / 4, r = i % 4;
                     if (eight == eights) break;
-                    const float x_scale = at.row_scales[(8 * eight + 2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
+                    float x_scale[STAGES];
 #pragma unroll
-                    for (int s = 0; s < 2; ++s) total[s][eight][r] = __fmaf_rn(__fmul_rn(step_sums[s][eight][r], x_scale), w_scale[s], total[s][eight][r]);
+                    for (int half = 0; half < STAGES; ++half) x_scale[half] = at.row_scales[(8 * (eight + half) + 2 * t + r % 2) * product.scales + step] * E4M3_FACTOR;
+#pragma unroll
+                    for (int s = 0; s < OWN; ++s) total[s][eight][r] = __fmaf_rn(__fmul_rn(step_sums[s][eight][r], x_scale[s / 2]), w_scale[s], total[s][eight][r]);
                 }
             }
         }
@@ -367,7 +388,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         // All parts, as they lie in registers; then every thread ends outputs of its own.
         float* const parts = at.parts + buffer * PARTS * SUMS;
 #pragma unroll
-        for (int s = 0; s < 2; ++s)
+        for (int s = 0; s < OWN; ++s)
 #pragma unroll
             for (int eight = 0; eight < EIGHTS; ++eight) {
                 if (eight == eights) break;
@@ -377,7 +398,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
         meet();
         if (written && threadIdx.x == 0) count_up(written);
         auto finished = [&](int i, int output, int token) {  // of 16 outputs of tile i
-            const float* sum = parts + (i * EIGHTS + token / 8) * 128 + (output % 8 * 4 + token % 8 / 2) * 4 + output / 8 * 2 + token % 2;
+            const float* sum = parts + (i * EIGHTS + token / 8 % EIGHTS) * 128 + (output % 8 * 4 + token % 8 / 2) * 4 + output / 8 * 2 + token % 2;
             float v = *sum;
 #pragma unroll
             for (int p = 1; p < PARTS; ++p) v += sum[p * SUMS];
@@ -385,11 +406,11 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             if (FORMAT == 2) v = __fmul_rn(__fmul_rn(v, at.row_scales[token * product.scales] * E4M3_FACTOR), scales[at_matrix]);
             return bias ? v + widen(bias[at_matrix]) : v;
         };
-        if constexpr (DOWN && PAIRED) {  // a lane for each choice of four outputs of a warp
+        if constexpr (DOWN && PAIRED) {  // a lane for each choice of some outputs of a warp
             const float y = ends ? finished(own / 16 * CHOICES + choice, own % 16, choice) : 0.0f;
             float sum = 0.0f;
 #pragma unroll
-            for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, 4 * c + lane % 4), at.weights[c], sum);
+            for (int c = 0; c < CHOICES; ++c) sum = __fmaf_rn(__shfl_sync(0xFFFFFFFFu, y, ENDED * c + lane % ENDED), at.weights[c], sum);
             if (ends && choice == 0) args.out[to] = args.residual ? narrow(widen(residual) + rounded(sum)) : narrow(sum);
         } else if constexpr (PAIRED) {
             const int own = 2 * threadIdx.x, output = 16 * product.of_item * item.tile + own;

@@ -1,7 +1,7 @@
 """Experts of decode rows on Hopper with weights of 16 bits and of e4m3, in one launch: gate and up, their
 activation and down, by blocks that stay (`resident.cu`, which documents its sums and its work).
 
-A few rows whose choices fit the tiles of a stage are units pair by pair, and a block adds the choices of a
+A few rows whose choices fit the tiles of two stages are units pair by pair, and a block adds the choices of a
 token. More rows are sorted by expert, into units of eight, or of 16 where experts have many, and one more
 launch adds.
 """
@@ -18,6 +18,7 @@ from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_te
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import MAX_PAIRED_ROWS, add_choices
 from compress.kernels.experts.packed import (
+    MOST_PAIRS,
     MOST_UNITS,
     RESIDENT,
     PackedExperts,
@@ -50,6 +51,8 @@ TILES = 8
 """Tiles of 16 outputs of a stage."""
 GATE_TILES = TILES // 2
 """Tiles of gate of a stage, at most, and as many of up."""
+MOST_CHOICES = 2 * TILES
+"""Choices of a token whose pairs are units: two stages have a tile for each."""
 ROW_BYTES = 128
 """Bytes of a row of weights in a stage."""
 STAGE_BYTES = 16 * TILES * ROW_BYTES
@@ -87,28 +90,36 @@ class Variant:
 
 
 def stages_of(
-    format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, paired: bool, tokens: int
+    format: MatrixFormat, hidden: int, ffn: int, num_units: int, *, choices: int, tokens: int
 ) -> int:
     """Return the stages that shared memory has room for, as many for each part of a sum: who waits for a
-    stage has read what it held before."""
+    stage has read what it held before. `choices` are those of a token where pairs are units, else 0."""
+    halves = 2 if choices > TILES else 1
+    tiles = halves * TILES
     columns = ROW_BYTES // (2 if format == "dense16" else 1)
     x_steps = -(-hidden // columns)
     h_steps = -(-ffn // columns)
     longest = max(x_steps, h_steps)
-    rows = 2 * columns * (max(x_steps, TILES * h_steps) if paired else tokens * longest)
-    scales = 4 * tokens * (longest if format == "fp8_block" else 1)
-    parts = 4 * PARTS * TILES * 16 * tokens * (1 if paired or tokens > 8 else 2)
-    rest = 16 * MOST_STAGES + 96 + 16 * PARTS + 4 * TILES + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
+    rows = 2 * columns * (max(x_steps, tiles * h_steps) if choices else tokens * longest)
+    scales = 4 * halves * tokens * (longest if format == "fp8_block" else 1)
+    parts = 4 * PARTS * tiles * 16 * tokens * (1 if choices or tokens > 8 else 2)
+    rest = 16 * MOST_STAGES + 96 + 16 * PARTS + 4 * tiles + 4 * tokens + 4 * MOST_BLOCKS + 4 * num_units
     room = (SHARED_BYTES - rows - scales - parts - rest) // STAGE_BYTES
-    return min(MOST_STAGES, max(0, room) // PARTS * PARTS)
+    return min(MOST_STAGES, max(0, room) // (halves * PARTS) * halves * PARTS)
+
+
+def has_pairs(format: MatrixFormat, hidden: int, ffn: int, top_k: int) -> bool:
+    """Return whether the pairs of a few rows can be units."""
+    return top_k <= MOST_CHOICES and stages_of(format, hidden, ffn, MOST_UNITS, choices=top_k, tokens=8) > 0
 
 
 def gate_tiles_of(ffn: int, num_units: int, blocks: int) -> int:
-    """Return the tiles of gate and of up of an item with which the blocks that have most have least."""
+    """Return the tiles of gate and of up of an item with which the blocks that have most have least, where
+    the start and the end of an item count as a tile."""
 
     def most_of_a_block(gate_tiles: int) -> tuple[int, int]:
         items = num_units * -(-ffn // (16 * gate_tiles))
-        return -(-items // blocks) * gate_tiles, -gate_tiles
+        return -(-items // blocks) * (gate_tiles + 1), -gate_tiles
 
     return min(range(1, GATE_TILES + 1), key=most_of_a_block)
 
@@ -175,9 +186,11 @@ def decode(
     assert weights_TK.is_contiguous()
     x_TD = x_TD.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    paired = num_rows <= MAX_PAIRED_ROWS and top_k <= TILES
+    few = num_rows <= MAX_PAIRED_ROWS and num_rows * top_k <= MOST_PAIRS
+    paired = few and has_pairs(packed.format, hidden, ffn, top_k)
+    choices = top_k if paired else 0
     many = not paired and num_rows * top_k >= MANY[packed.format] * packed.num_experts
-    tokens = 16 if many and stages_of(packed.format, hidden, ffn, MOST_UNITS, paired=False, tokens=16) else 8
+    tokens = 16 if many and stages_of(packed.format, hidden, ffn, MOST_UNITS, choices=0, tokens=16) else 8
     experts = ids_TK
     pairs = h_PF = y_PD = None
     if not paired:
@@ -191,7 +204,7 @@ def decode(
     assert num_units <= MOST_UNITS
     assert blocks <= MOST_BLOCKS
     gate_tiles = gate_tiles_of(ffn, num_units, blocks) if paired else GATE_TILES
-    down_tiles = min(TILES // top_k, GATE_TILES) if paired else TILES
+    down_tiles = max(1, min(TILES // top_k, GATE_TILES)) if paired else TILES
     tensors = (
         x_TD,
         residual_TD,
@@ -216,14 +229,14 @@ def decode(
         num_units,
         num_rows,
         top_k,
-        stages_of(packed.format, hidden, ffn, num_units, paired=paired, tokens=tokens),
+        stages_of(packed.format, hidden, ffn, num_units, choices=choices, tokens=tokens),
         gate_tiles,
         -(-ffn // (16 * gate_tiles)),
         -(-hidden // (16 * down_tiles)),
         MOST_UNITS,
     )
     launch = Launch(grid=(blocks, 1), threads=THREADS, shared_bytes=SHARED_BYTES, overlap=True)
-    variant = Variant(packed.format, packed.dtype, activation, top_k if paired else 0, tokens)
+    variant = Variant(packed.format, packed.dtype, activation, choices, tokens)
     _function(variant, device)(launch, arguments, device=device)
     if y_PD is not None:
         add_choices(y_PD, weights_TK, residual_TD, out_TD)
@@ -256,11 +269,7 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
         return "for weights of 16 bits and of e4m3"
     if MOST_ROWS * problem.top_k // 8 + problem.experts > MOST_UNITS:
         return f"{problem.top_k} choices among {problem.experts} experts make more than {MOST_UNITS} units"
-    room = [
-        stages_of(format, problem.n, problem.k, MOST_UNITS, paired=paired, tokens=8)
-        for paired in (True, False)
-    ]
-    if not all(room):
+    if not stages_of(format, problem.n, problem.k, MOST_UNITS, choices=0, tokens=8):
         return f"rows of {max(problem.n, problem.k)} numbers leave no room for weights in shared memory"
     return triton_refusal(problem) or refusal(problem)
 

@@ -47,6 +47,7 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
+    SHARED: tl.constexpr,
 ) -> None:
     """Choose for one row, whose logits [E2] are -inf beyond E."""
     ids = tl.arange(0, E2)
@@ -99,8 +100,13 @@ def _choose(
         weights = weights / (tl.sum(weights, axis=0) + LEAST)
     if output_scale_ptr is not None:
         weights *= tl.load(output_scale_ptr + chosen)
-    tl.store(ids_ptr + row * K + columns, chosen, mask=columns < K)
-    tl.store(weights_ptr + row * K + columns, weights * SCALE, mask=columns < K)
+    weights *= SCALE
+    if SHARED > 0:
+        chosen = tl.where(columns < K, chosen, E + columns - K)
+        weights = tl.where(columns < K, weights, 1.0)
+    at = row * (K + SHARED) + columns
+    tl.store(ids_ptr + at, chosen, mask=columns < K + SHARED)
+    tl.store(weights_ptr + at, weights, mask=columns < K + SHARED)
 
 
 @jit()
@@ -141,6 +147,7 @@ def _choose_rows(
     TOP_GROUPS: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -152,17 +159,17 @@ def _choose_rows(
         logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST, SHARED,
     )  # fmt: skip
 
 
-def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
+def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, Any]:
     return {
         "BIAS": router.bias_E is not None,
         "E": facts.num_experts,
         "E2": _power_of_two(facts.num_experts),
         "K": facts.top_k,
-        "K2": _power_of_two(facts.top_k),
+        "K2": _power_of_two(facts.top_k + shared),
         "SCORE": SCORE_CODES[facts.score],
         "RENORMALIZE": facts.renormalize,
         "SCALE": facts.scale,
@@ -170,6 +177,7 @@ def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
         "TOP_GROUPS": facts.top_groups,
         "SELECTION_BIAS": facts.selection_bias,
         "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
+        "SHARED": shared,
     }
 
 
@@ -177,7 +185,9 @@ def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 1).bit_length()
 
 
-def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+def route_many(
+    x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
@@ -187,7 +197,7 @@ def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Ten
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    shape = len(x_TD), facts.top_k
+    shape = len(x_TD), facts.top_k + shared
     ids_TK = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
     weights_TK = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
     if len(x_TD) > 0:
@@ -198,7 +208,7 @@ def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Ten
             router.output_scale_E,
             ids_TK,
             weights_TK,
-            **_constants(router, facts),
+            **_constants(router, facts, shared),
             num_warps=1,
             **pdl_options(x_TD.device),
         )

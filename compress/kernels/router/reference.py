@@ -15,13 +15,16 @@ from compress.models.experts import Experts
 ROWS = 4
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]."""
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
     routing = moe.route(facts, logits_TE, router.selection_bias_E, router.output_scale_E)
-    return routing.experts_TR.to(torch.int32), routing.weights_TR
+    of_all_TS = torch.arange(shared, device=x_TD.device).expand(len(x_TD), -1)
+    ids_TK = torch.cat((routing.experts_TR, facts.num_experts + of_all_TS), dim=1)
+    weights_TK = torch.cat((routing.weights_TR, torch.ones_like(of_all_TS, dtype=torch.float32)), dim=1)
+    return ids_TK.to(torch.int32), weights_TK
 
 
 register(Kernel("router", "reference", min_sm=0, priority=0, supports=anything, fn=route))

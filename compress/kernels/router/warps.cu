@@ -26,7 +26,7 @@ struct Args {
     u32* arrivals;
     int* ids;
     float* weights;
-    int size, num_experts, num_rows, choices, num_groups, top_groups;
+    int size, num_experts, num_rows, choices, num_groups, top_groups, shared;
     float scale, least;
 };
 
@@ -126,10 +126,11 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
         weight = __expf(weight - warp_max(weight));
         weight /= sum_of_lanes(weight);
     } else if (RENORMALIZE) weight /= sum_of_lanes(weight) + args.least;
-    if (holds) {
-        if (args.output_scale) weight *= args.output_scale[chosen];
-        args.ids[(long long)row * args.choices + lane] = chosen;
-        args.weights[(long long)row * args.choices + lane] = weight * args.scale;
+    const int columns = args.choices + args.shared;
+    if (lane < columns) {
+        if (holds && args.output_scale) weight *= args.output_scale[chosen];
+        args.ids[(long long)row * columns + lane] = holds ? chosen : args.num_experts + lane - args.choices;
+        args.weights[(long long)row * columns + lane] = holds ? weight * args.scale : 1.0f;
     }
 }
 

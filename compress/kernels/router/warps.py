@@ -79,7 +79,15 @@ class _Arguments(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int)
-            for name in ("size", "num_experts", "num_rows", "choices", "num_groups", "top_groups")
+            for name in (
+                "size",
+                "num_experts",
+                "num_rows",
+                "choices",
+                "num_groups",
+                "top_groups",
+                "shared",
+            )
         ),
         *((name, ctypes.c_float) for name in ("scale", "least")),
     ]
@@ -100,7 +108,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
     )
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]; a row's bits depend on the row alone."""
     num_rows, size = x_TD.shape
     device = x_TD.device
@@ -109,8 +117,8 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
     assert (router.output_scale_E is not None) == facts.output_scale
     assert num_rows <= MAX_DECODE_ROWS
     x_TD = x_TD.contiguous()
-    ids_TK = torch.empty(num_rows, facts.top_k, dtype=torch.int32, device=device)
-    weights_TK = torch.empty(num_rows, facts.top_k, dtype=torch.float32, device=device)
+    ids_TK = torch.empty(num_rows, facts.top_k + shared, dtype=torch.int32, device=device)
+    weights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
     if num_rows == 0:
         return ids_TK, weights_TK
     logits_TE = torch.empty(num_rows, facts.num_experts, dtype=torch.float32, device=device)
@@ -133,6 +141,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
         facts.top_k,
         facts.num_groups,
         facts.top_groups,
+        shared,
         facts.scale,
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,
     )

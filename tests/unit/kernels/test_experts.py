@@ -364,6 +364,12 @@ def test_router(facts: Experts) -> None:
         assert torch.equal(ids, expected.experts_TR.to(torch.int32))
         torch.testing.assert_close(weights, expected.weights_TR, rtol=1e-5, atol=1e-6)
         assert int(router.arrivals.abs().sum()) == 0
+        with_shared, their_weights = kernel.fn(x_TD, router, facts, shared=3)
+        assert with_shared.dtype == torch.int32
+        assert torch.equal(with_shared[:, :-3], ids)
+        assert same_bits(their_weights[:, :-3].contiguous(), weights)
+        assert with_shared[:, -3:].tolist() == [[count, count + 1, count + 2]] * 9
+        assert bool((their_weights[:, -3:] == 1).all())
         if phase == "decode":
             some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts)
             assert torch.equal(some_ids, ids[3:5])

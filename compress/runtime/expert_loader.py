@@ -1,0 +1,87 @@
+"""The experts of a layer as the runtime loads them, the shared one among them where it can be.
+
+A shared expert whose width is that of n others is n experts that every token chooses with the weight one: its
+rows of gate and up are cut into n, and its columns of down. Few rows wait for launches and not for bytes, and
+so it costs next to nothing among the others.
+"""
+
+from torch import Tensor
+
+from compress.kernels.operands.routing import ExpertWeights
+from compress.models.arch import Arch
+from compress.models.experts import Experts
+from compress.models.layout import Value, columns, rows
+from compress.models.weights import Weights, dense
+from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.runtime.deployment import Deployment
+from compress.runtime.expert_linears import ExpertLinears
+
+
+def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deployment) -> ExpertLinears:
+    """Return the router and the experts of a layer.
+
+    Raises:
+        EnvironmentUnfit: no kernel supports the experts.
+    """
+
+    def rare(name: str) -> Tensor | None:
+        return dense(weights[name]) if name in weights else None
+
+    def expert(name: str) -> ExpertWeights:
+        gate, up, down = (f"{name}.{linear}" for linear in ("gate", "up", "down"))
+        return ExpertWeights(
+            weights[f"{gate}.weight"],
+            weights[f"{up}.weight"],
+            weights[f"{down}.weight"],
+            rare(f"{gate}.bias"),
+            rare(f"{up}.bias"),
+            rare(f"{down}.bias"),
+        )
+
+    experts = [expert(f"moe.experts.{idx}") for idx in range(facts.num_experts)]
+    shared = []
+    # Linears of a CPU are faster than its experts.
+    if facts.shared_parts and deployment.device.type == "cuda":
+        shared = parts(expert("moe.shared"), experts[0], facts.shared_parts)
+    return ExpertLinears.bind(
+        facts,
+        dense(weights["moe.router.weight"]),
+        experts,
+        deployment,
+        activation=arch.activation,
+        router_bias_E=rare("moe.router.bias"),
+        selection_bias_E=rare("moe.selection_bias"),
+        output_scale_E=rare("moe.output_scale"),
+        shared=shared,
+    )
+
+
+def parts(shared: ExpertWeights, other: ExpertWeights, num_parts: int) -> list[ExpertWeights]:
+    """Return a shared expert as so many experts; none where its formats are not those of the `other`, or a
+    cut would change its numbers."""
+    schemes = _schemes(shared)
+    size = other.down.shape[1]
+    if schemes != _schemes(other) or not all(_can_cut(each, size, num_parts) for each in schemes):
+        return []
+    spans = [(start, start + size) for start in range(0, num_parts * size, size)]
+    return [
+        ExpertWeights(rows(shared.gate, *span), rows(shared.up, *span), columns(shared.down, *span))
+        for span in spans
+    ]
+
+
+def _schemes(expert: ExpertWeights) -> list[Scheme | None]:
+    return [_scheme(each) for each in (expert.gate, expert.up, expert.down)]
+
+
+def _scheme(weight: Value) -> Scheme | None:
+    return weight.scheme if isinstance(weight, QuantizedWeight) else None
+
+
+def _can_cut(scheme: Scheme | None, size: int, num_parts: int) -> bool:
+    """Return whether parts of `size` rows, or columns, are computed as the whole is: they are whole blocks and whole
+    groups, and no scale is found over all inputs of a row."""
+    if scheme is None or num_parts == 1:
+        return True
+    whole = size % scheme.block_rows == 0 and size % (scheme.group_size or 1) == 0
+    return whole and scheme.activation != "token"
