@@ -43,10 +43,14 @@ class Place:
         """Return a canonical parameter from the tensor that holds it."""
         if self.expert is not None:
             assert isinstance(stored, Tensor)
-            return self._rows_of(stored).contiguous()
+            return self.matrix_of(stored)
         num_rows = stored.shape[0]
         value = stored if (self.start, self.stop) == (0, num_rows) else rows(stored, self.start, self.stop)
         return value if self.order is None else reordered(value, self.order)
+
+    def matrix_of(self, stored: Tensor) -> Tensor:
+        """Return the matrix, or vector, of an expert from the tensor of all experts."""
+        return self._rows_of(stored).contiguous()
 
     def stored(self, value: Value) -> Value:
         """Return the rows of the tensor that hold a canonical parameter: the inverse of `read`."""

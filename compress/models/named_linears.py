@@ -1,10 +1,10 @@
 """Choice of a checkpoint's linears by the names and shapes of its tensors, for models that the decoder does
 not support.
 
-A linear is a matrix `<module>.weight` [O, I] in 16 or 32 bits. A matrix stays dense where its name or its
-shape is that of an embedding, an output head, a router, a norm or a convolution, where it is stored input x
-output (GPT-2), and where it is small. `include` and `ignore` change the choice by shell patterns over module
-names, with `{a,b}` for alternatives; `ignore` decides last.
+A linear is a matrix `<module>.weight` [O, I] in 16 or 32 bits, or one of a stack of experts. It stays dense
+where its name or its shape is that of an embedding, an output head, a router, a norm or a convolution, where
+it is stored input x output (GPT-2), and where it is small. `include` and `ignore` change the choice by shell
+patterns over module names, with `{a,b}` for alternatives; `ignore` decides last.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any
 from compress.artifact.header import BITS_OF_DTYPE, TensorHeader
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.models.overrides import alternatives
+from compress.models.stacked_experts import Stacked, stacked_matrices
 from compress.untrusted.fields import Fields
 
 WEIGHT = ".weight"
@@ -49,16 +50,22 @@ _BOUNDARY = re.compile(r"[^\w*]")
 @dataclass(frozen=True)
 class Choice:
     """One matrix, or stack of matrices, of a checkpoint. `reason` is why it stays dense, None where it is
-    quantized."""
+    quantized; `stacked` is where it lies if it is one of a stack."""
 
     module: str
     shape: tuple[int, ...]
     dtype: str
     reason: str | None
+    stacked: Stacked | None = None
 
     @property
     def tensor(self) -> str:
-        """Name of the tensor in the checkpoint."""
+        """Name of the tensor in the checkpoint that has it."""
+        return self.weight if self.stacked is None else self.stacked.tensor
+
+    @property
+    def weight(self) -> str:
+        """Name of the matrix as a tensor of its own."""
         return self.module + WEIGHT
 
     @property
@@ -81,7 +88,8 @@ def choose_linears(
     ignore: Sequence[str] = (),
     tied: bool = False,
 ) -> list[Choice]:
-    """Return the choice for every tensor of at least two dimensions, sorted by name.
+    """Return the choice for every tensor of at least two dimensions, and every matrix of a stack of experts,
+    sorted by name.
 
     `vocab_size` identifies heads by their rows. `tied`: the config ties the head to the embedding, so that a
     head stays dense in any case.
@@ -106,8 +114,23 @@ def choose_linears(
         for name, each in sorted(by_name.items())
         if len(each.shape) >= 2 and name.endswith(WEIGHT)
     ]
+    choices = sorted((*choices, *_of_stacks(by_name)), key=lambda each: each.module)
     choices = _included(choices, include, input_first=stored_input_first, tied=tied)
     return _ignored(choices, ignore)
+
+
+def _of_stacks(by_name: Mapping[str, TensorHeader]) -> list[Choice]:
+    """Return the choice for every matrix of a stack of experts. What one of them is, all are."""
+    return [
+        Choice(
+            name.removesuffix(WEIGHT),
+            header.shape,
+            header.dtype,
+            _reason(header, vocab_size=None, input_first=(), by_name=by_name),
+            stacked,
+        )
+        for name, (header, stacked) in stacked_matrices(by_name).items()
+    ]
 
 
 def stated_vocab_size(config: Mapping[str, Any]) -> int | None:
@@ -128,12 +151,15 @@ def stated_vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def other_matrices(headers: Iterable[TensorHeader]) -> list[TensorHeader]:
-    """Return the tensors of at least two dimensions that are no `<module>.weight`, such as experts in one
-    stack; they stay as they are."""
-    return sorted(
-        (each for each in headers if len(each.shape) >= 2 and not each.name.endswith(WEIGHT)),
-        key=lambda each: each.name,
-    )
+    """Return the tensors of at least two dimensions that are no `<module>.weight` and no stack of experts;
+    they stay as they are."""
+    by_name = {each.name: each for each in headers}
+    stacks = {stacked.tensor for _, stacked in stacked_matrices(by_name).values()}
+    return [
+        each
+        for name, each in sorted(by_name.items())
+        if len(each.shape) >= 2 and not name.endswith(WEIGHT) and name not in stacks
+    ]
 
 
 def template(module: str) -> str:

@@ -79,8 +79,8 @@ def _scheme(weight: Value) -> Scheme | None:
 
 
 def _can_cut(scheme: Scheme | None, size: int, num_parts: int) -> bool:
-    """Return whether parts of `size` rows, or columns, are computed as the whole is: they are whole blocks and whole
-    groups, and no scale is found over all inputs of a row."""
+    """Return whether parts of `size` rows, or columns, are computed as the whole is: they are whole blocks
+    and whole groups, and no scale is found over all inputs of a row."""
     if scheme is None or num_parts == 1:
         return True
     whole = size % scheme.block_rows == 0 and size % (scheme.group_size or 1) == 0

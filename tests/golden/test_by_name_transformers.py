@@ -36,6 +36,8 @@ CASES = [
     ("t5", "FP8_BLOCK", "fp8"),
     ("deepseek_v3", "W4A16_G128", "compressed-tensors"),
     ("qwen3_5_moe", "W4A16_G128", "compressed-tensors"),
+    ("qwen3_5_moe-stacked", "W4A16_G128", "compressed-tensors"),
+    ("qwen3_5_moe-stacked", "FP8_BLOCK", "fp8"),
     ("nemotron_h", "W8A16", "compressed-tensors"),
     ("deepseek_v3", "FP8_BLOCK", "fp8"),
     ("qwen3_next", "FP8_BLOCK", "fp8"),
@@ -106,18 +108,18 @@ def test_it_loads_and_computes_what_the_dequantized_weights_give(
     for parameter_name, parameter in loaded.named_parameters():
         if ".experts." in parameter_name:  # which stay in 16 bits, whatever is asked for
             parameter.data = parameter.data.float()
-    dequantized = {each.tensor for each in select(spec, path).quantized}
+    tensors = load_file(path / "model.safetensors")
+    for each in select(spec, path).quantized:
+        if each.stacked is None:
+            tensors[each.tensor] = numbers_of(tensors[each.tensor], scheme)
+        else:
+            matrix = each.stacked.place.matrix_of(tensors[each.tensor])
+            tensors[each.tensor] = tensors[each.tensor].float()
+            each.stacked.place.write_(tensors[each.tensor], numbers_of(matrix, scheme))
     rounded = tmp_path / "dequantized"
     rounded.mkdir()
     shutil.copy(path / "config.json", rounded)
-    save_file(
-        {
-            tensor: numbers_of(value, scheme) if tensor in dequantized else value
-            for tensor, value in load_file(path / "model.safetensors").items()
-        },
-        rounded / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
     wanted = type(source).from_pretrained(rounded, dtype=torch.float32)
     with torch.inference_mode():
         served = (loaded.float() if form == "fp8" else loaded).eval()(**inputs_of(name)).logits

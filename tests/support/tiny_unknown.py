@@ -76,6 +76,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next": _model("Qwen3NextForCausalLM", **TEXT | DELTA | EXPERTS),
     "qwen3_5": _model("Qwen3_5ForCausalLM", **TEXT | DELTA),
     "qwen3_5_moe": _model("Qwen3_5MoeForCausalLM", **TEXT | DELTA | EXPERTS),
+    "qwen3_5_moe-stacked": _model("Qwen3_5MoeForCausalLM", **TEXT | DELTA | EXPERTS),
     "nemotron_h": _model(
         "NemotronHForCausalLM",
         **TEXT | DEEPSEEK | {"num_hidden_layers": 4},
@@ -116,6 +117,7 @@ KEPT_DENSE = {
     "qwen3_next": {"lm_head", "in_proj_ba", "shared_expert_gate"},
     "qwen3_5": {"lm_head", "in_proj_a", "in_proj_b"},
     "qwen3_5_moe": {"lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate"},
+    "qwen3_5_moe-stacked": {"lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate"},
     "lfm2": {"lm_head", "conv.in_proj", "conv.out_proj"},
     "gemma4-e": {"lm_head", "per_layer_input_gate"},
 }
@@ -142,5 +144,7 @@ def save_unknown(directory: Path, name: str, **how: Any) -> Any:
     """Save such a model as `transformers` does, and return it."""
     shard = {"max_shard_size": how.pop("max_shard_size")} if "max_shard_size" in how else {}
     model = build_unknown(name, **how)
-    model.save_pretrained(directory, **shard)
+    # As its class has them in memory: the hub has Qwen3.5's experts in stacks, `transformers` writes each.
+    in_stacks = {"save_original_format": False} if name.endswith("-stacked") else {}
+    model.save_pretrained(directory, **shard, **in_stacks)
     return model

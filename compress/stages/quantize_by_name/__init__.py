@@ -51,7 +51,7 @@ def _depends(spec: QuantizeByName, device: str) -> dict[str, str]:
 
 @STAGES.stage(
     "quantize_by_name",
-    version=3,
+    version=4,
     takes=(Port.SOURCE,),
     gives=Port.CHECKPOINT,
     spec=QuantizeByName,
@@ -99,7 +99,7 @@ def _write_shards(selection: Selection, directory: Path, ctx: Context) -> dict[s
             _write_shard(selection, names, ctx.scratch / stored, (done, total), ctx)
             point.save({"files": digests(ctx.scratch, [stored])})
         place(ctx.scratch / stored, directory / stored)
-        done += sum(each.tensor in set(names) for each in selection.quantized)
+        done += sum(each.reason is None for name in names for each in selection.parts_of(name))
         places.update(dict.fromkeys(selection.forms(names), stored))
     ctx.progress.update(total, total, "all linears")
     return places
@@ -109,22 +109,26 @@ def _write_shard(
     selection: Selection, names: list[str], path: Path, step: tuple[int, int], ctx: Context
 ) -> None:
     """Write one file, a tensor at a time. `step`: linears that are done, and all linears."""
-    codes = {each.tensor: each for each in selection.quantized}
     done, total = step
     codec = selection.spec.written_as.codec
     with tensor_stream(path, selection.forms(names)) as stream:
         for name in names:
             tensor = selection.files.get(name)
-            if name not in codes:
+            parts = selection.parts_of(name)
+            if not parts:
                 _check_copied(tensor, name)
                 stream.write(name, tensor)
-                continue
-            ctx.progress.update(done, total, codes[name].module)
-            weight = _rounded(tensor, codes[name], selection.spec.weights, torch.device(ctx.device))
-            del tensor
-            for leaf, each in codec.encode(weight).items():
-                stream.write(f"{codes[name].module}.{leaf}", each)
-            done += 1
+            for part in parts:
+                matrix = tensor if part.stacked is None else part.stacked.place.matrix_of(tensor)
+                if part.reason is not None:
+                    _check_copied(matrix, part.weight)
+                    stream.write(part.weight, matrix)
+                    continue
+                ctx.progress.update(done, total, part.module)
+                weight = _rounded(matrix, part, selection.spec.weights, torch.device(ctx.device))
+                for leaf, each in codec.encode(weight).items():
+                    stream.write(f"{part.module}.{leaf}", each)
+                done += 1
 
 
 def _check_copied(tensor: Tensor, name: str) -> None:

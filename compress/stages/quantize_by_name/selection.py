@@ -3,8 +3,9 @@ that stay dense, and the form of every tensor of the result. Only `config.json` 
 safetensors files are read."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,35 @@ class Selection:
 
     def forms(self, names: Iterable[str]) -> dict[str, Form]:
         """Return dtype and shape of each tensor of the result that these tensors of the source become."""
-        codes = {each.tensor: each for each in self.quantized}
         found: dict[str, Form] = {}
         for name in names:
-            if name in codes:
-                found.update(self._forms_of_codes(codes[name]))
-            else:
+            parts = self.parts_of(name)
+            if not parts:
                 found[name] = self.files.dtype(name), self.files.shape(name)
+            for each in parts:
+                if each.reason is None:
+                    found.update(self._forms_of_codes(each))
+                else:
+                    found[each.weight] = self.files.dtype(name), each.shape
+        return found
+
+    def parts_of(self, name: str) -> list[Choice]:
+        """Return the matrices that are written in place of a tensor, of which some or all get codes; none
+        where it is written as it is."""
+        return self._parts.get(name, [])
+
+    @cached_property
+    def _leaves(self) -> dict[tuple[tuple[int, int], torch.dtype], dict[str, Form]]:
+        """Forms of the codes of a matrix, by its shape and dtype: many have the same."""
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[str, list[Choice]]:
+        changed = {each.tensor for each in self.quantized}
+        found: dict[str, list[Choice]] = {}
+        for each in self.choices:
+            if each.tensor in changed:
+                found.setdefault(each.tensor, []).append(each)
         return found
 
     def quantization_config(self) -> dict[str, Any]:
@@ -86,7 +109,7 @@ class Selection:
             "quantized": len(self.quantized),
             "dense": dict(sorted(reasons.items())),
             "linear_bytes": sum(each.size_bytes for each in self.quantized),
-            "code_bytes": _bytes(self.forms(each.tensor for each in self.quantized)),
+            "code_bytes": sum(_bytes(self._forms_of_codes(each)) for each in self.quantized),
             "source_bytes": self.source_bytes,
             "written_bytes": self.written_bytes,
         }
@@ -105,10 +128,11 @@ class Selection:
         return {reason: dict(kinds) for reason, kinds in sorted(found.items())}
 
     def _forms_of_codes(self, choice: Choice) -> dict[str, Form]:
-        leaves = self.spec.written_as.codec.encode(_shape_only(self.spec.weights, choice))
-        return {
-            f"{choice.module}.{leaf}": (tensor.dtype, tuple(tensor.shape)) for leaf, tensor in leaves.items()
-        }
+        shape = choice.matrix, DTYPES[choice.dtype]
+        if shape not in self._leaves:
+            encoded = self.spec.written_as.codec.encode(_shape_only(self.spec.weights, *shape))
+            self._leaves[shape] = {leaf: (each.dtype, tuple(each.shape)) for leaf, each in encoded.items()}
+        return {f"{choice.module}.{leaf}": form for leaf, form in self._leaves[shape].items()}
 
 
 def select(spec: QuantizeByName, path: Path) -> Selection:
@@ -134,7 +158,7 @@ def select(spec: QuantizeByName, path: Path) -> Selection:
         ignore=spec.ignore,
         tied=config.get("tie_word_embeddings") is True,
     )
-    fitted = tuple(_fitted(spec, each) for each in choices)
+    fitted = _fitted(spec, choices)
     if not any(each.reason is None for each in fitted):
         reasons = ", ".join(sorted({str(each.reason) for each in fitted})) or "it has no matrix"
         raise UsageError(
@@ -144,16 +168,29 @@ def select(spec: QuantizeByName, path: Path) -> Selection:
     return Selection(files, config, spec, fitted, tuple(other_matrices(headers)))
 
 
-def _fitted(spec: QuantizeByName, choice: Choice) -> Choice:
-    """Return the choice, dense where the format does not take a linear of its shape."""
-    if choice.reason is not None:
-        return choice
-    return replace(choice, reason=spec.written_as.reason_dense(spec.weights, *choice.matrix))
+def _fitted(spec: QuantizeByName, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Return the choices, dense where the format does not take a linear of its shape. Of experts in stacks
+    one such product leaves all of the layer dense, because servers compute all in one product."""
+    reasons = [each.reason or spec.written_as.reason_dense(spec.weights, *each.matrix) for each in choices]
+    unfit = {
+        _experts_of(each): reason
+        for each, reason in zip(choices, reasons, strict=True)
+        if each.stacked and each.reason is None and reason
+    }
+    return tuple(
+        replace(each, reason=reason or (unfit.get(_experts_of(each)) if each.stacked else None))
+        for each, reason in zip(choices, reasons, strict=True)
+    )
 
 
-def _shape_only(scheme: Scheme, choice: Choice) -> QuantizedWeight:
+def _experts_of(choice: Choice) -> str:
+    """Return the name of the module that has the stack of a matrix."""
+    return choice.tensor.rpartition(".")[0]
+
+
+def _shape_only(scheme: Scheme, matrix: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight:
     """Return a quantized weight of the right shapes and dtypes without any number."""
-    rows, columns = choice.matrix
+    rows, columns = matrix
     scales = scheme.num_scale_rows(rows), scheme.num_groups(columns)
 
     def empty(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +199,7 @@ def _shape_only(scheme: Scheme, choice: Choice) -> QuantizedWeight:
     return QuantizedWeight(
         scheme,
         empty((rows, columns), scheme.code_dtype),
-        empty(scales, DTYPES[choice.dtype]),
+        empty(scales, dtype),
         None if scheme.symmetric else empty(scales, torch.int8),
     )
 

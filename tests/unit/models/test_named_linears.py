@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from compress.artifact.header import TensorHeader
 from compress.errors import UnsupportedFormat, UsageError
@@ -91,6 +92,73 @@ def test_vectors_and_parameters_are_no_choice_and_dtypes_decide() -> None:
         "model.layers.0.wide": "dtype F64"
     }
     assert [each.name for each in other_matrices(headers)] == ["model.layers.0.experts.gate_up_proj"]
+
+
+STACK = "model.layers.3.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "transposed"),
+    [
+        ((2, 128, 96), (2, 96, 64), False),
+        ((2, 96, 128), (2, 64, 96), True),
+        ((2, 128, 128), (2, 128, 64), False),  # as wide as gate and up together
+        ((2, 128, 128), (2, 64, 128), True),
+        ((2, 128, 64), (2, 64, 64), False),  # as wide as an expert
+        ((2, 64, 128), (2, 64, 64), True),
+    ],
+)
+def test_experts_in_stacks_are_linears_each(
+    gate_up: tuple[int, ...], down: tuple[int, ...], transposed: bool
+) -> None:
+    headers = [header(f"{STACK}.gate_up_proj", *gate_up), header(f"{STACK}.down_proj", *down)]
+    chosen = choose(*headers)
+    hidden, ffn = down[:0:-1] if transposed else down[1:]
+    assert {module.removeprefix(STACK): each.matrix for module, each in chosen.items()} == {
+        f".{expert}.{linear}": (hidden, ffn) if linear == "down_proj" else (ffn, hidden)
+        for expert in range(2)
+        for linear in ("gate_proj", "up_proj", "down_proj")
+    }
+    assert all(each.reason is None for each in chosen.values())
+    assert other_matrices(headers) == []
+    # Each number of a stack is in one matrix, where its name says.
+    generator = torch.Generator().manual_seed(0)
+    stacks = {each.name: torch.randn(each.shape, generator=generator) for each in headers}
+    x = torch.randn(hidden, generator=generator)
+    for expert in range(2):
+        both, last = (stacks[each.name][expert] for each in headers)
+        expected = (x @ both if transposed else both @ x).chunk(2)
+        for linear, wanted in zip(("gate_proj", "up_proj"), expected, strict=True):
+            choice = chosen[f"{STACK}.{expert}.{linear}"]
+            assert choice.stacked is not None
+            torch.testing.assert_close(choice.stacked.place.matrix_of(stacks[choice.tensor]) @ x, wanted)
+        choice = chosen[f"{STACK}.{expert}.down_proj"]
+        assert choice.stacked is not None
+        place = choice.stacked.place
+        assert torch.equal(place.matrix_of(stacks[choice.tensor]), last.t() if transposed else last)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [header(f"{STACK}.gate_up_proj", 2, 128, 96)],
+        [header(f"{STACK}.gate_up_proj", 2, 128, 96), header(f"{STACK}.down_proj", 3, 96, 64)],
+        [header(f"{STACK}.gate_up_proj", 2, 128, 96), header(f"{STACK}.down_proj", 2, 80, 64)],
+        [
+            header("model.layers.3.mlp.gate_up_proj", 2, 128, 96),
+            header("model.layers.3.mlp.down_proj", 2, 96, 64),
+        ],
+        [
+            header(f"{STACK}.gate_up_proj", 2, 96, 128),
+            header(f"{STACK}.gate_up_proj_bias", 2, 128),
+            header(f"{STACK}.down_proj", 2, 64, 96),
+        ],
+    ],
+    ids=["alone", "other experts", "other widths", "no experts", "biases"],
+)
+def test_stacks_that_may_mean_something_else_stay_as_they_are(headers: list[TensorHeader]) -> None:
+    assert choose(*headers) == {}
+    assert [each.name for each in other_matrices(headers)] == sorted(each.name for each in headers)
 
 
 def test_matrices_that_are_stored_input_first_are_seen_by_their_bias() -> None:

@@ -114,6 +114,70 @@ def test_codes_are_nearest_and_the_rest_passes_through(
     assert facts["written_bytes"] == sum(each.numel() * each.itemsize for each in load_tensors(out).values())
 
 
+def stacks(size: int) -> dict[str, Tensor]:
+    """Two layers of three experts in stacks, the second input x output."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    return {
+        "layers.0.experts.gate_up_proj": noise(3, 2 * size, 128),
+        "layers.0.experts.down_proj": noise(3, 128, size),
+        "layers.1.experts.gate_up_proj": noise(3, 128, 2 * size),
+        "layers.1.experts.down_proj": noise(3, size, 128),
+    }
+
+
+def test_experts_in_stacks_get_codes_each_and_those_ignored_are_written_beside_them(tmp_path: Path) -> None:
+    tensors = stacks(64)
+    spec = QuantizeByName(scheme="W4A16_G32", ignore=("layers.1.experts.2.*",))
+    out, description = quantized(write(tmp_path / "m", tensors, num_files=2), spec, tmp_path / "o")
+    written = load_tensors(out)
+    codec = FORMATS.get("compressed-tensors").codec
+    scheme = SCHEMES[spec.scheme]
+    by_linear = {
+        "gate_proj": (
+            tensors["layers.0.experts.gate_up_proj"][:, :64],
+            tensors["layers.1.experts.gate_up_proj"][..., :64],
+        ),
+        "up_proj": (
+            tensors["layers.0.experts.gate_up_proj"][:, 64:],
+            tensors["layers.1.experts.gate_up_proj"][..., 64:],
+        ),
+        "down_proj": (tensors["layers.0.experts.down_proj"], tensors["layers.1.experts.down_proj"]),
+    }
+    for linear, (first, second) in by_linear.items():
+        for layer, of_experts in enumerate((first, second.mT)):
+            for expert, matrix in enumerate(of_experts):
+                module = f"layers.{layer}.experts.{expert}.{linear}"
+                if (layer, expert) == (1, 2):
+                    assert torch.equal(written.pop(f"{module}.weight"), matrix)
+                    continue
+                wanted = codec.encode(nearest_weight(matrix.contiguous(), scheme, torch.bfloat16))
+                assert all(
+                    torch.equal(written.pop(f"{module}.{leaf}"), each) for leaf, each in wanted.items()
+                )
+    assert written == {}
+    facts = description["facts"]["by_name"]
+    assert (facts["quantized"], facts["dense"]) == (15, {"ignored by the recipe": 3})
+    places = json.loads((out / INDEX_NAME).read_text())["weight_map"]
+    assert (
+        places["layers.0.experts.0.gate_proj.weight_packed"]
+        != places["layers.0.experts.0.down_proj.weight_packed"]
+    )
+
+
+def test_experts_of_which_a_product_does_not_fit_stay_in_their_stack(tmp_path: Path) -> None:
+    tensors = {"layers.0.attn.weight": model()["layers.0.attn.weight"], **stacks(96)}
+    out, description = quantized(
+        write(tmp_path / "m", tensors), QuantizeByName(scheme="W4A16_G128"), tmp_path / "o"
+    )
+    written = load_tensors(out)
+    assert all(torch.equal(written[name], tensors[name]) for name in stacks(96))
+    assert description["facts"]["by_name"]["dense"] == {"K = 96, no multiple of 128": 18}
+
+
 def test_the_config_and_other_files_pass_through(tmp_path: Path) -> None:
     out, description = quantized(write(tmp_path / "m", model()), QuantizeByName(), tmp_path / "o")
     config = json.loads((out / "config.json").read_text())
