@@ -248,6 +248,7 @@ class Checkpoint:
                 and name != tied
                 and not ignored.search(name)
                 and not self.family.is_untouched(name)
+                and not self._predicts_further_tokens(name)
                 and not self._is_idle_bias(name)
             ):
                 raise UnsupportedArch(
@@ -277,6 +278,14 @@ class Checkpoint:
         if stored != [f"{head}.weight"] or self._disk_embed() not in self._files:
             return not stored
         return torch.equal(self._files.get(stored[0]), self._files.get(self._disk_embed()))
+
+    def _predicts_further_tokens(self, name: str) -> bool:
+        """Return whether a tensor is of a layer after the last, which joins a hidden state and the next token
+        to predict the one after (arXiv 2412.19437), and which the decoder does not read."""
+        prefix = self.family.layer_prefix
+        idx = name.removeprefix(prefix).partition(".")[0]
+        is_after = name.startswith(prefix) and idx.isdecimal() and int(idx) >= self._arch.num_layers
+        return is_after and f"{prefix}{idx}.eh_proj.weight" in self._files
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

@@ -67,7 +67,6 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "use_qk_norm": False,
     },
-    ignored_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
 )
 
 FAMILIES.add("glm4_moe", GLM4_MOE)

@@ -33,6 +33,5 @@ FAMILIES.add(
             "n_group": 1,
             "topk_group": 1,
         },
-        ignored_tensors=r"rotary_emb\.inv_freq$",
     ),
 )

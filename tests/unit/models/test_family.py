@@ -197,6 +197,22 @@ def test_a_wrong_tensor_is_named(damage: Callable[[dict[str, Tensor]], str], tmp
         Checkpoint(tmp_path)
 
 
+def test_a_layer_for_further_tokens_is_passed_over_and_another_one_after_the_last_is_not(
+    tmp_path: Path,
+) -> None:
+    path = tiny_checkpoint(tmp_path, tiny_arch()) / "model.safetensors"
+    tensors = load_file(path)
+    further = {"eh_proj.weight": torch.ones(32, 64), "enorm.weight": torch.ones(32)}
+    save_file(tensors | {f"model.layers.3.{name}": each for name, each in further.items()}, path)
+    assert Checkpoint(tmp_path).arch.num_layers == 3
+    for stray in ("model.layers.2.eh_proj.weight", "model.layers.4.enorm.weight"):
+        save_file(
+            tensors | {stray: torch.ones(32), "model.layers.3.eh_proj.weight": torch.ones(32, 64)}, path
+        )
+        with pytest.raises(UnsupportedArch, match=f"holds the tensor '{stray}'"):
+            Checkpoint(tmp_path)
+
+
 def test_stored_rotary_frequencies_and_a_stored_tied_head_are_no_parameters(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, tiny_arch(tie_word_embeddings=True)) / "model.safetensors"
     tensors = load_file(path)
