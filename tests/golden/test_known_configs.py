@@ -28,7 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 READ = [name for name, row in ROWS.items() if "refused" not in row]
 CODECS = codecs()
-IN_ONE_TENSOR = {"gpt_oss", "granitemoe", "granitemoeshared", "llama4", "qwen3_vl_moe"}
+IN_ONE_TENSOR = {"gpt_oss", "granitemoe", "granitemoeshared", "llama4"}
 
 each_row = pytest.mark.parametrize("name", ROWS)
 each_read = pytest.mark.parametrize("name", READ)

@@ -1,6 +1,7 @@
 """Qwen3-VL mixtures of experts (arXiv 2511.21631): the text model is Qwen3's mixture with the rope of
 Qwen3-VL. All experts of a layer are in one tensor; checkpoints have its matrices transposed, and some
-versions of `transformers` wrote them as they are in memory. The weights of the chosen experts are always
+versions of `transformers` wrote them as they are in memory; codes are written for each expert, as vLLM reads
+them. The weights of the chosen experts are always
 renormalized."""
 
 from dataclasses import replace
@@ -8,7 +9,7 @@ from dataclasses import replace
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
 from compress.models.layer_types import no_window
-from compress.models.mixture import AS_IN_MEMORY, Mixture, sparse_by_step, state_steps
+from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_by_step, state_steps
 from compress.models.rope_config import rope_of_text
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
 
@@ -27,7 +28,11 @@ _TEXT = replace(
         is_sparse=sparse_by_step,
         state_sparse=state_steps,
     ),
-    expert_layouts=(replace(AS_IN_MEMORY, transposed=True), AS_IN_MEMORY),
+    expert_layouts=(
+        replace(AS_IN_MEMORY, transposed=True),
+        AS_IN_MEMORY,
+        apart("mlp.experts", methods=("compressed-tensors",)),
+    ),
     known_fields=frozenset(
         {
             "attention_bias",
