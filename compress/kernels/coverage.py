@@ -134,8 +134,10 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
-    """Return the kernels of the router and of the experts of a layer."""
+    """Return the kernels of the router and of the experts of a layer, to which the shared one counts in
+    decode if it has their scheme."""
     hidden_size = arch.hidden_size
+    num_shared: dict[Phase, int] = {"decode": facts.shared_parts if device.sm else 0, "prefill": 0}
     rows = [
         _served(
             "router",
@@ -147,7 +149,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
                     k=hidden_size,
                     phase=phase,
                     experts=facts.num_experts,
-                    top_k=facts.top_k,
+                    top_k=facts.top_k + num_shared[phase],
                     expert_groups=facts.num_groups,
                 )
             ],
@@ -166,8 +168,8 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
                     phase=phase,
                     scheme=scheme,
                     activation=arch.activation,
-                    experts=facts.num_experts,
-                    top_k=facts.top_k,
+                    experts=facts.num_experts + num_shared["decode"],
+                    top_k=facts.top_k + num_shared[phase],
                 )
             ],
         )

@@ -61,12 +61,12 @@ class Choice:
     @property
     def tensor(self) -> str:
         """Name of the tensor in the checkpoint that has it."""
-        return self.weight if self.stacked is None else self.stacked.tensor
+        return self.module + WEIGHT if self.stacked is None else self.stacked.tensor
 
     @property
-    def weight(self) -> str:
-        """Name of the matrix as a tensor of its own."""
-        return self.module + WEIGHT
+    def experts(self) -> str | None:
+        """The module whose stacks have this matrix; None where it is a tensor."""
+        return None if self.stacked is None else self.stacked.tensor.rpartition(".")[0]
 
     @property
     def size_bytes(self) -> int:
@@ -96,7 +96,7 @@ def choose_linears(
 
     Raises:
         UnsupportedFormat: the checkpoint is quantized already; names a tensor.
-        UsageError: a pattern matches no matrix, or includes one that is stored input x output.
+        UsageError: a pattern matches no matrix, includes one that is stored input x output, or parts a stack.
     """
     by_name = {header.name: header for header in headers}
     for header in by_name.values():
@@ -116,7 +116,9 @@ def choose_linears(
     ]
     choices = sorted((*choices, *_of_stacks(by_name)), key=lambda each: each.module)
     choices = _included(choices, include, input_first=stored_input_first, tied=tied)
-    return _ignored(choices, ignore)
+    choices = _ignored(choices, ignore)
+    _check_stacks(choices)
+    return choices
 
 
 def _of_stacks(by_name: Mapping[str, TensorHeader]) -> list[Choice]:
@@ -331,6 +333,20 @@ def _ignored(choices: Sequence[Choice], patterns: Sequence[str]) -> list[Choice]
         else each
         for each in choices
     ]
+
+
+def _check_stacks(choices: Sequence[Choice]) -> None:
+    """Raise UsageError for experts in stacks of which some would be dense and others not: no program reads
+    codes of some experts next to numbers of others."""
+    quantized: dict[str, bool] = {}
+    for each in choices:
+        if each.experts is None:
+            continue
+        if quantized.setdefault(each.experts, each.reason is None) != (each.reason is None):
+            raise UsageError(
+                f"include and ignore part the experts {each.experts}, which are stacks of the checkpoint and "
+                f"are computed as one product: match all of them ('{template(each.experts)}.*') or none."
+            )
 
 
 def _check_matches(key: str, pattern: str, choices: Sequence[Choice]) -> None:

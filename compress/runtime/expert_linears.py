@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
-from compress.kernels.problem import PHASES, Phase
+from compress.kernels.problem import PHASES, Phase, Problem
 from compress.kernels.select import select
 from compress.models.experts import Experts
 from compress.models.moe import weighed
@@ -60,9 +60,7 @@ class ExpertLinears:
             EnvironmentUnfit: no kernel supports the experts.
         """
         assert len(experts) == facts.num_experts
-        hidden_size, ffn_size = experts[0].down.shape
-        gate = experts[0].gate
-        scheme = gate.scheme.name if isinstance(gate, QuantizedWeight) else None
+        hidden_size = experts[0].down.shape[0]
         device = deployment.kernel_device
         packed: dict[Any, Any] = {}
         routers: dict[Phase, BoundKernel] = {}
@@ -79,15 +77,8 @@ class ExpertLinears:
                 expert_groups=facts.num_groups,
             )
             routers[phase] = BoundKernel.of(problem)
-            problem = device.problem(
-                "experts",
-                n=hidden_size,
-                k=ffn_size,
-                phase=phase,
-                scheme=scheme,
-                activation=activation,
-                experts=facts.num_experts + len(shared),
-                top_k=facts.top_k + num_shared,
+            problem = _problem(
+                facts, experts[0], deployment, phase, activation, others=len(shared), more_choices=num_shared
             )
             kernel = select(problem)
             assert kernel.repack_experts is not None, f"experts kernel {kernel.name} has no repack_experts"
@@ -105,6 +96,17 @@ class ExpertLinears:
             device=deployment.device,
         )
         return ExpertLinears(facts, router, routers, kernels, len(shared))
+
+    @staticmethod
+    def takes_shared(
+        facts: Experts, expert: ExpertWeights, deployment: Deployment, *, activation: str, num_shared: int
+    ) -> bool:
+        """Return whether decode rows have a kernel that computes their experts at once: the reference takes
+        one after the other, and linears of a shared expert alone are faster."""
+        problem = _problem(
+            facts, expert, deployment, "decode", activation, others=num_shared, more_choices=num_shared
+        )
+        return select(problem).min_sm > 0
 
     def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
         """Return ids int32 and weights float32, both [T, K], of normalized rows. K has the choices of all
@@ -163,3 +165,27 @@ class ExpertLinears:
         rows = [("router", each) for each in self.routers.values()]
         rows += [("experts", each) for each in self.kernels.values()]
         return [bound.report(layer=layer, linear=name) for name, bound in rows]
+
+
+def _problem(
+    facts: Experts,
+    expert: ExpertWeights,
+    deployment: Deployment,
+    phase: Phase,
+    activation: str,
+    *,
+    others: int,
+    more_choices: int,
+) -> Problem:
+    """Return the problem of the experts of a layer, like `expert`, and of so many others."""
+    gate = expert.gate
+    return deployment.kernel_device.problem(
+        "experts",
+        n=expert.down.shape[0],
+        k=expert.down.shape[1],
+        phase=phase,
+        scheme=gate.scheme.name if isinstance(gate, QuantizedWeight) else None,
+        activation=activation,
+        experts=facts.num_experts + others,
+        top_k=facts.top_k + more_choices,
+    )

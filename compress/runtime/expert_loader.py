@@ -39,10 +39,10 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
         )
 
     experts = [expert(f"moe.experts.{idx}") for idx in range(facts.num_experts)]
-    shared = []
-    # Linears of a CPU are faster than its experts.
-    if facts.shared_parts and deployment.device.type == "cuda":
-        shared = parts(expert("moe.shared"), experts[0], facts.shared_parts)
+    num_shared = facts.shared_parts
+    joins = num_shared > 0 and ExpertLinears.takes_shared(
+        facts, experts[0], deployment, activation=arch.activation, num_shared=num_shared
+    )
     return ExpertLinears.bind(
         facts,
         dense(weights["moe.router.weight"]),
@@ -52,7 +52,7 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
         router_bias_E=rare("moe.router.bias"),
         selection_bias_E=rare("moe.selection_bias"),
         output_scale_E=rare("moe.output_scale"),
-        shared=shared,
+        shared=parts(expert("moe.shared"), experts[0], num_shared) if joins else (),
     )
 
 
@@ -80,8 +80,8 @@ def _scheme(weight: Value) -> Scheme | None:
 
 def _can_cut(scheme: Scheme | None, size: int, num_parts: int) -> bool:
     """Return whether parts of `size` rows, or columns, are computed as the whole is: they are whole blocks
-    and whole groups, and no scale is found over all inputs of a row."""
+    and whole groups, and no scale is found over all inputs of a row, or over all scales of the weight."""
     if scheme is None or num_parts == 1:
         return True
     whole = size % scheme.block_rows == 0 and size % (scheme.group_size or 1) == 0
-    return whole and scheme.activation != "token"
+    return whole and scheme.activation != "token" and scheme.scale_type != "e4m3"

@@ -87,8 +87,9 @@ class LayerWeights:
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:
         """Return whether the rows of a phase go through the shared expert among the others."""
-        apart = self.experts is None or not self.experts.has_shared(phase)
-        return not apart and linear in (self.gate_up, self.down)
+        if self.experts is None or not self.experts.has_shared(phase):
+            return False
+        return linear is self.gate_up or linear is self.down
 
     def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""

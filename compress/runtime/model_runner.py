@@ -187,8 +187,8 @@ class ModelRunner:
         return self._logits(Stream(stream.x_TD[wanted_W]), "prefill")
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other
-        ops.
+        """Return rows of `Engine.kernel_report`: one for each linear and each phase that it serves, then the
+        head, then the other ops.
         """
         rows = [row for idx, layer in enumerate(self._weights.layers) for row in layer.report(idx)]
         rows += self._weights.head.report(None)

@@ -13,7 +13,7 @@
 // Items are dealt in ranges, as many as there are blocks or some times as many, and blocks take one after the other, first all of gate and up, then those of
 // down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for, and a block that memory serves slowly takes fewer.
 //
-// A block has four warps that multiply for each part of a sum, two tiles of 16 outputs each, and one warp that asks for weights: a stage of the ring is 8
+// A block has four warps that multiply for each part of a sum, two tiles of 16 outputs of a stage each, and one warp that asks for weights: a stage of the ring is 8
 // tiles of 16 rows x 128 bytes, by the copy engine, 16-byte chunks swizzled by row. Where units are pairs, it asks for weights of down when its own of gate
 // and up have arrived, so that no block waits for h behind them. `state`: the next range, the number of the launch, counters of the tiles of h that are
 // written, for even and for odd launches, and where units are pairs h itself (two numbers and the launch that they are of). The last to ask for a range in

@@ -110,7 +110,7 @@ def stages_of(
 
 def has_pairs(format: MatrixFormat, hidden: int, ffn: int, top_k: int) -> bool:
     """Return whether the pairs of a few rows can be units."""
-    return top_k <= MOST_CHOICES and stages_of(format, hidden, ffn, MOST_UNITS, choices=top_k, tokens=8) > 0
+    return top_k <= MOST_CHOICES and stages_of(format, hidden, ffn, MOST_PAIRS, choices=top_k, tokens=8) > 0
 
 
 def gate_tiles_of(ffn: int, num_units: int, blocks: int) -> int:

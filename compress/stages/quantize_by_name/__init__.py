@@ -78,7 +78,11 @@ def quantize_by_name(spec: QuantizeByName, inputs: Inputs, out: ArtifactWriter, 
     out.describe(
         role="checkpoint",
         scheme=ModelScheme(spec.weights).to_json(),
-        facts={"format": spec.format, "by_name": selection.facts(), "warnings": [NOT_VALIDATED]},
+        facts={
+            "format": spec.format,
+            "by_name": selection.facts(),
+            "warnings": [NOT_VALIDATED, *selection.warnings],
+        },
     )
 
 
@@ -99,7 +103,7 @@ def _write_shards(selection: Selection, directory: Path, ctx: Context) -> dict[s
             _write_shard(selection, names, ctx.scratch / stored, (done, total), ctx)
             point.save({"files": digests(ctx.scratch, [stored])})
         place(ctx.scratch / stored, directory / stored)
-        done += sum(each.reason is None for name in names for each in selection.parts_of(name))
+        done += sum(len(selection.parts_of(name)) for name in names)
         places.update(dict.fromkeys(selection.forms(names), stored))
     ctx.progress.update(total, total, "all linears")
     return places
@@ -120,10 +124,6 @@ def _write_shard(
                 stream.write(name, tensor)
             for part in parts:
                 matrix = tensor if part.stacked is None else part.stacked.place.matrix_of(tensor)
-                if part.reason is not None:
-                    _check_copied(matrix, part.weight)
-                    stream.write(part.weight, matrix)
-                    continue
                 ctx.progress.update(done, total, part.module)
                 weight = _rounded(matrix, part, selection.spec.weights, torch.device(ctx.device))
                 for leaf, each in codec.encode(weight).items():

@@ -44,7 +44,7 @@ def estimate(spec: QuantizeByName, facts: PlanFacts) -> Estimate:
         + _code_bytes(spec.weights) * codes,
         selection.written_bytes,
         0.0,
-        notes=(*notes_of(selection), UNPROVEN),
+        notes=(*notes_of(selection), *selection.warnings, UNPROVEN),
         moved_bytes=selection.source_bytes + selection.written_bytes,
     )
 

@@ -27,6 +27,10 @@ from compress.models.named_linears import (
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages.quantize_by_name.spec import QuantizeByName
 
+STACKS = (
+    "Experts in stacks are written as a linear each, which vLLM reads; transformers gathers them for some "
+    "classes alone, such as Qwen3.5's. `ignore: ['*.experts.*']` leaves stacks as they are."
+)
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
@@ -67,16 +71,18 @@ class Selection:
             if not parts:
                 found[name] = self.files.dtype(name), self.files.shape(name)
             for each in parts:
-                if each.reason is None:
-                    found.update(self._forms_of_codes(each))
-                else:
-                    found[each.weight] = self.files.dtype(name), each.shape
+                found.update(self._forms_of_codes(each))
         return found
 
     def parts_of(self, name: str) -> list[Choice]:
-        """Return the matrices that are written in place of a tensor, of which some or all get codes; none
-        where it is written as it is."""
+        """Return the matrices of a tensor whose codes are written in its place; none where it is written as
+        it is."""
         return self._parts.get(name, [])
+
+    @property
+    def warnings(self) -> list[str]:
+        """Facts of the result that its readers may not expect."""
+        return [STACKS] if any(each.stacked for each in self.quantized) else []
 
     @cached_property
     def _leaves(self) -> dict[tuple[tuple[int, int], torch.dtype], dict[str, Form]]:
@@ -85,11 +91,9 @@ class Selection:
 
     @cached_property
     def _parts(self) -> dict[str, list[Choice]]:
-        changed = {each.tensor for each in self.quantized}
         found: dict[str, list[Choice]] = {}
-        for each in self.choices:
-            if each.tensor in changed:
-                found.setdefault(each.tensor, []).append(each)
+        for each in self.quantized:
+            found.setdefault(each.tensor, []).append(each)
         return found
 
     def quantization_config(self) -> dict[str, Any]:
@@ -173,19 +177,14 @@ def _fitted(spec: QuantizeByName, choices: Sequence[Choice]) -> tuple[Choice, ..
     one such product leaves all of the layer dense, because servers compute all in one product."""
     reasons = [each.reason or spec.written_as.reason_dense(spec.weights, *each.matrix) for each in choices]
     unfit = {
-        _experts_of(each): reason
+        each.experts: reason
         for each, reason in zip(choices, reasons, strict=True)
-        if each.stacked and each.reason is None and reason
+        if each.experts and each.reason is None and reason
     }
     return tuple(
-        replace(each, reason=reason or (unfit.get(_experts_of(each)) if each.stacked else None))
+        replace(each, reason=reason or (unfit.get(each.experts) if each.experts else None))
         for each, reason in zip(choices, reasons, strict=True)
     )
-
-
-def _experts_of(choice: Choice) -> str:
-    """Return the name of the module that has the stack of a matrix."""
-    return choice.tensor.rpartition(".")[0]
 
 
 def _shape_only(scheme: Scheme, matrix: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight:

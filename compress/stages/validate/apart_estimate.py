@@ -113,8 +113,15 @@ def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
             + (
                 width * arch.vocab_size * arch.hidden_size  # a tied head is a second copy
             )
+            + width * _shared_params(arch)  # of which decode rows have their own copy, too
         )
     return width * arch.num_params
+
+
+def _shared_params(arch: Arch) -> int:
+    """Return the parameters of the shared experts that decode rows have among the others."""
+    mixtures = (layer.experts for layer in arch.layers if layer.experts is not None)
+    return sum(3 * arch.hidden_size * each.expert_size * each.shared_parts for each in mixtures)
 
 
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:

@@ -60,6 +60,9 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         slow("FP8_DYNAMIC", torch.float16, (2576, 144, 9, 3), 5, "gelu", False),
         (None, torch.bfloat16, (304, 208, 12, 3), 9, "gelu_pytorch_tanh", False),
         slow(None, torch.float16, (96, 80, 5, 1), 20, "swiglu_clamped", True),
+        ("FP8_BLOCK", torch.bfloat16, (256, 128, 12, 9), 5, "silu", False),
+        slow("FP8_DYNAMIC", torch.bfloat16, (272, 144, 18, 16), 5, "silu", True),
+        slow(None, torch.bfloat16, (304, 208, 12, 10), 5, "gelu", False),
     ],
 )
 @pytest.mark.slow
@@ -118,7 +121,7 @@ def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("choices", "tokens"), [(0, 8), (0, 16), (8, 8)])
+@pytest.mark.parametrize(("choices", "tokens"), [(0, 8), (0, 16), (8, 8), (9, 8)])
 @pytest.mark.parametrize("format", RESIDENT)
 def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int) -> None:
     variant = resident.Variant(format, torch.bfloat16, "silu", choices, tokens)

@@ -129,9 +129,11 @@ def stacks(size: int) -> dict[str, Tensor]:
     }
 
 
-def test_experts_in_stacks_get_codes_each_and_those_ignored_are_written_beside_them(tmp_path: Path) -> None:
+def test_experts_in_stacks_get_codes_each_and_those_ignored_stay_stacks(tmp_path: Path) -> None:
     tensors = stacks(64)
-    spec = QuantizeByName(scheme="W4A16_G32", ignore=("layers.1.experts.2.*",))
+    ignored = {name.replace(".0.", ".2."): each for name, each in tensors.items() if ".0." in name}
+    tensors |= ignored
+    spec = QuantizeByName(scheme="W4A16_G32", ignore=("layers.2.experts.*",))
     out, description = quantized(write(tmp_path / "m", tensors, num_files=2), spec, tmp_path / "o")
     written = load_tensors(out)
     codec = FORMATS.get("compressed-tensors").codec
@@ -151,21 +153,29 @@ def test_experts_in_stacks_get_codes_each_and_those_ignored_are_written_beside_t
         for layer, of_experts in enumerate((first, second.mT)):
             for expert, matrix in enumerate(of_experts):
                 module = f"layers.{layer}.experts.{expert}.{linear}"
-                if (layer, expert) == (1, 2):
-                    assert torch.equal(written.pop(f"{module}.weight"), matrix)
-                    continue
                 wanted = codec.encode(nearest_weight(matrix.contiguous(), scheme, torch.bfloat16))
                 assert all(
                     torch.equal(written.pop(f"{module}.{leaf}"), each) for leaf, each in wanted.items()
                 )
-    assert written == {}
+    assert written.keys() == ignored.keys()
+    assert all(torch.equal(written[name], each) for name, each in ignored.items())
     facts = description["facts"]["by_name"]
-    assert (facts["quantized"], facts["dense"]) == (15, {"ignored by the recipe": 3})
+    assert (facts["quantized"], facts["dense"]) == (18, {"ignored by the recipe": 9})
+    assert any("transformers gathers" in each for each in description["facts"]["warnings"])
     places = json.loads((out / INDEX_NAME).read_text())["weight_map"]
     assert (
         places["layers.0.experts.0.gate_proj.weight_packed"]
         != places["layers.0.experts.0.down_proj.weight_packed"]
     )
+
+
+@pytest.mark.parametrize("part", ["layers.1.experts.2.*", "*.down_proj", "*.gate_proj"])
+def test_experts_in_stacks_are_not_parted(part: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m", stacks(64))
+    with pytest.raises(
+        UsageError, match=r"part the experts layers\.[01]\.experts, .*'layers\.\*\.experts\.\*'"
+    ):
+        quantized(path, QuantizeByName(scheme="W4A16_G32", ignore=(part,)), tmp_path / "o")
 
 
 def test_experts_of_which_a_product_does_not_fit_stay_in_their_stack(tmp_path: Path) -> None:
