@@ -21,7 +21,7 @@ from compress.artifact.atomic import place, write_atomic
 from compress.artifact.resume import ResumePoint, are_whole, digests
 from compress.artifact.tensor_stream import tensor_stream
 from compress.artifact.tensors import INDEX_NAME, SINGLE_NAME
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.layer_files import check_finite
 from compress.context import Context
 from compress.errors import UnsupportedFormat

@@ -5,7 +5,7 @@ safetensors files are read."""
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from compress.artifact.header import TensorHeader
 from compress.artifact.tensor_stream import Form
 from compress.artifact.tensors import DTYPES, TensorFiles
 from compress.errors import UnsupportedFormat, UsageError
+from compress.export import format_by_name
 from compress.models.config_file import read_config
 from compress.models.named_linears import (
     Choice,
@@ -85,11 +86,6 @@ class Selection:
         return [STACKS] if any(each.stacked for each in self.quantized) else []
 
     @cached_property
-    def _leaves(self) -> dict[tuple[tuple[int, int], torch.dtype], dict[str, Form]]:
-        """Forms of the codes of a matrix, by its shape and dtype: many have the same."""
-        return {}
-
-    @cached_property
     def _parts(self) -> dict[str, list[Choice]]:
         found: dict[str, list[Choice]] = {}
         for each in self.quantized:
@@ -132,11 +128,8 @@ class Selection:
         return {reason: dict(kinds) for reason, kinds in sorted(found.items())}
 
     def _forms_of_codes(self, choice: Choice) -> dict[str, Form]:
-        shape = choice.matrix, DTYPES[choice.dtype]
-        if shape not in self._leaves:
-            encoded = self.spec.written_as.codec.encode(_shape_only(self.spec.weights, *shape))
-            self._leaves[shape] = {leaf: (each.dtype, tuple(each.shape)) for leaf, each in encoded.items()}
-        return {f"{choice.module}.{leaf}": form for leaf, form in self._leaves[shape].items()}
+        leaves = _leaves_of(self.spec.format, self.spec.weights, choice.matrix, choice.dtype)
+        return {f"{choice.module}.{leaf}": form for leaf, form in leaves}
 
 
 def select(spec: QuantizeByName, path: Path) -> Selection:
@@ -187,7 +180,16 @@ def _fitted(spec: QuantizeByName, choices: Sequence[Choice]) -> tuple[Choice, ..
     )
 
 
-def _shape_only(scheme: Scheme, matrix: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight:
+@cache
+def _leaves_of(
+    form: str, scheme: Scheme, matrix: tuple[int, int], dtype: str
+) -> tuple[tuple[str, Form], ...]:
+    """Return the leaves of the codes of a matrix in a format; those of many experts are the same."""
+    encoded = format_by_name(form).codec.encode(_shape_only(scheme, matrix, dtype))
+    return tuple((leaf, (each.dtype, tuple(each.shape))) for leaf, each in encoded.items())
+
+
+def _shape_only(scheme: Scheme, matrix: tuple[int, int], dtype: str) -> QuantizedWeight:
     """Return a quantized weight of the right shapes and dtypes without any number."""
     rows, columns = matrix
     scales = scheme.num_scale_rows(rows), scheme.num_groups(columns)
@@ -198,7 +200,7 @@ def _shape_only(scheme: Scheme, matrix: tuple[int, int], dtype: torch.dtype) -> 
     return QuantizedWeight(
         scheme,
         empty((rows, columns), scheme.code_dtype),
-        empty(scales, dtype),
+        empty(scales, DTYPES[dtype]),
         None if scheme.symmetric else empty(scales, torch.int8),
     )
 
