@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from compress.artifact.tensors import save_tensors
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from scripts.bench_setup import markdown, write_results
 
 KEY = Workspace.key("bench", 1, {}, {}, 0)

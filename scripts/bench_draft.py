@@ -39,7 +39,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.card import documents, load_card
 from compress.data.corpus import Document

@@ -69,7 +69,7 @@ def build(directory: Path, config: dict[str, Any], num_samples: int, seq_len: in
 
 def quantize(directory: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Run the stage here; the sizes of this process before, and at its peak."""
-    from compress.artifact.workspace import ArtifactWriter
+    from compress.artifact.writer import ArtifactWriter
     from compress.context import Context
     from compress.registry.model_source import ModelSource
     from compress.stages import STAGES, Input, Inputs, Port

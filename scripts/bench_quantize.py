@@ -37,7 +37,7 @@ import torch
 
 from compress.artifact.atomic import sync_tree
 from compress.artifact.manifest import describe_files
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set

@@ -37,7 +37,8 @@ import torch
 from tokenizers import Tokenizer
 
 from compress.artifact.manifest import open_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.tokens import TokenSet
 from compress.distill.losses import next_token

@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from scripts.bench_setup import markdown, write_results
 from tests.support import mlflow_server, oci_server, s3_server
 from tests.support.registries import free_port

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from compress.artifact.manifest import open_artifact, verify_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.errors import LockHeld
 from compress.registry import s3, upload
 from compress.registry.protocol import open_registry

@@ -22,11 +22,10 @@ change what nobody wrote. Each file is read for that once in the life of a `Work
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ from compress.artifact.manifest import (
     MANIFEST_NAME,
     Artifact,
     Manifest,
-    describe_files,
     open_artifact,
     verify_artifact,
 )
 from compress.artifact.seal import SEALS, STORE, seal_of
-from compress.digest import canonical_json, digest_bytes, digest_file
+from compress.artifact.writer import ArtifactWriter, write_manifest
+from compress.digest import digest_bytes, digest_file
 from compress.errors import CompressError, LockHeld, StorageError
 from compress.untrusted.files import read_bytes, read_text
 
@@ -54,37 +53,6 @@ RUNS = "runs"
 _ELSEWHERE = "Free space there, or give another --workspace."
 _MAX_PATH_BYTES = 1 << 14
 _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*(\.[0-9A-Za-z_-]+)?")
-
-
-class ArtifactWriter:
-    """The place for a stage's result: a directory of its own, and `describe`, to be called exactly once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.description: dict[str, Any] | None = None
-
-    def describe(
-        self,
-        *,
-        role: str,
-        arch: Mapping[str, Any] | None = None,
-        layers: Iterable[Mapping[str, Any]] = (),
-        scheme: Mapping[str, Any] | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Say what the artifact is; all values must be JSON (a NaN or a tensor raises here, where it was
-        made).
-        """
-        if self.description is not None:
-            raise ValueError("describe() was called twice for one artifact")
-        described = {
-            "role": role,
-            "arch": arch,
-            "layers": [dict(layer) for layer in layers],
-            "scheme": scheme,
-            "facts": dict(facts or {}),
-        }
-        self.description = json.loads(canonical_json(described))
 
 
 class Workspace:
@@ -238,7 +206,7 @@ class Workspace:
             if writer.description is None:
                 raise ValueError(f"stage '{stage}' did not call describe()")
             provenance = {"stage": stage, "key": key.partition(".")[0], "parents": dict(inputs)}
-            return _write_manifest(building, writer.description, provenance)
+            return write_manifest(building, writer.description, provenance)
 
         return self._stored(key, make)
 
@@ -400,17 +368,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_manifest(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> str:
-    """Bring every file to the disk, then the manifest that vouches for them; return its digest."""
-    files, tensors = describe_files(path)
-    sync_tree(path)
-    manifest = Manifest(
-        **{**description, "layers": tuple(description["layers"])},
-        provenance=provenance,
-        tensors=tensors,
-        files=files,
-    )
-    write_atomic(path / MANIFEST_NAME, manifest.to_bytes())
-    return manifest.digest

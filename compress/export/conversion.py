@@ -15,7 +15,8 @@ from torch import Tensor
 from compress.artifact.atomic import sync_directory
 from compress.artifact.leftovers import neighbour
 from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact, verify_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
 from compress.export import FORMATS, GraphFormat, open_weights

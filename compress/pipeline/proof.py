@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.artifact.atomic import sync_tree
 from compress.artifact.leftovers import neighbour
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context, Progress
 from compress.errors import UsageError
 from compress.registry.evidence import seal_evidence

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity, read_tokens

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field
 
 from compress.artifact.manifest import Artifact, open_artifact
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.errors import UnsupportedFormat, UsageError
 from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, OneScaleFormat, dense_itemsize, is_graph, kv_note

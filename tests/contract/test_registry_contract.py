@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.manifest import Artifact, verify_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.digest import digest_bytes
 from compress.errors import SignatureRefused, StorageError, UsageError
 from compress.registry.image import FILE_LAYER, Descriptor

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.errors import LockHeld
 from compress.registry import promotion
 from compress.registry.promotion import last_move, promote

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.leftovers import STALE_S, owned_name
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli.app import main
 from tests.support.processes import run_alone
 

@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from torch import Tensor
 
 from compress.artifact.manifest import Artifact, open_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.export.format_writer import write_format
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights

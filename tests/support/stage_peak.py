@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Input, Inputs, Port

@@ -9,7 +9,8 @@ from typing import Any
 
 from compress.artifact.key_parts import KeyParts
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.pipeline import RunDir, Step, build_steps, lock_of
 from compress.pipeline.keys import key_parts, ports_read, source_digests
 from compress.recipe import Recipe, parse_recipe

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME, data_identity
 from compress.data.tokens import save_token_set

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.artifact.atomic import place
 from compress.artifact.resume import ResumePoint
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.arithmetic import compute_dtype, computes_in
 from compress.calibrate.expert_scores import best_experts, expert_scores
 from compress.context import Context

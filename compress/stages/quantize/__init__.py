@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import place
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
 from compress.calibrate.expert_tokens import expert_facts, expert_summary, unseen_warning
 from compress.calibrate.kv import cache_warning

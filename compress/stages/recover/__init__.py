@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from compress.artifact.manifest import open_artifact
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME, data_identity
 from compress.data.tokens import save_token_set

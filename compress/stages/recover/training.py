@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.distill.codes import CodesLinear, Levels, LevelsLora, start_towards_source_, trained_layer
 from compress.distill.learn import Curve

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.card import identity, load_card
 from compress.data.model_tokens import data_identity

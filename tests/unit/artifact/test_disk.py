@@ -14,7 +14,8 @@ from compress.artifact import atomic
 from compress.artifact.atomic import write_atomic
 from compress.artifact.disk import explained, write_error
 from compress.artifact.tensors import ShardWriter, save_tensors
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli import app as app_module
 from compress.cli.app import main
 from compress.data.tokens import TokenSet, save_token_set

@@ -11,7 +11,8 @@ import pytest
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import MANIFEST_NAME, verify_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.errors import LockHeld
 
 KEY = Workspace.key("quantize", 1, {"bits": 4}, {"model": "sha256:aa"}, 0)

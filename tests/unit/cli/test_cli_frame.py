@@ -17,7 +17,8 @@ import pytest
 import compress
 import compress.stages
 from compress.artifact.manifest import open_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli import app as app_module
 from compress.cli.app import main
 from compress.cli.init import PRESETS

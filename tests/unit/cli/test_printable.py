@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import compress.api
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli import app as app_module
 from compress.cli.app import main
 from compress.cli.output import PrintableFormatter, begin, progress, table

@@ -7,7 +7,8 @@ import pytest
 
 from compress.artifact import leftovers
 from compress.artifact.key_parts import KeyParts
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import SilentProgress
 from compress.errors import Interrupted
 from compress.pipeline.cache import RunCache, opened

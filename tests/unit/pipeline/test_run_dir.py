@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.errors import StorageError
 from compress.pipeline.run_dir import RunDir
 from compress.registry.evidence import check_evidence

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli.push import _check_evidence
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UsageError

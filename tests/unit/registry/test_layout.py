@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.manifest import MANIFEST_NAME, Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UnsupportedFormat, UsageError
 from compress.registry.image import IMAGE_MANIFEST

@@ -13,7 +13,8 @@ import pytest
 
 from compress.artifact.leftovers import owned_name
 from compress.artifact.manifest import Artifact, open_artifact, verify_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli.app import main
 from compress.digest import digest_bytes
 from compress.errors import StorageError, UsageError

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.cli.app import main
 from compress.registry.protocol import open_registry
 from compress.registry.transfer import pull, push

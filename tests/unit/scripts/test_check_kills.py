@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from compress.artifact.manifest import open_artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from scripts import check_kills
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE

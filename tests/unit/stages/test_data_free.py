@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import compress.calibrate.data_free as data_free
 import compress.calibrate.layer_run as layer_run
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.layer_files import check_finite
 from compress.context import Context, OneRank
 from compress.data.model_tokens import TOKENS_NAME

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.calibrate.expert_scores import best_experts, expert_scores
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME

@@ -17,7 +17,7 @@ from compress.artifact.tensors import (
     raw_bytes,
     save_tensors,
 )
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.errors import Interrupted, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import FORMATS, FormatByName

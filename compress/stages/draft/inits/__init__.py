@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from pydantic import Field
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.distill.learn import Curve
 from compress.models.decoder import Decoder

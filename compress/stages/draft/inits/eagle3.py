@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from compress.artifact.workspace import ArtifactWriter
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3
 from compress.distill.learn import Measurements, learn

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compress.artifact.atomic import place
 from compress.artifact.manifest import Artifact
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.data.tokens import TokenSet
 from compress.distill.learn import Measurements, learn

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.artifact.workspace import Workspace
+from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.errors import RecipeError, UsageError
 from compress.recipe import parse_spec, read_yaml
