@@ -57,11 +57,13 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
 
 
 def parts(shared: ExpertWeights, other: ExpertWeights, num_parts: int) -> list[ExpertWeights]:
-    """Return a shared expert as so many experts; none where its formats are not those of the `other`, or a
-    cut would change its numbers."""
+    """Return a shared expert as so many experts; none where its formats are not those of the `other`, a cut
+    would change its numbers, or its inputs would be rounded by static scales of the others."""
     schemes = _schemes(shared)
     size = other.down.shape[1]
-    if schemes != _schemes(other) or not all(_can_cut(each, size, num_parts) for each in schemes):
+    if schemes != _schemes(other) or any(each is not None and each.has_static_inputs for each in schemes):
+        return []
+    if not all(_can_cut(each, size, num_parts) for each in schemes):
         return []
     spans = [(start, start + size) for start in range(0, num_parts * size, size)]
     return [

@@ -1,5 +1,4 @@
-"""The launches of experts, by a plan: pairs sorted by expert, rows rounded to eight bits, gate and up, down,
-sum."""
+"""The launches of experts, by a plan: pairs sorted by expert, rows rounded, gate and up, down, sum."""
 
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
 from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import Tile, e4m3_factors
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 
 MAX_PAIRED_ROWS = 4
@@ -68,7 +67,7 @@ def run(
     y_PD = torch.empty(num_pairs, hidden, dtype=plan.y_dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = not plan.sort
-    x_values, x_scale = operand_of(x, packed)
+    x_values, x_scale = operand_of(x, packed.gate_up_input, packed)
     if paired:
         units = Units(ids_TK, ids_TK)
     else:
@@ -99,7 +98,7 @@ def run(
         ACTIVATION=activation,
         **common,
     )
-    h_values, h_scale = operand_of(h_PF, packed)
+    h_values, h_scale = operand_of(h_PF, packed.down_input, packed)
     down[grid(hidden, plan.down)](
         h_values,
         h_scale,
@@ -123,16 +122,16 @@ def run(
     return out_TD
 
 
-def operand_of(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
+def operand_of(
+    x: Tensor | QuantizedRows, quant: ActivationQuant | None, packed: PackedExperts
+) -> tuple[Tensor, Tensor | None]:
     """Return the rows as a product reads them, and their scales where they are codes of eight bits."""
+    if isinstance(x, Tensor) and quant is not None:
+        x = (quantize_rows if quant.scale_type is None else quantize)(x, quant)
+    if isinstance(x, QuantizedRows) and packed.format not in ("fp8", "fp8_block", "int8"):
+        x = x.dequantize(packed.dtype)
     if isinstance(x, Tensor):
-        if packed.format not in ("fp8", "fp8_block", "int8"):
-            return x.contiguous(), None
-        group_size = 128 if packed.format == "fp8_block" else None
-        dtype = INT8 if packed.format == "int8" else FP8
-        quantized = quantize_rows(x, ActivationQuant(dtype=dtype, group_size=group_size))
-        assert isinstance(quantized, QuantizedRows)
-        x = quantized
+        return x.contiguous(), None
     assert x.values_TK.dtype == (INT8 if packed.format == "int8" else FP8), "rows of another type"
     return x.values_TK if packed.format == "int8" else x.values_TK.view(torch.uint8), x.scale_T
 

@@ -1,11 +1,15 @@
 """The experts of a layer as the grouped kernels read them: one tensor for all gates and ups (F of gate, then
 F of up), one for all downs, in a format of `operands/matrices.py`.
 
+Where the products of a format read 16-bit rows and the scheme rounds inputs, rows are rounded first, and are
+16-bit numbers again.
+
 Shapes: D hidden, F ffn.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +19,14 @@ from compress.kernels.operands.matrices import (
     Matrices,
     MatrixFormat,
     format_of,
+    format_of_weights,
     pack_matrices,
     refuse_powers,
 )
-from compress.kernels.operands.routing import ExpertWeights
+from compress.kernels.operands.routing import ExpertWeights, expert_inputs
+from compress.kernels.operands.rows import ActivationQuant
 from compress.kernels.problem import DENSE_SCHEMES, Problem
-from compress.quant.scheme import SCHEMES
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 MIN_COLUMNS = 16
 DECODED_IN_SLICES: tuple[MatrixFormat, ...] = ("w4", "int8", "w8", "fp4")
@@ -45,6 +51,8 @@ class PackedExperts:
     dtype: torch.dtype
     arrivals: Tensor
     state: Tensor
+    gate_up_input: ActivationQuant | None
+    down_input: ActivationQuant | None
 
     @property
     def format(self) -> MatrixFormat:
@@ -69,13 +77,17 @@ def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torc
     down_bias = [(each.down_bias,) for each in experts]
     gate_up_bias = [(each.gate_bias, each.up_bias) for each in experts]
     hidden_size = experts[0].down.shape[0]
+    gate = experts[0].gate
+    form = format_of_weights(gate.scheme if isinstance(gate, QuantizedWeight) else None)
+    pack = partial(pack_matrices, dtype=dtype, device=device, format=form)
     return PackedExperts(
-        pack_matrices(gate_ups, gate_up_bias, dtype=dtype, device=device),
-        pack_matrices(downs, down_bias, dtype=dtype, device=device),
+        pack(gate_ups, gate_up_bias),
+        pack(downs, down_bias),
         len(experts),
         dtype,
         torch.zeros(-(-hidden_size // TILE), dtype=torch.int32, device=device),
         torch.zeros(state_size(experts[0].down.shape[1]), dtype=torch.int32, device=device),
+        *expert_inputs(experts, device),
     )
 
 
@@ -89,8 +101,13 @@ def state_size(ffn: int) -> int:
 def format_of_problem(problem: Problem) -> MatrixFormat | None:
     """Return the format of a problem's weights, None where there is none."""
     if problem.scheme in SCHEMES:
-        return format_of(SCHEMES[problem.scheme])
+        return format_of_weights(SCHEMES[problem.scheme])
     return "dense16" if problem.scheme == DENSE_SCHEMES[problem.dtype] else None
+
+
+def rounds_apart(problem: Problem) -> bool:
+    """Return whether rows are rounded otherwise than for the codes of a format, and so by themselves."""
+    return problem.scheme in SCHEMES and format_of(SCHEMES[problem.scheme]) is None
 
 
 def refusal(problem: Problem) -> str | None:
@@ -98,7 +115,7 @@ def refusal(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
     if format_of_problem(problem) is None:
-        return "for weights of 16 bits, of 4 bits, of e4m3 and of int8, with dynamic input scales if any"
+        return "for weights of 16 bits in the model's dtype, and for codes"
     scheme = SCHEMES.get(problem.scheme)
     if scheme is not None and (reason := refuse_powers(scheme, problem.dtype)):
         return reason

@@ -9,7 +9,8 @@
                                (gpt-oss, arXiv 2508.10925)
 
 The reference linears take rows one by one or in tiles of a fixed height, so a row's bits depend on the row
-alone. The host reads the ids: this is the definition that faster kernels are tested against.
+alone. This is the definition that faster kernels are tested against. The host reads the ids; within a CUDA
+graph, where it cannot, every expert computes all rows and those that chose it are kept, with the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import fp8_block, tiles
-from compress.kernels.operands.routing import ExpertWeights
-from compress.kernels.operands.rows import ActivationQuant, input_quant, quantize
+from compress.kernels.operands.routing import ExpertWeights, expert_inputs
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -62,10 +63,11 @@ def repack(
 ) -> tuple[ReferenceExpert, ...]:
     """Repack every expert by the reference linear of its scheme."""
     linear = partial(_linear, dtype=dtype, device=device)
+    gate_up_input, down_input = expert_inputs(experts, device)
     return tuple(
         ReferenceExpert(
-            linear((each.gate, each.up), (each.gate_bias, each.up_bias)),
-            linear((each.down,), (each.down_bias,)),
+            linear((each.gate, each.up), (each.gate_bias, each.up_bias), gate_up_input),
+            linear((each.down,), (each.down_bias,), down_input),
         )
         for each in experts
     )
@@ -74,6 +76,7 @@ def repack(
 def _linear(
     weights: Sequence[Tensor | QuantizedWeight],
     biases: Sequence[Tensor | None],
+    quant: ActivationQuant | None,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -82,7 +85,6 @@ def _linear(
     given = [bias.to(device=device, dtype=dtype) for bias in biases if bias is not None]
     assert len(given) in (0, len(biases)), "gate has a bias if up has one"
     bias_O = torch.cat(given) if given else None
-    quant = input_quant(weights, device)
     scheme = first.scheme if isinstance(first, QuantizedWeight) else None
     if scheme is not None and scheme.activation == "group" and scheme.scale_type is None:
         blocks = fp8_block.repack(weights, dtype=dtype, device=device, gated=False)
@@ -113,11 +115,18 @@ def experts(
     """Return [T, D]; every matrix product has exactly `rows` rows."""
     num_rows, top_k = ids_TK.shape
     y_TKD = x_TD.new_zeros(num_rows, top_k, x_TD.shape[1])
+
+    def output(expert: ReferenceExpert, x_PD: Tensor) -> Tensor:
+        return expert.down(gated(expert.gate_up(x_PD, rows=rows), activation), rows=rows)
+
+    if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+        for expert_idx, expert in enumerate(packed):
+            chosen_TK1 = (ids_TK == expert_idx).unsqueeze(2)
+            y_TKD = torch.where(chosen_TK1, output(expert, x_TD).unsqueeze(1), y_TKD)
+        return combined(y_TKD, weights_TK, residual_TD, x_TD.dtype)
     for expert_idx in ids_TK.unique().tolist():
         token_P, choice_P = (ids_TK == expert_idx).nonzero(as_tuple=True)
-        expert = packed[expert_idx]
-        mid_PF = gated(expert.gate_up(x_TD[token_P], rows=rows), activation)
-        y_TKD[token_P, choice_P] = expert.down(mid_PF, rows=rows)
+        y_TKD[token_P, choice_P] = output(packed[expert_idx], x_TD[token_P])
     return combined(y_TKD, weights_TK, residual_TD, x_TD.dtype)
 
 

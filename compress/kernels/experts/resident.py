@@ -25,6 +25,7 @@ from compress.kernels.experts.packed import (
     format_of_problem,
     refusal,
     repack,
+    rounds_apart,
 )
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
@@ -265,8 +266,8 @@ def _supports(problem: Problem, *, activation: str) -> str | None:
     if problem.sm != 90:
         return "its copies are sm_90's"
     format = format_of_problem(problem)
-    if format not in RESIDENT:
-        return "for weights of 16 bits and of e4m3"
+    if format not in RESIDENT or rounds_apart(problem):
+        return "for weights of 16 bits and of e4m3, of inputs with dynamic scales"
     if MOST_ROWS * problem.top_k // 8 + problem.experts > MOST_UNITS:
         return f"{problem.top_k} choices among {problem.experts} experts make more than {MOST_UNITS} units"
     if not stages_of(format, problem.n, problem.k, MOST_UNITS, choices=0, tokens=8):

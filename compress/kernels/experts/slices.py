@@ -133,11 +133,11 @@ def decode(
         chosen = Chosen(units.experts, units.pairs, top_k)
     multiply_units = partial(multiply, dtype=packed.dtype, num_rows=num_rows, chosen=chosen)
     bias = packed.gate_up.bias_EO
-    x_values, x_scale = operand_of(x_TD, packed)
+    x_values, x_scale = operand_of(x_TD, packed.gate_up_input, packed)
     multiply_units(
         x_values, x_scale, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen"
     )
-    h_values, h_scale = operand_of(h_PF, packed)
+    h_values, h_scale = operand_of(h_PF, packed.down_input, packed)
     multiply_down = partial(
         multiply_units, h_values, h_scale, packed.down, bias=packed.down.bias_EO, rows="by pair"
     )

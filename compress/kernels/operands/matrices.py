@@ -25,7 +25,7 @@ Shapes: E matrices, O out, I in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -84,6 +84,17 @@ def format_of(scheme: Scheme | None) -> MatrixFormat | None:
     return "int8" if rounds_to_int8 and scheme.input_symmetric else None
 
 
+def format_of_weights(scheme: Scheme | None) -> MatrixFormat:
+    """Return the format in which a product by rows rounded beforehand reads weights of a scheme: that of the
+    scheme; else that of eight-bit codes by such codes, where one scale serves all columns of a row; else
+    that of the same weights by 16-bit rows, and 16-bit numbers where codes have no such format."""
+    if scheme is None:
+        return "dense16"
+    by_codes = scheme.activation == "tensor" and scheme.input_symmetric
+    other = replace(scheme, activation="token" if by_codes else None, activation_type=None)
+    return format_of(scheme) or format_of(other) or "dense16"
+
+
 def refuse_powers(scheme: Scheme, dtype: torch.dtype) -> str | None:
     """Return why a dtype has no numbers for codes times the scales of a scheme; None where it has."""
     if scheme.scale_type == "e8m0" and dtype == torch.float16:
@@ -103,11 +114,13 @@ def pack_matrices(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    format: MatrixFormat | None = None,
 ) -> Matrices:
     """Stack the weights of each matrix along O and pack them, one matrix at a time into the memory of all: no
-    second copy is made. All have one scheme, but they need not be quantized by one."""
+    second copy is made. All have one scheme, but they need not be quantized by one. `format` is that of
+    the scheme, where no other is given that holds its numbers."""
     one = weights[0][0]
-    given = format_of(one.scheme if isinstance(one, QuantizedWeight) else None)
+    given = format or format_of(one.scheme if isinstance(one, QuantizedWeight) else None)
     assert given is not None, "no kernel reads this scheme"
     packs: dict[MatrixFormat, Pack] = {
         "dense16": _dense,

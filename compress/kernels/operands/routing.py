@@ -4,11 +4,13 @@
 Shapes: D hidden, E experts, F ffn.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.rows import ActivationQuant, input_quant
 from compress.quant.scheme import QuantizedWeight
 
 
@@ -61,3 +63,12 @@ class ExpertWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+def expert_inputs(
+    experts: Sequence[ExpertWeights], device: torch.device
+) -> tuple[ActivationQuant | None, ActivationQuant | None]:
+    """Return how the experts of a layer round the input of gate and up, and that of down: all alike, so of
+    static scales the largest serves, as in `input_quant`."""
+    first = [weight for each in experts for weight in (each.gate, each.up)]
+    return input_quant(first, device), input_quant([each.down for each in experts], device)

@@ -14,8 +14,8 @@ from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS, PagedKV, empty_p
 from compress.kernels.operands.rows import FP8
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
+from tests.support.random_experts import randn
 from tests.support.slow import slow
-from tests.unit.kernels.test_experts import randn
 
 LENS = (5, 150, 33, 16)
 Q_LEN = 3

@@ -8,7 +8,8 @@ from compress.kernels.linear import fp4
 from compress.kernels.linear.w4a16 import PackedW4, tile_rows
 from compress.kernels.problem import PHASES, KernelDevice
 from compress.kernels.select import select
-from tests.unit.kernels.test_experts import weight, wide
+from tests.support.random_experts import random_weight
+from tests.unit.kernels.test_experts import wide
 
 CPU = torch.device("cpu")
 K = 256
@@ -51,7 +52,7 @@ def scales(packed: PackedW4) -> Tensor:
 def test_words_and_scales_become_the_weights_exactly(
     scheme: str, dtype: torch.dtype, sizes: tuple[int, ...], gated: bool
 ) -> None:
-    weights = [weight((size, K), scheme, dtype, 3 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, K), scheme, dtype, 3 * idx) for idx, size in enumerate(sizes)]
     weights[0].scale_OG[1] *= 2.0**-60 if scheme == "MXFP4" else 2.0**-3
     weights[0].scale_OG[2] = 0
     packed = fp4.repack(weights, dtype=dtype, device=CPU, gated=gated)
@@ -98,7 +99,7 @@ def test_other_sizes_and_dtypes_are_left_to_others(
 
 
 def test_a_scale_fills_the_exponent_of_its_row() -> None:
-    given = weight((16, K), "MXFP4", torch.bfloat16, 1)
+    given = random_weight((16, K), "MXFP4", torch.bfloat16, 1)
     packed = fp4.repack([given], dtype=torch.bfloat16, device=CPU, gated=False)
     largest = scales(packed).float().amax(dim=1)
     assert bool((largest == 2.0**126).all())

@@ -15,9 +15,10 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, activ
 from compress.kernels.problem import PHASES, KernelDevice
 from compress.kernels.select import Kernel, candidates, refusals, select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.random_experts import randn, random_weight
 from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
-from tests.unit.kernels.test_experts import randn, same_bits, weight, wide
+from tests.unit.kernels.test_experts import same_bits, wide
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
@@ -96,7 +97,7 @@ def test_products_of_odd_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_row_independent_products(monkeypatch)
-    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     kernel = kernel_of(name, dtype, sizes, k, "prefill", None)
     assert kernel.repack is not None
     packed = kernel.repack(weights, dtype=dtype, device=CPU, gated=False)
@@ -133,7 +134,7 @@ def test_products_of_odd_sizes(
 def test_prompts_multiply_the_weights_that_codes_stand_for(
     name: str, dtype: torch.dtype, sizes: tuple[int, ...], k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     packed = prefill_widened.repack(weights, dtype=dtype, device=CPU, gated=False)
     exact = torch.cat([wide(each) for each in weights])
     found = prefill_widened.dequantize(packed, 0, sum(sizes))
@@ -158,7 +159,7 @@ def test_few_rows_are_multiplied_by_the_product_that_widens(monkeypatch: pytest.
         raise AssertionError(f"dequantizes {blocks.matrices.format}")
 
     packed = prefill_widened.repack(
-        [weight((32, 128), "NVFP4", torch.float16, 0)], dtype=torch.float16, device=CPU, gated=False
+        [random_weight((32, 128), "NVFP4", torch.float16, 0)], dtype=torch.float16, device=CPU, gated=False
     )
     monkeypatch.setattr(prefill_widened, "pieces", refuse)
     prefill_widened.linear(randn(prefill_widened.MIN_ROWS - 1, 128, seed=1).half(), packed, None)
@@ -175,7 +176,7 @@ def test_int8_in_one_pass_has_the_bits_of_the_reference(
 ) -> None:
     dtype = torch.float16  # the interpreter cuts off what bfloat16 has no room for
     name = "INT8_DYNAMIC" if symmetric else "INT8_DYNAMIC_ASYM"
-    packed = int8.repack([weight((n, k), name, dtype, 3)], dtype=dtype, device=CPU, gated=False)
+    packed = int8.repack([random_weight((n, k), name, dtype, 3)], dtype=dtype, device=CPU, gated=False)
     x = quantize(randn(rows, k, seed=1).to(dtype) + 1, ActivationQuant(dtype=int8.INT8, symmetric=symmetric))
     residual = randn(rows, n, seed=2).to(dtype)
     tile = prefill_int8.PromptTile(16, 32, 64, 4, 2, persistent)

@@ -116,7 +116,7 @@ if INTERPRETED:
     from compress.quant.scheme import SCHEMES, QuantizedWeight
     from compress.runtime.request import SamplingParams
     from compress.runtime.sampler import gumbel, sample
-    from tests.unit.kernels.test_experts import weight as fp4_weight
+    from tests.support.random_experts import random_weight
     from tests.unit.kernels.test_experts import wide
 
     DYNAMIC = ActivationQuant()
@@ -435,7 +435,7 @@ if INTERPRETED:
     )
     @pytest.mark.parametrize("gated", [False, True])
     def test_numbers_of_e2m1_are_dequantized_from_words(scheme: str, dtype: torch.dtype, gated: bool) -> None:
-        weights = [fp4_weight((size, 256), scheme, dtype, size) for size in (56, 40)]
+        weights = [random_weight((size, 256), scheme, dtype, size) for size in (56, 40)]
         packed = fp4.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=gated)
         exact = torch.cat([wide(each) for each in weights])
         found = torch.cat([*prefill_w4a16.dequantize(packed, 0, packed.blocks.shape[0])])

@@ -16,8 +16,9 @@ from compress.kernels.operands.slices import SLICES, Tile, Variant, steps_of, va
 from compress.quant.scale_grid import from_e4m3, to_e4m3
 from tests.support.cuda_emulator import needs_compiler
 from tests.support.emulated_kernels import use_emulated
+from tests.support.random_experts import randn, random_weight
 from tests.support.slow import slow
-from tests.unit.kernels.test_experts import randn, same_bits, weight
+from tests.unit.kernels.test_experts import same_bits
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
@@ -61,7 +62,7 @@ def variant(
     """Return what serves `num_rows` rows, and the steps of its sums."""
     kernel = kernel_of(name, dtype, sizes, k, "decode", activation)
     assert kernel.repack is not None
-    weights = [weight((size, k), name, dtype, idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, idx) for idx, size in enumerate(sizes)]
     packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=activation is not None)
     blocks = as_blocks(packed)
     tile = tile_of(blocks.matrices, num_rows, gated=activation is not None)
@@ -107,7 +108,7 @@ def test_products_and_bits(
     name: str | None, dtype: torch.dtype, sizes: tuple[int, ...], k: int, activation: str | None
 ) -> None:
     num_rows = 11
-    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     kernel = kernel_of(name, dtype, sizes, k, "decode", activation)
     assert kernel.repack is not None
     packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=activation is not None)
@@ -135,7 +136,7 @@ def test_global_scales_of_other_programs_multiply_outputs() -> None:
     dtype = torch.bfloat16
     weights = []
     for idx, number in enumerate((700.0, 1234.5)):
-        made = weight((32, 208), "NVFP4", dtype, idx)
+        made = random_weight((32, 208), "NVFP4", dtype, idx)
         global_scale = torch.tensor(number)
         scale_OG = from_e4m3(to_e4m3(made.scale_OG, global_scale), global_scale)
         weights.append(replace(made, scale_OG=scale_OG, global_scale=global_scale))

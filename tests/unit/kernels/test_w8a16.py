@@ -9,8 +9,9 @@ from compress.kernels.linear import prefill_widened, w8a16
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.problem import PHASES, KernelDevice
 from compress.kernels.select import select
+from tests.support.random_experts import random_weight
 from tests.support.triton_interpreter import INTERPRETED
-from tests.unit.kernels.test_experts import weight, wide
+from tests.unit.kernels.test_experts import wide
 
 CPU = torch.device("cpu")
 K = 256
@@ -19,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 def packed_of(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Blocks, Tensor]:
     """Return weights in the layout, and their numbers in float64."""
-    weights = [weight((size, K), "W8A16", dtype, 3 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, K), "W8A16", dtype, 3 * idx) for idx, size in enumerate(sizes)]
     packed = w8a16.repack(weights, dtype=dtype, device=CPU, gated=False)
     return packed, torch.cat([wide(each) for each in weights])
 

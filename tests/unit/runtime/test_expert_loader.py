@@ -15,6 +15,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import parts
+from tests.support.random_experts import random_experts
 
 HIDDEN = 128
 SIZE = 128
@@ -74,6 +75,12 @@ def test_what_a_cut_would_change_stays_whole(name: str, size: int) -> None:
     assert isinstance(shared.down, QuantizedWeight)
     down = QuantizedWeight(shared.down.scheme, shared.down.codes_OI[:, :size], shared.down.scale_OG)
     assert parts(shared, ExpertWeights(shared.gate, shared.up, down), 2) == []
+
+
+@pytest.mark.parametrize("name", ["FP8_STATIC", "INT8_STATIC", "NVFP4_W4A4"])
+def test_static_scales_of_the_others_round_no_input_of_a_shared_expert(name: str) -> None:
+    one, other = random_experts(name, torch.bfloat16, hidden=SIZE, ffn=SIZE, count=2)
+    assert parts(one, other, 1) == []
 
 
 @pytest.mark.parametrize("name", ["W8A16", None])
