@@ -74,7 +74,7 @@ class SpreadSource(RandomSource):
 def _centred(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     """Return integer codes with the mean 0. Uniform ones from -8 to 7 have the mean -0.5, by which all
     outputs of a linear move alike, and after some layers all tokens."""
-    if isinstance(value, Tensor) or value.scheme.type == "float":
+    if isinstance(value, Tensor) or value.scheme.min_code == -value.scheme.max_code:
         return value
     codes_OI = value.codes_OI
     return replace(value, codes_OI=codes_OI.masked_fill(codes_OI == value.scheme.min_code, 0))

@@ -12,7 +12,7 @@ from compress.kernels.experts.units import Units, sort_pairs
 from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import Tile, e4m3_factors
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, quantize
-from compress.kernels.quantize_rows.fused import quantize_rows
+from compress.kernels.quantize_rows.fused import dequantize_rows, quantize_rows
 
 MAX_PAIRED_ROWS = 4
 """Decode rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the
@@ -129,7 +129,7 @@ def operand_of(
     if isinstance(x, Tensor) and quant is not None:
         x = (quantize_rows if quant.scale_type is None else quantize)(x, quant)
     if isinstance(x, QuantizedRows) and packed.format not in ("fp8", "fp8_block", "int8"):
-        x = x.dequantize(packed.dtype)
+        x = dequantize_rows(x, packed.dtype)
     if isinstance(x, Tensor):
         return x.contiguous(), None
     assert x.values_TK.dtype == (INT8 if packed.format == "int8" else FP8), "rows of another type"

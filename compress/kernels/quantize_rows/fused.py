@@ -27,8 +27,8 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, group_scale, larger
-from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
+from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, e4m3_float16, group_scale, larger
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES
@@ -207,6 +207,49 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     out, output = row_output(num_rows, size, x_TK.dtype, x_TK.device, quant)
     _quantize_rows[(num_rows,)](x_TK.contiguous(), **output, **row_options(size, x_TK.device))
     return out
+
+
+@jit()
+def _dequantize_rows(
+    values_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    codes = tl.load(values_ptr + row * SIZE + columns, mask=inside, other=0)
+    numbers = codes.to(tl.float32) if INTEGERS else e4m3_float16(codes).to(tl.float32)
+    if zero_ptr is not None:
+        numbers -= tl.load(zero_ptr + row).to(tl.float32)
+    scale = tl.load(scale_ptr + row * (SIZE // GROUP) + columns // GROUP, mask=inside, other=0.0)
+    tl.store(out_ptr + row * SIZE + columns, (numbers * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [T, K] that rows stand for, as `QuantizedRows.dequantize` does."""
+    values_TK = rows.values_TK.contiguous()
+    num_rows, size = values_TK.shape
+    integers = values_TK.dtype == INT8
+    out_TK = torch.empty(num_rows, size, dtype=dtype, device=values_TK.device)
+    _dequantize_rows[(num_rows,)](
+        values_TK if integers else values_TK.view(torch.uint8),
+        rows.scale_T.contiguous(),
+        rows.zero_T,
+        out_TK,
+        GROUP=size * num_rows // max(rows.scale_T.numel(), 1),
+        INTEGERS=integers,
+        **row_options(size, values_TK.device),
+    )
+    return out_TK
 
 
 register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=_refusal, fn=quantize_rows))

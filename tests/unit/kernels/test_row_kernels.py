@@ -45,6 +45,18 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             {**whole, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
             4,
         ),
+        *(
+            (
+                fused._dequantize_rows,
+                [codes, "*fp32", *zero, "*bf16"],
+                {"SIZE": 14336, "BLOCK": 16384, "GROUP": group, "INTEGERS": bool(zero), **absent},
+                32,
+            )
+            for codes, zero, group, absent in (
+                ("*u8", [], 16, {"zero_ptr": None}),
+                ("*i8", ["*i32"], 14336, {}),
+            )
+        ),
         (
             choose._filter,
             ["*fp32", "*i64", "*fp32", *drawn, "*i64"],
@@ -107,7 +119,7 @@ if INTERPRETED:
     from compress.kernels.operands.rows import ActivationQuant, Branch, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
     from compress.kernels.post_norm.reference import post_norm as reference_post_norm
-    from compress.kernels.quantize_rows.fused import quantize_rows
+    from compress.kernels.quantize_rows.fused import dequantize_rows, quantize_rows
     from compress.kernels.rms_norm.fused import rms_norm
     from compress.kernels.rms_norm.reference import rms_norm_rows
     from compress.kernels.sample.choose import SPAN, Draw, Filter, choose, choose_drawn
@@ -173,7 +185,18 @@ if INTERPRETED:
         quant: ActivationQuant, size: int, dtype: torch.dtype
     ) -> None:
         x = extreme_rows(size, dtype)
-        assert_same_rows(quantize_rows(x, quant), quantize(x, quant))
+        rows = quantize(x, quant)
+        assert_same_rows(quantize_rows(x, quant), rows)
+        assert_same_numbers(dequantize_rows(rows, dtype), rows.dequantize(dtype))
+
+    def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("num_bits", [4, 8])
+    def test_numbers_of_blocks_are_those_of_the_definition(num_bits: int) -> None:
+        quant = ActivationQuant(group_size=32, num_bits=num_bits, scale_type="e8m0")
+        rows = quantize(randn(5, 96), quant)
+        assert_same_numbers(dequantize_rows(rows, torch.float16), rows.dequantize(torch.float16))
 
     @pytest.mark.parametrize("size", [128, 384, 1024])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
