@@ -35,7 +35,7 @@ from compress.models.layer_types import (
 )
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
-from compress.models.rope_config import check_one_rope, read_rope
+from compress.models.rope_config import YARN_FACTOR, check_one_rope, read_rope, states_yarn_factor
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
 from compress.quant.kv import KV_SCALES
@@ -358,6 +358,11 @@ def unread_note(arch: Arch) -> str | None:
     if arch.stated_eos == NO_TOKEN:
         sentences.append(
             f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
+        )
+    if states_yarn_factor(arch.config):
+        sentences.append(
+            f"config.json has {YARN_FACTOR} in its rope, which multiplies YaRN's factor of cos and sin, as "
+            "in YaRN's own program and vLLM; transformers does not read it, and computes another function."
         )
     if names:
         sentences.append(

@@ -3,7 +3,7 @@ pair of fields.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from compress.errors import UnsupportedArch
@@ -24,6 +24,7 @@ ROPE_FIELDS = frozenset(
         "beta_fast",
         "beta_slow",
         "attention_factor",
+        "attn_factor",
         "mscale",
         "mscale_all_dim",
         "truncate",
@@ -35,6 +36,8 @@ ROPE_FIELDS = frozenset(
 DYNAMIC = "dynamic"
 """The rope type whose frequencies `transformers` changes beyond `max_position_embeddings`, where no position
 lies here: up to there it is the plain rope. Other programs may scale it from the first position on."""
+YARN_FACTOR = "attn_factor"
+"""A factor of YaRN's own, which `transformers` does not read."""
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
@@ -157,13 +160,19 @@ def _original_max_position(places: tuple[Fields, ...], config: Fields) -> int:
 
 def _attention_factor(kind: str, rope: Fields, config: Fields, original_max_position: int) -> float:
     """Return the factor of cos and sin."""
+    if rope.has(YARN_FACTOR) and (kind != "yarn" or rope.has("attention_factor")):
+        raise UnsupportedArch(
+            f"rope_parameters has {YARN_FACTOR}, which multiplies the factor that YaRN computes: it goes "
+            "with rope_type 'yarn' without attention_factor."
+        )
     if kind not in ("yarn", "longrope"):
         return 1.0
     if rope.has("attention_factor"):
         return rope.number("attention_factor", *_TURNS)
     if kind == "longrope":
         return _longrope_attention_factor(rope, config, original_max_position)
-    return _yarn_attention_factor(rope, rope.number("factor", *FACTORS, default=1.0))
+    computed = _yarn_attention_factor(rope, rope.number("factor", *FACTORS, default=1.0))
+    return computed * rope.number(YARN_FACTOR, *_TURNS, default=1.0)
 
 
 def _longrope_attention_factor(rope: Fields, config: Fields, original_max_position: int) -> float:
@@ -189,3 +198,15 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     if mscale and mscale_all_dim:
         return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
     return temperature(factor)
+
+
+def states_yarn_factor(config: Mapping[str, Any]) -> bool:
+    """Return whether a rope of a config that was read, or of its text model, has `YARN_FACTOR`."""
+
+    def mappings(values: Iterable[Any]) -> list[Mapping[str, Any]]:
+        return [each for each in values if isinstance(each, Mapping)]
+
+    configs = mappings((config, config.get("text_config")))
+    ropes = mappings(each.get(name) for each in configs for name in _NAMES)
+    by_layer_type = mappings(each for rope in ropes for each in rope.values())
+    return any(YARN_FACTOR in each for each in (*ropes, *by_layer_type))

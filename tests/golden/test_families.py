@@ -3,6 +3,7 @@ through it unchanged.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,24 @@ OLD_SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "original_max_position_embeddings": LLAMA3["original_max_position_embeddings"],
         },
         LLAMA3,
+    ),
+    # YaRN's own program multiplies, and transformers takes the whole
+    "yarn-with-a-factor": (
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "attn_factor": 1.25,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "attention_factor": 1.25 * (0.1 * math.log(4.0) + 1),
+            "original_max_position_embeddings": 16,
+        },
     ),
     "yarn-without-original-length": (
         {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
