@@ -235,7 +235,7 @@ def _dequantize_rows(
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [T, K] that rows stand for, as `QuantizedRows.dequantize` does."""
+    """Return codes times scales in `dtype`, [T, K], with the bits of `QuantizedRows.dequantize`."""
     values_TK = rows.values_TK.contiguous()
     num_rows, size = values_TK.shape
     integers = values_TK.dtype == INT8
