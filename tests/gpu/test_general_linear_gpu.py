@@ -9,7 +9,8 @@ from compress.kernels.linear import general, prefill_widened, slices
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import Tile
 from compress.quant.scheme import QuantizedWeight
-from tests.unit.kernels.test_experts import randn, same_bits, weight
+from tests.support.random_experts import randn, random_weight
+from tests.unit.kernels.test_experts import same_bits
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
@@ -74,7 +75,7 @@ def test_prompts_that_dequantize_first(
 ) -> None:
     """Every weight is the nearest number of 16 bits; with pieces, a bias, a residual, and float32 results."""
     del activation
-    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     packed = prefill_widened.repack(weights, dtype=dtype, device=CUDA, gated=False)
     exact = torch.cat([moved(each) for each in weights]).double()
     found = prefill_widened.dequantize(packed, 0, sum(sizes))
@@ -115,7 +116,7 @@ def test_products_and_bits(
     if phase == "prefill" and name is None:
         pytest.skip("a library multiplies prompts by weights of 16 bits")
     activation = activation if phase == "decode" else None
-    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    weights = [random_weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     kernel = kernel_of(name, dtype, sizes, k, phase, activation)
     assert kernel.repack is not None
     packed = kernel.repack(weights, dtype=dtype, device=CUDA, gated=activation is not None)

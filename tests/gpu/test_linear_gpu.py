@@ -18,7 +18,7 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRo
 from compress.models.ffn import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.gpu_linear import first_rows, randn, same_when_replayed
-from tests.unit.kernels.test_experts import weight as random_weight
+from tests.support.random_experts import random_weight
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quant
 from compress.kernels.problem import Problem
 from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
-from tests.unit.kernels.test_experts import weight as rounded_weight
+from tests.support.random_experts import random_weight as rounded_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
