@@ -84,7 +84,7 @@ def test_a_blob_that_is_not_what_it_claims_is_refused(url: str) -> None:
         pytest.fail("a blob that was never stored")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_what_is_pulled_is_what_was_pushed(url: str, tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path)
     result = push(open_registry(url), artifact, name="model")
@@ -97,7 +97,7 @@ def test_what_is_pulled_is_what_was_pushed(url: str, tmp_path: Path) -> None:
     assert (report.artifact_digest, report.manifest_digest) == (artifact.digest, result.manifest_digest)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
     artifact = make_artifact(tmp_path)
     evidence = make_evidence(tmp_path)
@@ -113,7 +113,7 @@ def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
     assert verify(f"{url}/model").evidence_digests == (first.evidence_digest,)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
     registry = open_registry(url)
     old = make_artifact(tmp_path, 1)
@@ -133,7 +133,7 @@ def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
     assert pull(str(pinned), tmp_path / "out").digest == old.digest  # untagged now, still there
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_guarded_tags_move_only_while_the_guard_points_where_it_did(url: str, tmp_path: Path) -> None:
     registry = open_registry(url).repository("model")
     if not isinstance(registry, GuardedRegistry):
@@ -162,7 +162,7 @@ def test_guarded_tags_move_only_while_the_guard_points_where_it_did(url: str, tm
     assert registry.find(old.manifest_digest) == found[old]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_an_alias_goes_back_the_way_it_came(url: str, tmp_path: Path) -> None:
     registry = open_registry(url).repository("model")
     if not isinstance(registry, GuardedRegistry):
@@ -189,7 +189,7 @@ def test_an_alias_goes_back_the_way_it_came(url: str, tmp_path: Path) -> None:
         pull_evidence(ref, tmp_path / "none")  # records are none
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_evidence_travels_beside_the_artifact(url: str, tmp_path: Path) -> None:
     registry = open_registry(url)
     artifact = make_artifact(tmp_path)
@@ -225,7 +225,7 @@ class _Dying:
         return getattr(self._inner, name)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_a_push_killed_at_any_step_leaves_the_tags_on_the_old_good_artifact(url: str, tmp_path: Path) -> None:
     registry = open_registry(url)
     old = make_artifact(tmp_path, 1)
@@ -281,7 +281,7 @@ def test_bad_names_and_aliases_are_refused_before_anything_is_stored(
         list_tags(url)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_a_signature_travels_with_the_artifact_and_its_evidence(url: str, tmp_path: Path) -> None:
     key = new_key(tmp_path)
     verifier = KeyVerifier(key.public)
@@ -305,7 +305,7 @@ def test_a_signature_travels_with_the_artifact_and_its_evidence(url: str, tmp_pa
     assert push(registry, artifact, name="model", evidence=evidence).num_new_blobs == 0
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_of_several_signatures_that_of_the_right_key_counts(url: str, tmp_path: Path) -> None:
     first, second, stranger = (new_key(tmp_path, name) for name in ("first", "second", "stranger"))
     push(open_registry(url), make_artifact(tmp_path), name="model")
@@ -325,7 +325,7 @@ def test_of_several_signatures_that_of_the_right_key_counts(url: str, tmp_path: 
     assert _content(pull_evidence(f"{url}/model", tmp_path / "proof")) == _content(newer)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_a_signature_of_other_files_is_refused_at_both_ends(url: str, tmp_path: Path) -> None:
     key = new_key(tmp_path)
     verifier = KeyVerifier(key.public)
@@ -361,7 +361,7 @@ def list_tags_or_none(url: str) -> tuple[Tag, ...]:
         return ()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_evidence_that_is_not_signed_is_not_pulled_as_signed(url: str, tmp_path: Path) -> None:
     key = new_key(tmp_path)
     verifier = KeyVerifier(key.public)

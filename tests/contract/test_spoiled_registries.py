@@ -64,7 +64,7 @@ def _refused(ref: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("damage", ["one byte", "longer", "shorter", "empty"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_a_blob_of_other_bytes_is_refused(
     stored: Stored, damage: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_blob_of_other_bytes_is_refused(
     _refused(f"{stored.url}/model", here, capsys)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_a_manifest_in_the_place_of_another_is_refused(
     stored: Stored, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +89,7 @@ def test_a_manifest_in_the_place_of_another_is_refused(
     _refused(f"{stored.url}/model@{right.manifest_digest}", here, capsys)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_an_artifact_manifest_in_the_place_of_another_is_refused(
     stored: Stored, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +100,7 @@ def test_an_artifact_manifest_in_the_place_of_another_is_refused(
 
 
 @pytest.mark.parametrize("title", ["../outside.bin", "{absolute}", "a/../../outside.bin", ""])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_a_title_that_leads_out_of_the_destination_is_refused(
     stored: Stored, title: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_title_that_leads_out_of_the_destination_is_refused(
 
 
 @pytest.mark.parametrize("size", [1, len(WEIGHTS) * 2, 1 << 59])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_a_layer_of_another_size_than_the_artifact_states_is_refused(
     stored: Stored, size: int, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

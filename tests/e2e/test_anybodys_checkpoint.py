@@ -67,6 +67,7 @@ def test_a_checkpoint_that_another_writer_packed_is_measured_by_what_its_codes_m
     assert "checkpoint compared with" in (work / "proofs" / method / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_every_format_proves_the_same_with_its_manifest_and_without(
     command: Command, recipe: Callable[..., Path], work: Path
 ) -> None:

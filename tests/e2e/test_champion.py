@@ -243,6 +243,7 @@ def test_wrong_challenges_get_a_sentence(
     assert "two jobs could both promote" in err
 
 
+@pytest.mark.slow
 def test_evidence_that_was_missing_is_attached_by_a_validation(
     recipe: Callable[..., Path], command: Command, model_dir: Path, work: Path
 ) -> None:

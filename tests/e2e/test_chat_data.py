@@ -59,6 +59,7 @@ def test_calibrated_on_chat_and_judged_by_plain_text_is_warned_of(
     assert "warnings" not in run(command, chat_recipe([calibrate, quantize, export, judged]))["report"]
 
 
+@pytest.mark.slow
 def test_answers_alone_change_the_codes_and_training(
     chat_recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:

@@ -85,6 +85,7 @@ def artifact(workspace: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_pruned_model_learns_and_is_judged_against_the_source(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_text_that_the_teacher_writes(recipe: Recipe, command: Command, work: Pa
     assert plain["data"]["digest"] != found["data"]["digest"]
 
 
+@pytest.mark.slow
 def test_a_quantized_artifact_teaches(recipe: Recipe, command: Command, work: Path) -> None:
     code, _, err = command("run", recipe(stages=[CALIBRATE, RECIPE["stages"][1]]), "--workspace", "teacher")
     assert code == 0, err

@@ -93,6 +93,7 @@ def test_a_draft_learns_to_be_accepted_and_says_how(recipe: Recipe, command: Com
     assert len(trained.tokens_NS) == 128
 
 
+@pytest.mark.slow
 def test_a_draft_for_pruned_weights_that_are_not_quantized(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_killed_and_resumed_the_head_has_the_same_bits(recipe: Recipe, command: 
     assert drafted(command, path, "killed").digest == undisturbed.digest
 
 
+@pytest.mark.slow
 def test_the_exported_head_names_its_verifier_without_its_place(
     recipe: Recipe,
     command: Command,

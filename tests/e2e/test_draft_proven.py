@@ -138,6 +138,7 @@ def test_a_head_is_proven_like_a_model(recipe: Recipe, command: Command, work: P
     )
 
 
+@pytest.mark.slow
 def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Command, work: Path) -> None:
     lookup = {**SERVED, "kind": "ngram", "rule": "coupled", "temperatures": [0.7]}
     steps = [

@@ -60,7 +60,7 @@ def pulling(work: Path) -> list[Path]:
     return sorted(each for each in work.iterdir() if each.name.endswith(".pulling"))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 def test_sigterm_ends_a_pull_with_143_one_document_and_nothing_left(ref: str, work: Path) -> None:
     ended = run_alone(int(signal.SIGTERM), "pull", ref, work / "copy", "--json", code=DISTURBED)
     assert ended.returncode == 143, ended.stderr

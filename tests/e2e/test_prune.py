@@ -263,7 +263,7 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     ],
     ids=["rounds", "target"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_two_ranks_give_the_artifact_of_one(
     spec: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:
