@@ -11,7 +11,8 @@ from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
 from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import Tile, e4m3_factors
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
+from compress.kernels.quantize_rows.blocks import quantize_blocks
 from compress.kernels.quantize_rows.fused import dequantize_rows, quantize_rows
 
 MAX_PAIRED_ROWS = 4
@@ -127,7 +128,7 @@ def operand_of(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows as a product reads them, and their scales where they are codes of eight bits."""
     if isinstance(x, Tensor) and quant is not None:
-        x = (quantize_rows if quant.scale_type is None else quantize)(x, quant)
+        x = (quantize_rows if quant.scale_type is None else quantize_blocks)(x, quant)
     if isinstance(x, QuantizedRows) and packed.format not in ("fp8", "fp8_block", "int8"):
         x = dequantize_rows(x, packed.dtype)
     if isinstance(x, Tensor):

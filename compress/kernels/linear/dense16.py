@@ -57,16 +57,18 @@ def _hopper_refusal(problem: Problem) -> str | None:
 
 
 SCHEMES = ("BF16", "F16")
-for _kernel in (
-    *decode_kernels("stream.dense16", schemes=SCHEMES, fn=linear, repack=repack, refusal=_refusal),
-    *decode_kernels(
-        "hopper.dense16",
-        schemes=SCHEMES,
-        fn=hopper_linear,
-        repack=repack,
-        refusal=_hopper_refusal,
-        min_sm=90,
-        priority=30,
-    ),
-):
-    register(_kernel)
+LINEARS = [
+    register(each)
+    for each in (
+        *decode_kernels("stream.dense16", schemes=SCHEMES, fn=linear, repack=repack, refusal=_refusal),
+        *decode_kernels(
+            "hopper.dense16",
+            schemes=SCHEMES,
+            fn=hopper_linear,
+            repack=repack,
+            refusal=_hopper_refusal,
+            min_sm=90,
+            priority=30,
+        ),
+    )
+]

@@ -68,13 +68,15 @@ def refusal(problem: Problem) -> str | None:
     return hopper_refusal(problem) or refuse_powers(SCHEMES[problem.scheme], problem.dtype)
 
 
-for _kernel in decode_kernels(
-    "hopper.fp4",
-    schemes=MULTIPLIED,
-    fn=hopper_linear,
-    repack=repack,
-    refusal=refusal,
-    min_sm=90,
-    priority=30,
-):
-    register(_kernel)
+LINEARS = [
+    register(each)
+    for each in decode_kernels(
+        "hopper.fp4",
+        schemes=MULTIPLIED,
+        fn=hopper_linear,
+        repack=repack,
+        refusal=refusal,
+        min_sm=90,
+        priority=30,
+    )
+]

@@ -150,17 +150,20 @@ def _refusal(problem: Problem, *, given: MatrixFormat) -> str | None:
     return refusal(problem, given=given, activation=None, decode=False)
 
 
-for _given in FORMATS:
-    if _given == "int8":  # prefill_int8.py
-        continue
-    register(
-        Kernel(
-            "linear",
-            f"triton.{_given}.prefill",
-            min_sm=80,
-            priority=5,
-            supports=partial(_refusal, given=_given),
-            fn=linear,
-            repack=REPACKS[_given],
+LINEARS = {
+    given: [
+        register(
+            Kernel(
+                "linear",
+                f"triton.{given}.prefill",
+                min_sm=80,
+                priority=5,
+                supports=partial(_refusal, given=given),
+                fn=linear,
+                repack=REPACKS[given],
+            )
         )
-    )
+    ]
+    for given in FORMATS
+    if given != "int8"  # prefill_int8.py
+}

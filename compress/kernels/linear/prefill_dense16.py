@@ -44,14 +44,16 @@ def library_refusal(problem: Problem) -> str | None:
     return None
 
 
-register(
-    Kernel(
-        "linear",
-        "dense16.cublas",
-        min_sm=80,
-        priority=10,
-        supports=refusal,
-        fn=linear,
-        repack=repack,
+LINEARS = [
+    register(
+        Kernel(
+            "linear",
+            "dense16.cublas",
+            min_sm=80,
+            priority=10,
+            supports=refusal,
+            fn=linear,
+            repack=repack,
+        )
     )
-)
+]

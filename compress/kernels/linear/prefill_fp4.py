@@ -13,14 +13,16 @@ def _refusal(problem: Problem) -> str | None:
     return fp4.refusal(problem) or refuse_size(problem)
 
 
-register(
-    Kernel(
-        "linear",
-        "hopper.fp4.dequantize",
-        min_sm=90,
-        priority=10,
-        supports=_refusal,
-        fn=linear,
-        repack=fp4.repack,
+LINEARS = [
+    register(
+        Kernel(
+            "linear",
+            "hopper.fp4.dequantize",
+            min_sm=90,
+            priority=10,
+            supports=_refusal,
+            fn=linear,
+            repack=fp4.repack,
+        )
     )
-)
+]

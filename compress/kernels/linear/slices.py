@@ -110,16 +110,20 @@ def _refusal(problem: Problem, *, given: MatrixFormat, activation: str | None) -
     return refusal(problem, given=given, activation=activation, decode=True)
 
 
-for _given in FORMATS:
-    for _activation in ACTIVATIONS:
+LINEARS = {
+    given: [
         register(
             Kernel(
                 "linear",
-                ".".join(["cuda.slices", _given, *([_activation] if _activation else [])]),
+                ".".join(["cuda.slices", given, *([activation] if activation else [])]),
                 min_sm=80,
                 priority=5,
-                supports=partial(_refusal, given=_given, activation=_activation),
-                fn=partial(linear, activation=_activation),
-                repack=REPACKS[_given],
+                supports=partial(_refusal, given=given, activation=activation),
+                fn=partial(linear, activation=activation),
+                repack=REPACKS[given],
             )
         )
+        for activation in ACTIVATIONS
+    ]
+    for given in FORMATS
+}

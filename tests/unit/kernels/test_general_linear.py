@@ -79,6 +79,8 @@ def in_float64(
         ("W8A16", torch.float16, (21, 16), 144, True),
         ("MXFP4", torch.bfloat16, (16, 32), 160, True),
         ("NVFP4", torch.float16, (48,), 208, False),
+        ("MXFP4_W4A4", torch.bfloat16, (16, 32), 160, False),
+        slow("MXFP8", torch.bfloat16, (37,), 96, True),
         slow("NVFP4", torch.bfloat16, (16, 16), 384, True),
         slow("W8A16", torch.bfloat16, (37,), 384, False),
         slow("W4A16_CHANNEL", torch.bfloat16, (16,), 80, False),

@@ -21,7 +21,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     from triton.compiler import ASTSource
 
     from compress.kernels.linear import prefill_w4a16, prefill_widened
-    from compress.kernels.quantize_rows import fused
+    from compress.kernels.quantize_rows import blocks, fused
     from compress.kernels.sample import choose
 
     pdl = sm >= 90
@@ -44,6 +44,18 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             ["*bf16", "*u8", "*fp32", "*fp32"],
             {**whole, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
             4,
+        ),
+        *(
+            (
+                blocks._quantize_blocks,
+                ["*bf16", "*u8", "*fp32", *global_scale],
+                {"SIZE": 14336, "BLOCK": 16384, "GROUP": group, "LARGEST": largest, **absent},
+                32,
+            )
+            for group, largest, global_scale, absent in (
+                (16, 6.0, ["*fp32"], {}),
+                (32, 448.0, [], {"global_ptr": None}),
+            )
         ),
         *(
             (
@@ -119,6 +131,7 @@ if INTERPRETED:
     from compress.kernels.operands.rows import ActivationQuant, Branch, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
     from compress.kernels.post_norm.reference import post_norm as reference_post_norm
+    from compress.kernels.quantize_rows.blocks import quantize_blocks
     from compress.kernels.quantize_rows.fused import dequantize_rows, quantize_rows
     from compress.kernels.rms_norm.fused import rms_norm
     from compress.kernels.rms_norm.reference import rms_norm_rows
@@ -192,10 +205,24 @@ if INTERPRETED:
     def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
-    @pytest.mark.parametrize("num_bits", [4, 8])
-    def test_numbers_of_blocks_are_those_of_the_definition(num_bits: int) -> None:
-        quant = ActivationQuant(group_size=32, num_bits=num_bits, scale_type="e8m0")
-        rows = quantize(randn(5, 96), quant)
+    @pytest.mark.parametrize("size", [32, 96, 1024])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize(
+        "quant",
+        [
+            ActivationQuant(group_size=32, num_bits=4, scale_type="e8m0"),
+            ActivationQuant(group_size=32, scale_type="e8m0"),
+            ActivationQuant(group_size=16, num_bits=4, scale_type="e4m3", global_scale=torch.tensor(64.0)),
+            ActivationQuant(group_size=16, num_bits=4, scale_type="e4m3", global_scale=torch.tensor(3000.7)),
+        ],
+    )
+    def test_blocks_are_quantized_by_the_definition(
+        quant: ActivationQuant, size: int, dtype: torch.dtype
+    ) -> None:
+        halves = torch.arange(-64, 64).to(dtype).div(8).repeat(size // 32 + 1)[:size]
+        x = torch.cat((extreme_rows(size, dtype), halves.unsqueeze(0), randn(6, size).to(dtype)))
+        rows = quantize(x, quant)
+        assert_same_rows(quantize_blocks(x, quant), rows)
         assert_same_numbers(dequantize_rows(rows, torch.float16), rows.dequantize(torch.float16))
 
     @pytest.mark.parametrize("size", [128, 384, 1024])
