@@ -9,6 +9,7 @@ import torch
 from compress.kernels.linear.launch import ACTIVATIONS
 from compress.kernels.operands.rows import input_quant, quantize
 from compress.kernels.problem import KernelDevice
+from compress.kernels.quantize_rows.blocks import quantize_blocks
 from compress.kernels.select import select
 from tests.support.random_experts import randn, random_weight
 from tests.unit.kernels.test_experts import same_bits, wide
@@ -47,7 +48,10 @@ def test_rounded_rows_are_multiplied_as_the_definition_says(
     packed = kernel.repack(weights, dtype=dtype, device=CUDA, gated=activation is not None)
     quant = input_quant(weights, CUDA)
     assert quant is not None
-    rows = quantize(randn(ROWS, k, seed=1).to(CUDA, dtype), quant)
+    x_TI = randn(ROWS, k, seed=1).to(CUDA, dtype)
+    rows, codes = quantize(x_TI, quant), quantize_blocks(x_TI, quant)
+    assert same_bits(codes.values_TK, rows.values_TK)
+    assert same_bits(codes.scale_T, rows.scale_T)
     bias_O = randn(sum(sizes), seed=4).to(CUDA, dtype)
     numbers = rows.dequantize(torch.float32).to(dtype).double()
     expected = in_float64(numbers, [wide(each).to(CUDA) for each in weights], bias_O, activation)

@@ -90,7 +90,7 @@ def rounded(kernel: Kernel, repack: Repack) -> Kernel:
 
 
 _REPACKS: dict[Any, Repack] = {}
-"""By the repack of the weights alone: kernels of one layout share it here, too."""
+"""The repack for each of the weights alone, which kernels of one layout share."""
 
 for _kernel in (
     *fp4.LINEARS,

@@ -1,5 +1,5 @@
-"""Quantization of rows in blocks of columns whose scales are one byte, in one pass; `quant/block_inputs.py` has
-the definition, and its bits. One program holds one whole row in registers.
+"""Quantization of rows in blocks of columns whose scales are one byte, in one pass, with the bits of the
+definition in `quant/block_inputs.py`. One program holds one whole row in registers.
 
 Shapes: T rows, K columns, G blocks of a row.
 """
@@ -39,9 +39,9 @@ def _quantize_blocks(
     parts = tl.reshape(x.to(tl.float32), [GROUPS, GROUP])
     absmax = tl.reduce(tl.abs(parts), 1, larger)
     wanted = tl.div_rn(absmax, LARGEST)
-    if global_ptr is None:  # the least power of two above, from 2^-126 to 2^127
+    if global_ptr is None:  # the least power of two above, from 2^-126 to 2^125
         power = (wanted.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7F000000)
+        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
         scale = power.to(tl.float32, bitcast=True)
     else:
         factor = tl.load(global_ptr)
@@ -49,9 +49,8 @@ def _quantize_blocks(
             e4m3_float16(encode_e4m3(tl.minimum(wanted * factor, 448.0))).to(tl.float32), factor
         )
     scale = tl.where(absmax < float("inf"), scale, float("nan"))
-    steps = tl.where(
-        (scale > 0.0)[:, None], tl.div_rn(parts, tl.broadcast_to(scale[:, None], parts.shape)), 0.0
-    )
+    divisor = tl.broadcast_to(scale[:, None], parts.shape)
+    steps = tl.where(divisor > 0.0, tl.div_rn(parts, divisor), 0.0)
     steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
     if LARGEST == 6:  # e2m1 counts in halves below 2, in ones below 4, and then in twos
         size = tl.abs(steps)

@@ -223,6 +223,9 @@ if INTERPRETED:
         x = torch.cat((extreme_rows(size, dtype), halves.unsqueeze(0), randn(6, size).to(dtype)))
         rows = quantize(x, quant)
         assert_same_rows(quantize_blocks(x, quant), rows)
+        for broken in (float("nan"), float("inf")):
+            x[1, 7] = broken
+            assert quantize_blocks(x, quant).scale_T.isnan().nonzero().tolist() == [[1, 0]]
         assert_same_numbers(dequantize_rows(rows, torch.float16), rows.dequantize(torch.float16))
 
     @pytest.mark.parametrize("size", [128, 384, 1024])
