@@ -2,8 +2,6 @@
 files.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from compress.kernels.select import select
@@ -29,7 +27,7 @@ def test_every_scheme_and_cache_has_a_word_for_every_device() -> None:
         assert header[1:] == list(DEVICES)
         assert sorted(", ".join(row[0] for row in rows).split(", ")) == sorted(f"`{name}`" for name in names)
         cells = {cell.strip("[").partition("]")[0] for row in rows for cell in row[1:]}
-        assert cells <= {MEASURED, COMPILED, REFERENCE, devices.UNTESTABLE}
+        assert cells <= {MEASURED, COMPILED, REFERENCE}
 
 
 @pytest.mark.parametrize(("device", "subject", "name"), CELLS)
@@ -69,10 +67,3 @@ def test_accuracy_and_other_programs_are_no_timing() -> None:
     paths = {each.path for each in devices.timings()}
     assert "benchmarks/quality.json" not in paths
     assert all(each.row.get("tool", "compress") == "compress" for each in devices.timings())
-
-
-def test_inputs_of_four_bits_cannot_be_tested_on_these_gpus() -> None:
-    both = replace(SCHEMES["NVFP4"], name="NVFP4_BOTH", activation="group")
-    words = [devices.word(device, LINEAR, both.name, scheme=both) for device in DEVICES]
-    assert words == [devices.UNTESTABLE, devices.UNTESTABLE, REFERENCE]
-    assert devices.word("Hopper (sm_90)", LINEAR, "NVFP4", scheme=SCHEMES["NVFP4"]) != devices.UNTESTABLE

@@ -15,14 +15,13 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.quant.kv import KV_CACHES, page_format, transforms_heads
-from compress.quant.scheme import DENSE, SCHEMES, Scheme
+from compress.quant.scheme import DENSE, SCHEMES
 from scripts.docs.markdown import table
 from scripts.docs.result_files import BENCHMARKS, ROOT, ResultFile, Row
 
 MEASURED = "measured"
 COMPILED = "compiled only"
 REFERENCE = "reference"
-UNTESTABLE = "not testable here"
 DENSE_SHAPE = "meta-llama/Llama-3.1-8B"
 MIXTURE_SHAPE = "Qwen/Qwen3-30B-A3B"
 CAPABILITIES: Mapping[str, int] = {"NVIDIA H200": 90, "NVIDIA H100 80GB HBM3": 90}
@@ -32,8 +31,8 @@ DEVICES: Mapping[str, KernelDevice] = {
     "Ampere (sm_80)": KernelDevice("cuda", 80, torch.bfloat16),
     "CPU": KernelDevice("cpu", 0, torch.float32),
 }
-FP4_INPUTS_SM = 100
-"""The least compute capability, times ten, of a GPU that multiplies inputs of four bits."""
+BLOCK_INPUTS_SM = 100
+"""The least compute capability, times ten, of a GPU that multiplies codes in blocks by their scales."""
 LINEAR, EXPERTS, CACHE = "linear", "experts", "cache"
 HADAMARD_OP = "hadamard"
 OPS: Mapping[str, tuple[str, ...]] = {
@@ -117,16 +116,8 @@ def is_reference(row: Served) -> bool:
     return row.kernel is None or KERNELS[row.problem.op].get(row.kernel).priority == 0
 
 
-def has_fp4_inputs(scheme: Scheme | None) -> bool:
-    """Return whether inputs are rounded to the four-bit floats of the weights."""
-    return scheme is not None and scheme.scale_type is not None and scheme.activation is not None
-
-
-def word(device: str, subject: str, name: str, *, scheme: Scheme | None = None) -> str:
+def word(device: str, subject: str, name: str) -> str:
     """Return one word for a scheme or cache format on a device."""
-    sm = DEVICES[device].sm
-    if has_fp4_inputs(scheme) and 0 < sm < FP4_INPUTS_SM:
-        return UNTESTABLE
     rows = rows_of(device, subject, name)
     if not rows or any(map(is_reference, rows)):
         return REFERENCE
@@ -154,7 +145,7 @@ def timing_of(device: str, subject: str, name: str) -> Timing | None:
 
 def cell(device: str, subject: str, name: str) -> str:
     """Return the word of a cell, with a link to the file where it is measured."""
-    found = word(device, subject, name, scheme=SCHEMES.get(name))
+    found = word(device, subject, name)
     timing = timing_of(device, subject, name)
     return f"[{found}](../../{timing.path})" if found == MEASURED and timing is not None else found
 
@@ -182,10 +173,10 @@ def caches() -> str:
     return words(CACHE, (DENSE, *KV_CACHES.values()), "KV cache")
 
 
-def fp4_inputs() -> str:
-    """Return the sentence on inputs of four bits."""
-    names = [f"`{name}`" for name, scheme in SCHEMES.items() if has_fp4_inputs(scheme)]
-    why = f"because GPUs multiply them from sm_{FP4_INPUTS_SM} on"
-    if names:
-        return f"Inputs of four bits ({', '.join(names)}) are *{UNTESTABLE}* on these GPUs, {why}."
-    return f"No scheme here has inputs of four bits; on these GPUs one would be *{UNTESTABLE}*, {why}."
+def block_inputs() -> str:
+    """Return the sentence on inputs in blocks with scales of one byte."""
+    names = [f"`{name}`" for name, each in SCHEMES.items() if each.scale_type and each.activation]
+    return (
+        f"Inputs of {', '.join(names)} are rounded on these GPUs and multiplied as 16-bit numbers: GPUs "
+        f"multiply their codes from sm_{BLOCK_INPUTS_SM} on."
+    )
