@@ -160,7 +160,8 @@ def _original_max_position(places: tuple[Fields, ...], config: Fields) -> int:
 
 def _attention_factor(kind: str, rope: Fields, config: Fields, original_max_position: int) -> float:
     """Return the factor of cos and sin."""
-    if rope.has(YARN_FACTOR) and (kind != "yarn" or rope.has("attention_factor")):
+    own = rope.number(YARN_FACTOR, *_TURNS, default=1.0)
+    if own != 1 and (kind != "yarn" or rope.has("attention_factor")):
         raise UnsupportedArch(
             f"rope_parameters has {YARN_FACTOR}, which multiplies the factor that YaRN computes: it goes "
             "with rope_type 'yarn' without attention_factor."
@@ -171,8 +172,7 @@ def _attention_factor(kind: str, rope: Fields, config: Fields, original_max_posi
         return rope.number("attention_factor", *_TURNS)
     if kind == "longrope":
         return _longrope_attention_factor(rope, config, original_max_position)
-    computed = _yarn_attention_factor(rope, rope.number("factor", *FACTORS, default=1.0))
-    return computed * rope.number(YARN_FACTOR, *_TURNS, default=1.0)
+    return own * _yarn_attention_factor(rope, rope.number("factor", *FACTORS, default=1.0))
 
 
 def _longrope_attention_factor(rope: Fields, config: Fields, original_max_position: int) -> float:
@@ -201,7 +201,8 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 
 
 def states_yarn_factor(config: Mapping[str, Any]) -> bool:
-    """Return whether a rope of a config that was read, or of its text model, has `YARN_FACTOR`."""
+    """Return whether a rope of a config that was read, or of its text model, has a `YARN_FACTOR` that is not
+    1."""
 
     def mappings(values: Iterable[Any]) -> list[Mapping[str, Any]]:
         return [each for each in values if isinstance(each, Mapping)]
@@ -209,4 +210,4 @@ def states_yarn_factor(config: Mapping[str, Any]) -> bool:
     configs = mappings((config, config.get("text_config")))
     ropes = mappings(each.get(name) for each in configs for name in _NAMES)
     by_layer_type = mappings(each for rope in ropes for each in rope.values())
-    return any(YARN_FACTOR in each for each in (*ropes, *by_layer_type))
+    return any(each.get(YARN_FACTOR) not in (None, 1) for each in (*ropes, *by_layer_type))

@@ -177,14 +177,19 @@ def _problem(
     others: int,
     more_choices: int,
 ) -> Problem:
-    """Return the problem of the experts of a layer, like `expert`, and of so many others."""
-    gate = expert.gate
-    return deployment.kernel_device.problem(
+    """Return the problem of the experts of a layer, like `expert`, and of so many others. Its scheme names
+    that of gate and up and that of down where they are two."""
+    device = deployment.kernel_device
+    schemes = [
+        each.scheme.name if isinstance(each, QuantizedWeight) else device.dense
+        for each in (expert.gate, expert.down)
+    ]
+    return device.problem(
         "experts",
         n=expert.down.shape[0],
         k=expert.down.shape[1],
         phase=phase,
-        scheme=gate.scheme.name if isinstance(gate, QuantizedWeight) else None,
+        scheme="+".join(dict.fromkeys(schemes)),
         activation=activation,
         experts=facts.num_experts + others,
         top_k=facts.top_k + more_choices,

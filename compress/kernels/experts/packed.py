@@ -26,7 +26,7 @@ from compress.kernels.operands.matrices import (
 from compress.kernels.operands.routing import ExpertWeights, expert_inputs
 from compress.kernels.operands.rows import ActivationQuant
 from compress.kernels.problem import DENSE_SCHEMES, Problem
-from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 
 MIN_COLUMNS = 16
 DECODED_IN_SLICES: tuple[MatrixFormat, ...] = ("w4", "int8", "w8", "fp4")
@@ -71,7 +71,7 @@ class PackedExperts:
 
 
 def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torch.device) -> PackedExperts:
-    """Repack the experts of a layer; all have one scheme, but they need not be quantized by one."""
+    """Repack the experts of a layer, whose weights all have the format of the first one's scheme."""
     gate_ups = [(each.gate, each.up) for each in experts]
     downs = [(each.down,) for each in experts]
     down_bias = [(each.down_bias,) for each in experts]
@@ -99,15 +99,26 @@ def state_size(ffn: int) -> int:
 
 
 def format_of_problem(problem: Problem) -> MatrixFormat | None:
-    """Return the format of a problem's weights, None where there is none."""
-    if problem.scheme in SCHEMES:
-        return format_of_weights(SCHEMES[problem.scheme])
-    return "dense16" if problem.scheme == DENSE_SCHEMES[problem.dtype] else None
+    """Return the format of a problem's weights, None where there is none. Gates and downs of two schemes have
+    one where they are codes of one format by 16-bit rows."""
+    if problem.scheme == DENSE_SCHEMES[problem.dtype]:
+        return "dense16"
+    schemes = schemes_of(problem)
+    formats = {format_of_weights(each) for each in schemes}
+    takes_all = len(schemes) == 1 or all(each.activation is None for each in schemes)
+    return formats.pop() if takes_all and len(formats) == 1 else None
+
+
+def schemes_of(problem: Problem) -> list[Scheme]:
+    """Return the scheme of a problem's codes, or those of gate and of down where they differ; none where one
+    of them is not known."""
+    names = problem.scheme.split("+")
+    return [SCHEMES[name] for name in names] if SCHEMES.keys() >= {*names} else []
 
 
 def rounds_apart(problem: Problem) -> bool:
     """Return whether rows are rounded otherwise than for the codes of a format, and so by themselves."""
-    return problem.scheme in SCHEMES and format_of(SCHEMES[problem.scheme]) is None
+    return any(format_of(each) is None for each in schemes_of(problem))
 
 
 def refusal(problem: Problem) -> str | None:
@@ -115,15 +126,17 @@ def refusal(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
     if format_of_problem(problem) is None:
-        return "for weights of 16 bits in the model's dtype, and for codes"
-    scheme = SCHEMES.get(problem.scheme)
-    if scheme is not None and (reason := refuse_powers(scheme, problem.dtype)):
-        return reason
+        return f"no format holds {problem.scheme}"
+    schemes = schemes_of(problem)
+    for scheme in schemes:
+        if reason := refuse_powers(scheme, problem.dtype):
+            return reason
     for name, size in (("D", problem.n), ("F", problem.k)):
         if size % MIN_COLUMNS:
             return f"{name} = {size} is no multiple of {MIN_COLUMNS}"
-        if scheme is not None and scheme.group_size is not None and size % scheme.group_size:
-            return f"{name} = {size} is no multiple of the group size {scheme.group_size}"
+        for scheme in schemes:
+            if scheme.group_size is not None and size % scheme.group_size:
+                return f"{name} = {size} is no multiple of the group size {scheme.group_size}"
     return None
 
 

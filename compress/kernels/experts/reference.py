@@ -140,7 +140,7 @@ def combined(y_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, dtyp
 
 
 def _refusal(problem: Problem, *, activation: str, few_rows: bool, device: str | None) -> str | None:
-    if problem.scheme not in (*DENSE_SCHEMES.values(), *SCHEMES):
+    if not {*problem.scheme.split("+")} <= {*DENSE_SCHEMES.values(), *SCHEMES}:
         return f"for {', '.join((*DENSE_SCHEMES.values(), *SCHEMES))}"
     if problem.activation != activation:
         return f"its experts are gated by {activation}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import dense16, fp4, general, prefill_dense16, prefill_fp4, slices
+from compress.kernels.operands.matrices import refuse_powers
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.quantize_rows.fused import dequantize_rows
@@ -34,13 +35,13 @@ class Rounded:
     dtype: torch.dtype
 
 
-def repack_of(repack: Repack | None) -> Repack:
+@functools.cache
+def repack_of(repack: Any) -> Repack:
     """Return the repack of weights whose inputs are rounded, for the layout of another."""
 
     def rounded(
         weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
     ) -> Rounded:
-        assert repack is not None, "a linear repacks its weights"
         alone = [_alone(weight, dtype) for weight in weights]
         return Rounded(repack(alone, dtype=dtype, device=device, gated=gated), dtype)
 
@@ -67,37 +68,37 @@ def linear(
     return product(dequantize_rows(x, packed.dtype), packed.weights, bias_O, **epilogue)
 
 
-def rounded(kernel: Kernel, repack: Repack) -> Kernel:
+def rounded(kernel: Kernel, *, suffix: str) -> Kernel:
     """Return the kernel of rounded rows that multiplies as one of the weights alone does."""
 
     def supports(problem: Problem) -> str | None:
         if problem.scheme not in ALONE:
             return f"for {', '.join(ALONE)}"
-        group_size = SCHEMES[problem.scheme].group_size
-        if group_size is not None and problem.k % group_size:
-            return f"K = {problem.k} is no multiple of the group size {group_size}"
+        scheme = SCHEMES[problem.scheme]
+        if scheme.group_size is not None and problem.k % scheme.group_size:
+            return f"K = {problem.k} is no multiple of the group size {scheme.group_size}"
+        if reason := refuse_powers(scheme, problem.dtype):
+            return reason
         alone = ALONE[problem.scheme] or DENSE_SCHEMES[problem.dtype]
         return kernel.supports(replace(problem, scheme=alone))
 
+    layout: Any = kernel.repack
     return replace(
         kernel,
-        name=f"{kernel.name}.rounded",
+        name=f"{kernel.name}.{suffix}",
         supports=supports,
         fn=functools.partial(linear, product=kernel.fn),
-        repack=repack,
+        repack=repack_of(layout),
         prepares=False,
     )
 
 
-_REPACKS: dict[Any, Repack] = {}
-"""The repack for each of the weights alone, which kernels of one layout share."""
-
+for _kernel in (*fp4.LINEARS, *prefill_fp4.LINEARS, *slices.LINEARS["fp4"], *general.LINEARS["fp4"]):
+    register(rounded(_kernel, suffix="rounded"))
 for _kernel in (
-    *fp4.LINEARS,
-    *prefill_fp4.LINEARS,
     *dense16.LINEARS,
     *prefill_dense16.LINEARS,
-    *(each for form in ("fp4", "dense16") for each in (*slices.LINEARS[form], *general.LINEARS[form])),
+    *slices.LINEARS["dense16"],
+    *general.LINEARS["dense16"],
 ):
-    _repack = _REPACKS.setdefault(_kernel.repack, repack_of(_kernel.repack))
-    register(rounded(_kernel, _repack))
+    register(rounded(_kernel, suffix="rounded.dequantized"))

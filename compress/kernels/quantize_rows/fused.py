@@ -71,7 +71,7 @@ def row_output(
         return out, {"out_ptr": out, **nothing, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
     group_size = quant.group_size or 0
     assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
-    assert quant.scale_type is None, "scales of one byte are found by the reference"
+    assert quant.scale_type is None, "scales of one byte are found by another kernel"
     assert group_size == 0 or size % group_size == 0, f"{size} features are no whole groups of {group_size}"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     shape = (num_rows, size // group_size) if group_size else (num_rows,)
@@ -219,6 +219,7 @@ def _dequantize_rows(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     INTEGERS: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -231,11 +232,14 @@ def _dequantize_rows(
     if zero_ptr is not None:
         numbers -= tl.load(zero_ptr + row).to(tl.float32)
     scale = tl.load(scale_ptr + row * (SIZE // GROUP) + columns // GROUP, mask=inside, other=0.0)
-    tl.store(out_ptr + row * SIZE + columns, (numbers * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    numbers *= scale
+    numbers = tl.where(numbers > LARGEST, LARGEST, tl.where(numbers < -LARGEST, -LARGEST, numbers))
+    tl.store(out_ptr + row * SIZE + columns, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """Return codes times scales in `dtype`, [T, K], with the bits of `QuantizedRows.dequantize`."""
+    """Return codes times scales in `dtype`, [T, K], with the bits of `QuantizedRows.dequantize`; numbers that
+    rounding took beyond the largest of `dtype` are that one."""
     values_TK = rows.values_TK.contiguous()
     num_rows, size = values_TK.shape
     integers = values_TK.dtype == INT8
@@ -245,8 +249,9 @@ def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
         rows.scale_T.contiguous(),
         rows.zero_T,
         out_TK,
-        GROUP=size * num_rows // max(rows.scale_T.numel(), 1),
+        GROUP=size // (rows.scale_T.shape[1] if rows.scale_T.dim() == 2 else 1),
         INTEGERS=integers,
+        LARGEST=torch.finfo(dtype).max,
         **row_options(size, values_TK.device),
     )
     return out_TK

@@ -2,7 +2,7 @@
 row of either has the same bits in any company. The Triton kernels run in triton's interpreter, those in CUDA
 by `cuda_emulator.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from compress.kernels.experts import packed as packed_experts
 from compress.kernels.experts import reference, slices
+from compress.kernels.experts.launch import operand_of
 from compress.kernels.operands import matrices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.problem import KernelDevice, Problem
+from compress.kernels.operands.rows import input_quant, quantize
+from compress.kernels.problem import PHASES, KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
 from compress.models.experts import Experts
@@ -286,6 +288,63 @@ def test_triton_experts_of_dense_weights(
     )
     for phase in ("decode", "prefill"):
         check(phase, None, torch.float16, given)
+
+
+@inside
+@pytest.mark.parametrize("name", [*FIXED, "INT8_DYNAMIC_ASYM", "W4A8_FP8", "MXFP4_W4A4"])
+def test_rows_are_rounded_by_the_scales_of_all_experts(name: str) -> None:
+    dtype = torch.float16
+    given = layer(name, dtype, count=3)
+    packed = packed_experts.repack(given.experts, dtype=dtype, device=CPU)
+    gates = [each for expert in given.experts for each in (expert.gate, expert.up)]
+    for weights, quant in (
+        (gates, packed.gate_up_input),
+        ([expert.down for expert in given.experts], packed.down_input),
+    ):
+        expected = input_quant(weights, CPU)
+        assert expected is not None
+        rows = quantize(given.x_TD, expected)
+        values, scale_T = operand_of(given.x_TD, quant, packed)
+        if scale_T is None:
+            assert same_bits(values, rows.dequantize(dtype))
+            continue
+        assert same_bits(values.view(torch.uint8), rows.values_TK.view(torch.uint8))
+        assert same_bits(scale_T, rows.scale_T)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+def test_gate_and_down_of_two_schemes_share_kernels_where_they_share_a_format() -> None:
+    hopper = KernelDevice("cuda", 90, torch.bfloat16)
+    for names, served in (
+        ("W4A16_G128+W4A16_G64", "cuda.slices"),
+        ("NVFP4+MXFP4", "cuda.slices"),
+        ("FP8_DYNAMIC+INT8_DYNAMIC", "reference"),
+        ("FP8_DYNAMIC+FP8_STATIC", "reference"),
+        ("NVFP4+NVFP4_W4A4", "reference"),
+        ("W4A16_G128+W8A16", "reference"),
+        ("BF16+FP8_DYNAMIC", "reference"),
+    ):
+        asked = hopper.problem("experts", n=256, k=256, scheme=names, activation="silu", experts=8, top_k=2)
+        assert select(asked).name.startswith(served), names
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+@pytest.mark.parametrize(("first", "second"), [("FP8_DYNAMIC", "W8A16"), ("W4A16_G128", None)])
+def test_gate_and_down_of_two_schemes_are_computed_each_by_its_own(first: str, second: str | None) -> None:
+    dtype = torch.float32
+    one, other = (layer(name, dtype) for name in (first, second))
+    mixed = replace(
+        one, experts=[replace(a, down=b.down) for a, b in zip(one.experts, other.experts, strict=True)]
+    )
+    deployment = Deployment(CPU, dtype, max_batch_size=8, max_step_tokens=512)
+    bound = ExpertLinears.bind(
+        Experts(5, 2, 128), torch.zeros(5, 128), mixed.experts, deployment, activation="silu"
+    )
+    for phase in PHASES:
+        out = bound.experts(mixed.x_TD, mixed.ids_TK, mixed.weights_TK, phase, residual=mixed.residual_TD)
+        expected = in_float64(mixed)
+        assert float((out.double() - expected).norm() / expected.norm()) < 1 / 16
+        assert bound.kernels[phase].problem.scheme == f"{first}+{second or 'F32'}"
 
 
 @inside

@@ -61,7 +61,14 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             (
                 fused._dequantize_rows,
                 [codes, "*fp32", *zero, "*bf16"],
-                {"SIZE": 14336, "BLOCK": 16384, "GROUP": group, "INTEGERS": bool(zero), **absent},
+                {
+                    "SIZE": 14336,
+                    "BLOCK": 16384,
+                    "GROUP": group,
+                    "INTEGERS": bool(zero),
+                    "LARGEST": 3e38,
+                    **absent,
+                },
                 32,
             )
             for codes, zero, group, absent in (
@@ -204,6 +211,14 @@ if INTERPRETED:
 
     def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+    def test_numbers_that_rounding_took_too_far_are_the_largest() -> None:
+        x = torch.full((3, 32), 65504.0, dtype=torch.float16)
+        x[1], x[2, 5] = -x[1], float("nan")
+        rows = quantize(x, ActivationQuant(group_size=32, scale_type="e8m0"))
+        numbers = dequantize_rows(rows, torch.float16)
+        assert_same_numbers(numbers, rows.dequantize(torch.float32).clamp(-65504, 65504).to(torch.float16))
+        assert dequantize_rows(rows[3:], torch.float16).shape == (0, 32)
 
     @pytest.mark.parametrize("size", [32, 96, 1024])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -136,6 +136,12 @@ def test_one_rope_may_be_stated_by_both_names() -> None:
         assert tiny_arch(LLAMA, **newer, rope_scaling=nothing).replace(config={}) == alone
 
 
+def test_a_factor_of_yarn_is_noted_where_it_is_not_one() -> None:
+    for factor, noted in ((0.875, True), (1.0, False), (None, False)):
+        arch = tiny_arch(LLAMA, rope_parameters={**YARN, "rope_theta": 1e6, "attn_factor": factor})
+        assert ("attn_factor" in (unread_note(arch) or "")) == noted
+
+
 def test_a_note_is_one_line_of_bounded_length_whatever_the_names_are() -> None:
     arch = tiny_arch(**{f"a\n\x1b{idx:05}" + "x" * 10_000: idx for idx in range(1000)})
     note = unread_note(arch)
