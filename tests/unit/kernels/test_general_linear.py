@@ -199,14 +199,23 @@ def test_int8_in_one_pass_has_the_bits_of_the_reference(
         ("W8A16", 6152, 4096, "cuda.slices.w8", "w8.dequantize"),
         ("MXFP4", 6144, 2880, "cuda.slices.fp4", "fp4.dequantize"),
         ("NVFP4", 6144, 2896, "cuda.slices.fp4", "fp4.dequantize"),
-        ("NVFP4_W4A4", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
+        ("NVFP4_W4A4", 6144, 2896, "cuda.slices.fp4.rounded", "triton.fp4.prefill.rounded"),
+        (
+            "MXFP8",
+            6144,
+            2848,
+            "cuda.slices.dense16.rounded.dequantized",
+            "dense16.cublas.rounded.dequantized",
+        ),
+        ("MXFP8_IN_FLOAT16", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
     ],
 )
 def test_what_no_tuned_kernel_serves_it_serves(
     sm: int, scheme: str, n: int, k: int, decode: str, prefill: str
 ) -> None:
     pytest.importorskip("triton")
-    device = KernelDevice("cuda", sm, torch.bfloat16)
+    device = KernelDevice("cuda", sm, torch.float16 if scheme.endswith("_IN_FLOAT16") else torch.bfloat16)
+    scheme = scheme.removesuffix("_IN_FLOAT16")
     for phase, expected in (("decode", decode), ("prefill", prefill)):
         assert select(device.problem("linear", n=n, k=k, phase=phase, scheme=scheme)).name == expected  # type: ignore[arg-type]
 
