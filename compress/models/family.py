@@ -35,7 +35,7 @@ from compress.models.layer_types import (
 )
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
-from compress.models.rope_config import YARN_FACTOR, check_one_rope, read_rope, states_yarn_factor
+from compress.models.rope_config import YARN_FACTOR_NOTE, check_one_rope, read_rope, states_yarn_factor
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
 from compress.quant.kv import KV_SCALES
@@ -360,10 +360,7 @@ def unread_note(arch: Arch) -> str | None:
             f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
         )
     if states_yarn_factor(arch.config):
-        sentences.append(
-            f"config.json has {YARN_FACTOR} in its rope, which multiplies YaRN's factor of cos and sin, as "
-            "in YaRN's own program and vLLM; transformers does not read it, and computes another function."
-        )
+        sentences.append(YARN_FACTOR_NOTE)
     if names:
         sentences.append(
             f"config.json has fields that change nothing in a {arch.family} model and are not read: "

@@ -38,6 +38,10 @@ DYNAMIC = "dynamic"
 lies here: up to there it is the plain rope. Other programs may scale it from the first position on."""
 YARN_FACTOR = "attn_factor"
 """A factor of YaRN's own, which `transformers` does not read."""
+YARN_FACTOR_NOTE = (
+    f"config.json has {YARN_FACTOR} in its rope, which multiplies YaRN's factor of cos and sin, as in YaRN's "
+    "own program and vLLM; transformers does not read it, and computes another function."
+)
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
