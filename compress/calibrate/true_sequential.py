@@ -13,7 +13,8 @@ compressed layer, with the bits that a replay gives.
 
 A group is observed only after the one before it is compressed, so of several ranks one compresses at a time;
 they share the observation. In a mixture of experts all gates and ups are compressed from one observation, and
-then all downs; the half-layer is run for each of the two and once more to its end.
+then all downs, and in latent attention the linears of its input, those of the latents, and o; the half-layer
+is run for each of these stages and once more to its end.
 """
 
 import itertools
@@ -29,7 +30,9 @@ from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import gather_layer, gather_to_owners, observe, replay_
 from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
-from compress.models.decoder import DecoderLayer, ExpertHalf, HalfLayer
+from compress.models.decoder import DecoderLayer
+from compress.models.half_layer import HalfLayer, StagedHalf
+from compress.models.latent import KV_LATENT
 from compress.models.weights import refill_
 
 
@@ -56,14 +59,14 @@ def compress_true_sequential(
         source_layer = run.build_layer(arch, state.layer_idx, state.loaded_weights())
     prefetch_next()
     for half, source_half in zip(layer.halves(), source_layer.halves(), strict=True):
-        if isinstance(half, ExpertHalf):
-            assert isinstance(source_half, ExpertHalf)
-            _compress_experts(half, source_half, state, layer, source_layer, passes)
+        if isinstance(half, StagedHalf):
+            assert isinstance(source_half, StagedHalf)
+            _compress_stages(half, source_half, state, layer, source_layer, passes, on_kv_ready)
             continue
         assert isinstance(source_half, HalfLayer)
         first, second = half.taps
         _compress_group(first, state, layer, passes, half.enter, source_half.enter)
-        if first == layer.shape.linears["attn.k"]:
+        if first == layer.shape.attention_groups[0].tap:
             on_kv_ready()
         with run.memory.also_evict(run.samples.empty_like(half.out.in_features)) as values:
             _compress_group(second, state, layer, passes, half.cross, source_half.pass_through, into=values)
@@ -73,18 +76,20 @@ def compress_true_sequential(
                 )
 
 
-def _compress_experts(
-    half: ExpertHalf,
-    source_half: ExpertHalf,
+def _compress_stages(
+    half: StagedHalf,
+    source_half: StagedHalf,
     state: LayerState,
     layer: DecoderLayer,
     source_layer: DecoderLayer,
     passes: Sequence[LayerPass],
+    on_kv_ready: Callable[[], None],
 ) -> None:
-    """Compress all gates and ups, then all downs, and take the samples through the half-layer. Groups of one
-    stage read nothing that another one computes, so the ranks share them."""
+    """Compress the groups of one stage after the other and take the samples through the half-layer. Groups of
+    one stage read nothing that another one computes, so the ranks share them."""
     run = state.run
-    half.moe.taps_see_all = run.experts.starved == "all_tokens"
+    if half.moe is not None:
+        half.moe.taps_see_all = run.experts.starved == "all_tokens"
     kinds = needed_stats(passes)
     for groups in half.stages:
         is_last = groups is half.stages[-1]
@@ -108,7 +113,10 @@ def _compress_experts(
         for linear in linears:
             if linear in state.quantized:
                 refill_(layer.linear(linear), state.quantized[linear])
-    half.moe.taps_see_all = False
+        if any(group.tap == KV_LATENT for group in groups):
+            on_kv_ready()
+    if half.moe is not None:
+        half.moe.taps_see_all = False
     replay_(half.pass_through, run.samples, run)
 
 

@@ -15,6 +15,7 @@ Op = Literal[
     "quantize_rows",
     "rope_store",
     "hadamard",
+    "latent_heads",
     "attention_decode",
     "attention_prefill",
     "soft_cap",

@@ -28,6 +28,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `hadamard`: q, k and v are returned and written in the transform of their head
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
+    latent_heads       fn(q_TF, kv_TF, rotated_TC, latent, head_dim) -> qkv_TF [T, 3 H C]
+                       q, k and v of latent attention (`Latent`) in the order that `rope_store` takes
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,

@@ -14,6 +14,7 @@ from typing import Any
 
 from compress.errors import StorageError, UnsupportedArch
 from compress.models.experts import Experts
+from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.untrusted.fields import Fields
 
@@ -108,6 +109,8 @@ class Arch:
                     f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
                     "evenly."
                 )
+            if layer.latent is not None:
+                _check_latent(layer, layer.latent, idx)
             if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
                 raise UnsupportedArch(
                     f"layer {idx}: the branches of a mixture are normed apart in a '{self.block}' block; the "
@@ -133,6 +136,11 @@ class Arch:
     def has_experts(self) -> bool:
         """Whether some layer is a mixture of experts."""
         return any(layer.experts is not None for layer in self.layers)
+
+    @cached_property
+    def has_latents(self) -> bool:
+        """Whether queries, keys and values are linears of latents, in all layers."""
+        return self.layers[0].latent is not None
 
     @property
     def stated_eos(self) -> Any:
@@ -173,6 +181,8 @@ class Arch:
             total += self.num_norms(layer) * self.hidden_size
             if self.qk_norm:
                 total += sum(self.qk_norm_sizes(layer))
+            if layer.latent is not None:
+                total += sum(layer.latent.norm_sizes().values())
             if self.attn_sinks:
                 total += layer.num_heads
             total += self.layer_scalar
@@ -215,8 +225,12 @@ class Arch:
         return self.unit_qk_norm and layer.rope is not None
 
     def has_bias(self, linear: str) -> bool:
-        if linear in ("attn.q", "attn.k", "attn.v"):
+        if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
+        if linear.endswith("_up"):
+            return False
+        if linear in ("attn.q", "attn.k", "attn.v"):
+            return self.qkv_bias and not self.has_latents
         if linear.startswith("moe.experts."):
             return self._expert_bias
         return self.o_bias if linear == "attn.o" else self.ffn_bias
@@ -246,6 +260,8 @@ class Arch:
                 del layer["keys_are_values"]
             if shape.chunk is None:
                 del layer["chunk"]
+            if shape.latent is None:
+                del layer["latent"]
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -317,6 +333,30 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     return rare
 
 
+def _check_latent(layer: LayerShape, latent: Latent, idx: int) -> None:
+    """Check that the widths of a layer with latent attention fit one another.
+
+    Raises:
+        UnsupportedArch: they do not.
+    """
+    still_dim = layer.head_dim - latent.rope_dim
+    if still_dim < 2 or still_dim % 2 or latent.rope_dim % 2:
+        raise UnsupportedArch(
+            f"layer {idx}: {latent.rope_dim} of the {layer.head_dim} dimensions of a head rotate; both they "
+            "and the others have to be even numbers, at least 2."
+        )
+    if latent.value_dim > layer.head_dim or latent.value_dim % 2:
+        raise UnsupportedArch(
+            f"layer {idx}: values of {latent.value_dim} dimensions and keys of {layer.head_dim}; the cache "
+            "holds values of an even width that is not above that of the keys."
+        )
+    if layer.num_kv_heads != layer.num_heads or layer.keys_are_values:
+        raise UnsupportedArch(
+            f"layer {idx}: {layer.num_heads} query heads and {layer.num_kv_heads} KV heads; with latent "
+            "attention each query head has a KV head of its own."
+        )
+
+
 def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
     """Return the shape of a layer that a manifest states."""
     layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
@@ -330,6 +370,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
         keys_are_values=layer.flag("keys_are_values", default=False),
         chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
+        latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
     )
 
 

@@ -34,13 +34,13 @@ from compress.errors import StorageError, UnsupportedFormat, UsageError
 from compress.models.arch import MAX_LAYERS, MAX_SIZE, PLAIN_FACTS, Arch
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
-from compress.models.decoder import Attention
 from compress.models.ffn import Ffn
 from compress.models.initialise import INIT_STD
 from compress.models.layer_shape import Rope
 from compress.models.linear import Linear
 from compress.models.norms import Norm
 from compress.models.random_source import random_weight
+from compress.models.self_attention import Attention
 from compress.models.tap import Tap, no_tap
 from compress.models.weights import Weights, WeightSource, dense, fill_
 from compress.quant.model_scheme import ModelScheme

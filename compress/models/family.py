@@ -22,6 +22,8 @@ from compress.models.config_facts import (
 )
 from compress.models.config_fields import TableFields, field_name, listed
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
+from compress.models.latent import Latent
+from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FIELDS_BY_LAYER,
@@ -35,7 +37,13 @@ from compress.models.layer_types import (
 )
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
-from compress.models.rope_config import YARN_FACTOR_NOTE, check_one_rope, read_rope, states_yarn_factor
+from compress.models.rope_config import (
+    YARN_FACTOR_NOTE,
+    check_one_rope,
+    read_rope,
+    score_factor,
+    states_yarn_factor,
+)
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
 from compress.quant.kv import KV_SCALES
@@ -72,6 +80,7 @@ class Family:
 
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
+    `latent` reads the latents of attention, which all layers have (`latent_config.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
@@ -100,6 +109,7 @@ class Family:
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
     dense_size: str = "intermediate_size"
+    latent: Callable[[Fields], Latent] | None = None
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
@@ -133,15 +143,22 @@ class Family:
         widths = {
             "num_heads": num_heads,
             "num_kv_heads": config.integer("num_key_value_heads", 1, MAX_SIZE, default=num_heads),
-            "head_dim": head_dim_of(config, hidden_size, num_heads),
         }
+        latent = None if self.latent is None else self.latent(config)
+        if latent is None:
+            widths["head_dim"] = head_dim_of(config, hidden_size, num_heads)
+        else:
+            widths["head_dim"] = head_dim_of_latents(config)
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
         ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
         own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
-        ropes = {kind: read_rope(config, kind, own["head_dim"]) for kind, own in own_widths.items()}
+        ropes = {
+            kind: read_rope(config, kind, own["head_dim"] if latent is None else latent.rope_dim)
+            for kind, own in own_widths.items()
+        }
         partial = [
             each.rotary_dim / own_widths[kind]["head_dim"] for kind, each in ropes.items() if each.rotary_dim
         ]
@@ -154,6 +171,10 @@ class Family:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)
         facts = self.facts(config)
+        if latent is not None:
+            ropes = {kind: replace(each, rotary_dim=latent.rope_dim) for kind, each in ropes.items()}
+            if (factor := score_factor(config)) != 1:
+                facts["attn_scale"] = factor * widths["head_dim"] ** -0.5
         return Arch(
             family=self.model_type,
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
@@ -168,6 +189,7 @@ class Family:
                     chunk=chunk_of(config, kind),
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
+                    latent=latent,
                 )
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
@@ -259,10 +281,11 @@ class Family:
             num_hidden_layers=arch.num_layers,
             num_attention_heads=first.num_heads,
             num_key_value_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
             tie_word_embeddings=arch.tied_head,
             dtype=arch.dtype,
         )
+        if first.latent is None:
+            config["head_dim"] = first.head_dim
         full = [layer for layer in arch.layers if layer.window is None]
         if self.full_widths and full:
             config.update({field: getattr(full[0], name) for name, field in self.full_widths.items()})
@@ -345,6 +368,7 @@ class Family:
     def _table_fields(self) -> TableFields:
         fixed = {**HONOURED_FIELDS, **self.fixed_fields}
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | fixed.keys()
+        read |= LATENT_FIELDS if self.latent is not None else set()
         read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
         read = (read - self.spelled.keys()) | set(self.spelled.values())
         return TableFields(self.model_type, read, fixed, attends_fully=self.windows is no_window)

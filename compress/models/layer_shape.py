@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
+from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
+_LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
+_Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
+"""The first group of a layer with latent attention, with and without a latent of queries."""
+_OF_LATENTS = (
+    LinearGroup("q_up", Q_LATENT, ("attn.q_up",)),
+    LinearGroup("kv_up", KV_LATENT, ("attn.kv_up",)),
+)
+"""The linears that read latents."""
 
 
 def expert_groups(name: str, shared_tap: str) -> tuple[LinearGroup, LinearGroup]:
@@ -80,7 +89,7 @@ class LayerShape:
     an earlier one. `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
     with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
-    has no `attn.v`."""
+    has no `attn.v`. With a `latent` it has the linears of `latent.py` instead."""
 
     num_heads: int
     num_kv_heads: int
@@ -91,11 +100,22 @@ class LayerShape:
     experts: Experts | None = None
     keys_are_values: bool = False
     chunk: int | None = None
+    latent: Latent | None = None
 
     @cached_property
-    def attention_groups(self) -> tuple[LinearGroup, LinearGroup]:
-        """The linear groups of attention: q, k and v, and o."""
-        return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
+    def attention_groups(self) -> tuple[LinearGroup, ...]:
+        """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
+        last `o`."""
+        if self.latent is None:
+            return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
+        if not self.latent.q_rank:
+            return _Q_AND_LATENT, _OF_LATENTS[1], LINEAR_GROUPS["o"]
+        return _LATENTS, *_OF_LATENTS, LINEAR_GROUPS["o"]
+
+    @property
+    def value_dim(self) -> int:
+        """The dimensions of the values of a head, of which `attn.o` reads those of all heads."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -171,6 +191,15 @@ class LayerShape:
             "ffn.up": (ffn_size, hidden_size),
             "ffn.down": (hidden_size, ffn_size),
         }
+        if self.latent is not None:
+            still_dim = self.head_dim - self.latent.rope_dim
+            shapes |= {
+                "attn.q_down": (self.latent.q_rank, hidden_size),
+                "attn.q_up": (q_size, self.latent.q_rank),
+                "attn.kv_down": (self.latent.kv_rank + self.latent.rope_dim, hidden_size),
+                "attn.kv_up": (self.num_heads * (still_dim + self.value_dim), self.latent.kv_rank),
+                "attn.o": (hidden_size, self.num_heads * self.value_dim),
+            }
         return shapes[linear]
 
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:

@@ -111,9 +111,10 @@ def expert_stack(places: Sequence[Place], values: Sequence[Value], name: str) ->
 
 def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: bool) -> Tensor | None:
     """Return, for each canonical row of a module, its place among the rows that a checkpoint stores; None
-    where all have the same."""
+    where all have the same. Heads of latent attention are put in order as they are computed, because the
+    order would cut blocks of rows that share a scale."""
     rope = shape.rope
-    if module not in ROTATED or rope is None or rope.kind == "proportional":
+    if module not in ROTATED or rope is None or rope.kind == "proportional" or shape.latent is not None:
         return None
     head_dim = shape.head_dim
     rotary_dim = rope.rotary_dim or head_dim

@@ -90,9 +90,7 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     Raises:
         UnsupportedArch: a field is missing, unknown, of another type or out of range.
     """
-    name = next((each for each in _NAMES if config.has(each) and config.mapping(each)), None)
-    rope = Fields({}, f"the rope of {config.where}", UnsupportedArch) if name is None else config.fields(name)
-    values = {} if name is None else config.mapping(name)
+    rope, values = _stated(config)
     by_layer_type = any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS)
     if by_layer_type:
         rope = rope.fields(layer_type)
@@ -129,6 +127,25 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
         short_factors=_frequency_factors(kind, rope, "short_factor", rotary_dim),
         long_factors=_frequency_factors(kind, rope, "long_factor", rotary_dim),
     )
+
+
+def score_factor(config: Fields) -> float:
+    """Return the factor of attention scores that the rope of latent attention implies: the square of YaRN's
+    softmax temperature for `mscale_all_dim`, where a rope that is not the plain one states it."""
+    rope, _ = _stated(config)
+    mscale = rope.number("mscale_all_dim", 0, FACTORS[1], default=0.0)
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if not mscale or kind == "default":
+        return 1.0
+    return _temperature(rope.number("factor", *FACTORS), mscale) ** 2
+
+
+def _stated(config: Fields) -> tuple[Fields, Mapping[str, Any]]:
+    """Return the rope that a config states, as fields and as it is."""
+    name = next((each for each in _NAMES if config.has(each) and config.mapping(each)), None)
+    if name is None:
+        return Fields({}, f"the rope of {config.where}", UnsupportedArch), {}
+    return config.fields(name), config.mapping(name)
 
 
 def _rotary_dim(stated: Fields, head_dim: int) -> int:
@@ -194,14 +211,15 @@ def _longrope_attention_factor(rope: Fields, config: Fields, original_max_positi
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Return the softmax temperature of YaRN: 0.1 ln(factor) + 1, or what the config's scales make of it."""
 
-    def temperature(scale: float, mscale: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
     mscale = rope.number("mscale", 0, FACTORS[1], default=0.0)
     mscale_all_dim = rope.number("mscale_all_dim", 0, FACTORS[1], default=0.0)
     if mscale and mscale_all_dim:
-        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
-    return temperature(factor)
+        return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
+    return _temperature(factor)
+
+
+def _temperature(scale: float, mscale: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
 def states_yarn_factor(config: Mapping[str, Any]) -> bool:

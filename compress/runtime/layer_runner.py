@@ -125,7 +125,10 @@ class LayerRunner:
         else:
             qkv_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase)
             ffn_rows = None
-        projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
+        qkv_TF = layer.qkv(qkv_rows, phase)
+        if layer.latent is not None:
+            qkv_TF = layer.latent(qkv_TF, phase)
+        projected = Projected(qkv_TF, positions_T, slots_T, kv)
         return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
 
     def after_qkv(
@@ -142,7 +145,7 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
         where the FFN reads the same input as attention.
         """
-        attended_TF = attend(layer, projected).flatten(1)
+        attended_TF = attend(layer, projected)[..., : layer.shape.value_dim].flatten(1)
         reads_ffn = layer.experts is None or layer.branch_norms is not None
         ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
         norms = layer.branch_norms

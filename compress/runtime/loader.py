@@ -30,6 +30,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
+from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.row_norms import (
     BranchNorms,
     branch_norms,
@@ -51,7 +52,8 @@ class LayerWeights:
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
-    `scale` is the factor of the layer's output.
+    `scale` is the factor of the layer's output. With a `latent`, `qkv` are the linears of latents, and it the
+    linears of q, k and v.
     """
 
     shape: LayerShape
@@ -70,11 +72,13 @@ class LayerWeights:
     branch_norms: BranchNorms | None = None
     shared_gate: FusedLinear | None = None
     scale: float = 1.0
+    latent: LatentLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The fused linears in execution order."""
-        linears = (self.qkv, self.o, self.shared_gate, self.gate_up, self.down)
+        of_latents = () if self.latent is None else self.latent.fused_linears
+        linears = (self.qkv, *of_latents, self.o, self.shared_gate, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
@@ -262,16 +266,27 @@ def _bind_slice(
                 gated=problem.activation is not None,
             )
         bound[phase] = BoundKernel(kernel, problem, packed[kernel.repack])
-    bias_O = None
-    if f"{linears[0]}.bias" in weights:
-        bias_O = torch.cat([_dense(weights, f"{linear}.bias", deployment) for linear in linears])
     return SchemeSlice(
         linears,
         bound["decode"],
         bound["prefill"],
-        bias_O=bias_O,
+        bias_O=_bias(linears, weights, deployment),
         quant=input_quant(stacked, deployment.device),
         quantize=select(device.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
+    )
+
+
+def _bias(linears: Sequence[str], weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the biases of linears side by side, zeros for those that have none; None where none has one."""
+    names = {linear: f"{linear}.bias" for linear in linears}
+    if not any(name in weights for name in names.values()):
+        return None
+    zeros = {linear: torch.zeros(weights[f"{linear}.weight"].shape[0]) for linear in linears}
+    return torch.cat(
+        [
+            _dense(weights, name, deployment) if name in weights else deployment.placed(zeros[linear])
+            for linear, name in names.items()
+        ]
     )
 
 
@@ -310,6 +325,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
+        latent=_latent(shape, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
 
@@ -340,6 +356,15 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
         fused(f"{prefix}gate_up", arch.activation) if has_ffn else None,
         fused(f"{prefix}down") if has_ffn else None,
     )
+
+
+def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> LatentLinears | None:
+    """Return the linears of latents of a layer, None where it has none."""
+    if shape.latent is None:
+        return None
+    groups = shape.attention_groups[1:-1]
+    fused = {group.name: fuse(group.linears, weights, deployment) for group in groups}
+    return LatentLinears.of(shape, fused, weights, deployment)
 
 
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:

@@ -272,6 +272,10 @@ STATED: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 4, "num_key_value_heads": 4},
     # these have no default
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    # their defaults are as many as the heads of one model
+    "deepseek_v3": {"num_key_value_heads": 64},
+    "glm4_moe_lite": {"num_key_value_heads": 64},
 }
 
 

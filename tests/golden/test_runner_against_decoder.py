@@ -10,6 +10,7 @@ from torch import Tensor
 from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
 from compress.models.experts import Experts
+from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -21,6 +22,18 @@ from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.tiny_source import tiny_shape, tiny_source
+
+LATENT = {
+    "num_kv_heads": 4,
+    "rope": Rope(10000.0, rotary_dim=6),
+    "latent": Latent(q_rank=28, kv_rank=12, rope_dim=6, value_dim=12, interleaved=True),
+}
+PLAIN_QUERIES = {
+    "num_kv_heads": 4,
+    "rope": Rope(10000.0, "yarn", factor=4.0, original_max_position=16, attention_factor=1.2, rotary_dim=8),
+    "latent": Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=False),
+}
+
 
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
@@ -153,6 +166,13 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(window=40),
             tiny_shape(rope=Rope(1e6, "linear", factor=8.0)),
         ),
+    },
+    "latent attention": {"layers": (tiny_shape(**LATENT), tiny_shape(**LATENT))},
+    "latent attention without a latent of queries": {
+        "layers": (tiny_shape(**PLAIN_QUERIES), tiny_shape(**PLAIN_QUERIES, experts=SCALED)),
+        "qkv_bias": True,
+        "o_bias": True,
+        "attn_scale": 0.4,
     },
     "values that are keys": {"layers": (tiny_shape(keys_are_values=True), tiny_shape()), "qkv_bias": True},
     "values that are normed keys": {

@@ -42,6 +42,9 @@ CONFIGS: dict[str, Any] = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "olmoe": transformers.OlmoeConfig,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
@@ -278,6 +281,18 @@ ROUTED = {
     "moe_intermediate_size": 40,
     "head_dim": 8,
     "partial_rotary_factor": 0.5,
+}
+# Values narrower than keys, latents narrower and wider than a head.
+LATENTS = {
+    "q_lora_rank": 28,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -678,6 +693,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "head_dim": 16,
             "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LATENTS,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v3-dense": (
+        "deepseek_v3",
+        {
+            **LATENTS,
+            "q_lora_rank": None,
+            "v_head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 3,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **LATENTS,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v2-query-latent": (
+        "deepseek_v2",
+        {
+            **LATENTS,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENTS, "rope_parameters": YARN}),
+    "glm4_moe_lite-types": (
+        "glm4_moe_lite",
+        {
+            **LATENTS,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
         },
     ),
     "ernie4_5_moe": (

@@ -47,6 +47,7 @@ def _rms_norm(
     zero_ptr: tl.tensor,
     static_zero_ptr: tl.tensor,
     WEIGHT_ROWS: tl.constexpr,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -60,7 +61,7 @@ def _rms_norm(
     columns = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0)
     wait(PDL)
-    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    x = tl.load(x_ptr + row.to(tl.int64) * STRIDE + columns, mask=columns < SIZE, other=0.0)
     y = normed_row(x, weight, eps, SIZE, CENTERED)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
@@ -71,7 +72,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None, *, centered: bool = False
 ) -> Tensor | QuantizedRows:
-    """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [other axes, last axis]."""
+    """Over the last axis; `weight` has the last axes of `x`, which may be columns of wider rows. Quantized
+    rows are [other axes, last axis]."""
     size = x.shape[-1]
     assert weight.shape == x.shape[x.dim() - weight.dim() :], (
         f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
@@ -80,16 +82,26 @@ def rms_norm(
     num_rows = x.numel() // size
     out, output = row_output(num_rows, size, x.dtype, x.device, quant)
     weight_rows = weight.numel() // size
+    x = x if are_columns(x) else aligned(x)
     _rms_norm[(num_rows,)](
-        aligned(x),
+        x,
         weight.contiguous(),
         eps,
         WEIGHT_ROWS=weight_rows,
+        STRIDE=x.stride(0) if x.dim() == 2 and num_rows > 1 else size,
         CENTERED=centered,
         **output,
         **row_options(size, x.device),
     )
     return out.view(x.shape) if isinstance(out, Tensor) else out
+
+
+def are_columns(x: Tensor) -> bool:
+    """Return whether x are rows [T, size], maybe columns of wider ones, that begin at multiples of
+    `ALIGNMENT`."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        return False
+    return not (x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT)
 
 
 def aligned(x: Tensor) -> Tensor:

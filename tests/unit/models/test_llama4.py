@@ -10,11 +10,12 @@ import torch
 from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.export.refusals import check_rules
 from compress.models.arch import Arch
-from compress.models.decoder import Decoder, query_growth
+from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.pruning import with_layers
 from compress.models.rope import inverse_frequencies
+from compress.models.self_attention import query_growth
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 

@@ -1,0 +1,95 @@
+"""DeepSeek-V2-Lite and DeepSeek-Coder-V2-Lite (arXiv 2405.04434): latent attention, first layers that are
+dense, and experts chosen by the softmax of the router. The larger models of this architecture, which choose
+groups of experts by the best of each, are not read."""
+
+from typing import Any
+
+from compress.models.archs.glm4_moe import MIXTURE_MODULES
+from compress.models.config_facts import only_own_code
+from compress.models.family import FAMILIES, Family
+from compress.models.latent_config import LATENT_MODULES, latent_of
+from compress.models.mixture import (
+    AS_IN_MEMORY,
+    Mixture,
+    apart,
+    shared_of,
+    sparse_after_first,
+    state_first,
+)
+from compress.models.module_names import LAYER_MODULES
+from compress.untrusted.fields import Fields
+
+_FIELDS = {
+    "num_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "scale": "routed_scaling_factor",
+}
+
+
+def _implied(config: Fields) -> dict[str, Any]:
+    """Imply nothing, and refuse an `auto_map` to other code than the model's own from before it was in
+    `transformers`."""
+    only_own_code(config, ("DeepseekV2Config", "DeepseekV2Model", "DeepseekV2ForCausalLM"))
+    return {}
+
+
+FAMILIES.add(
+    "deepseek_v2",
+    Family(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        latent=latent_of(True),
+        implied=_implied,
+        mixture=Mixture(
+            _FIELDS,
+            is_sparse=sparse_after_first,
+            state_sparse=state_first,
+            read_more=shared_of("n_shared_experts"),
+        ),
+        layer_modules={
+            **LAYER_MODULES,
+            **LATENT_MODULES,
+            **{name: disk for name, disk in MIXTURE_MODULES.items() if name != "moe.selection_bias"},
+        },
+        expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+        known_fields=frozenset(
+            {
+                *_FIELDS.values(),
+                "n_shared_experts",
+                "first_k_dense_replace",
+                "n_group",
+                "topk_group",
+                "attention_bias",
+                "auto_map",
+            }
+        ),
+        fixed_fields={
+            "mlp_bias": False,
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+        },
+    ),
+)

@@ -1,0 +1,86 @@
+"""The two halves of a layer, attention and FFN, cut at the taps of their linears: how a layer runs whose
+linears are compressed one after the other (`calibrate/true_sequential.py`).
+
+Shapes: B batch, S sequence, D hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from compress.models.attention import AttentionFn
+from compress.models.layer_shape import LinearGroup
+from compress.models.moe import Moe
+from compress.models.tap import Tap
+
+Inner = Callable[[Tensor, Tensor, AttentionFn, Tap], Tensor]
+"""(normed x [B, S, D], positions [S], attention, tap) -> [B, S, D]: attention or the experts of a layer."""
+
+
+@dataclass(frozen=True)
+class StagedHalf:
+    """The half-layer of a mixture of experts or of latent attention, end(x + scale * post(inner(norm(x)))).
+    The groups of linears of a stage read what those of the stages before it compute: the downs of experts
+    follow all gates and ups. `moe` are the experts, where it has them."""
+
+    stages: tuple[tuple[LinearGroup, ...], ...]
+    norm: Callable[[Tensor], Tensor]
+    inner: Inner
+    post: Callable[[Tensor], Tensor]
+    scale: float
+    end: Callable[[Tensor], Tensor]
+    moe: Moe | None = None
+
+    def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Run to all taps; return x."""
+        self.inner(self.norm(x_BSD), positions, attention, tap)
+        return x_BSD
+
+    def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Run the whole half-layer."""
+        inner_BSD = self.inner(self.norm(x_BSD), positions, attention, tap)
+        return self.end(add_scaled(x_BSD, self.post(inner_BSD), self.scale))
+
+
+@dataclass(frozen=True)
+class HalfLayer:
+    """end(x + scale * post(out(inner(norm(x))))), attention or the FFN of a layer, with what its two taps
+    part."""
+
+    taps: tuple[str, str]
+    norm: Callable[[Tensor], Tensor]
+    inner: Callable[[Tensor, Tensor, AttentionFn], Tensor]
+    out: nn.Linear
+    post: Callable[[Tensor], Tensor]
+    scale: float
+    end: Callable[[Tensor], Tensor]
+
+    def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """To the first tap; x."""
+        tap(self.taps[0], self.norm(x_BSD))
+        return x_BSD
+
+    def cross(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """To the second tap; the value there."""
+        value = self.inner(self.norm(x_BSD), positions, attention)
+        tap(self.taps[1], value)
+        return value
+
+    def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
+        """Run a half-layer from its second tap to its end."""
+        return self.end(add_scaled(x_BSD, self.post(self.out(value)), self.scale))
+
+    def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Run a whole half-layer, through both taps."""
+        return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap))
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Return x: the end of a half-layer that has none of its own."""
+    return x
+
+
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Return x + scale * y."""
+    return x + y if scale == 1 else x + y * scale

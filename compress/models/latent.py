@@ -1,0 +1,90 @@
+"""The facts of multi-head latent attention (arXiv 2405.04434): queries, keys and values that are linears of
+normed latents, which are narrower than all heads together.
+
+    q = q_up(norm(q_down(x))),    or q(x) without a latent of queries
+    k, v = kv_up(norm(c)),        c, r = kv_down(x)
+
+Each head of q and k has dimensions that do not rotate, and after them `rope_dim` that do; those of the keys
+are r, the same in all heads.
+
+Shapes: H heads, C head dimension, N = C - `rope_dim`, V value dimension.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.untrusted.fields import Fields
+
+LATENT_EPS = 1e-6
+"""What the norms of latents add to the mean square, whatever the other norms of a model add: the published
+code of the models and `transformers` leave it at this default."""
+Q_LATENT = "q_latent"
+KV_LATENT = "kv_latent"
+"""The taps of what `attn.q_up` and `attn.kv_up` read."""
+MAX_RANK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The latents of one layer.
+
+    Args:
+        q_rank: width of the latent of queries; 0 where there is none and `attn.q` reads the input of
+            attention.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: dimensions of a head that rotate.
+        value_dim: dimensions of the values of a head, at most those of its keys.
+        interleaved: neighbours rotate as a pair, and not dimensions half of `rope_dim` apart.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    def whole_heads(self, still: Tensor, rotated: Tensor) -> Tensor:
+        """Return heads [..., C] in the order of the canonical rotation (`rope.py`), of the dimensions that do
+        not rotate [..., N] and of those that do [..., `rope_dim`]."""
+        halves = (rotated[..., 0::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, -1)
+        still_halves = still.chunk(2, -1)
+        return torch.cat((halves[0], still_halves[0], halves[1], still_halves[1]), dim=-1)
+
+    def queries(self, q: Tensor, head_dim: int) -> Tensor:
+        """Return the queries [..., H, C] of the outputs of their linear [..., H C]."""
+        heads = q.unflatten(-1, (-1, head_dim))
+        return self.whole_heads(*heads.split([head_dim - self.rope_dim, self.rope_dim], dim=-1))
+
+    def keys_values(self, kv: Tensor, rotated: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values [..., H, C] of the outputs of `attn.kv_up` [..., H (N + V)] and the
+        dimensions that rotate [..., `rope_dim`]. Zeros fill the values up to C: a cache has one width."""
+        heads = kv.unflatten(-1, (-1, head_dim - self.rope_dim + self.value_dim))
+        still, values = heads.split([head_dim - self.rope_dim, self.value_dim], dim=-1)
+        shared = rotated.unsqueeze(-2).expand(*still.shape[:-1], self.rope_dim)
+        return self.whole_heads(still, shared), F.pad(values, (0, head_dim - self.value_dim))
+
+    def norm_sizes(self) -> dict[str, int]:
+        """Return the norms of latents, by module, and how many numbers each spans."""
+        sizes = {"attn.q_latent_norm": self.q_rank, "attn.kv_latent_norm": self.kv_rank}
+        return {name: size for name, size in sizes.items() if size}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as a manifest stores them."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(stored: Fields) -> "Latent":
+        """Read what `to_json` wrote; `Fields` raises its error for a value that is missing, of another type
+        or out of range."""
+        return Latent(
+            q_rank=stored.integer("q_rank", 0, MAX_RANK),
+            kv_rank=stored.integer("kv_rank", 1, MAX_RANK),
+            rope_dim=stored.integer("rope_dim", 2, MAX_RANK),
+            value_dim=stored.integer("value_dim", 1, MAX_RANK),
+            interleaved=stored.flag("interleaved"),
+        )

@@ -1,0 +1,143 @@
+"""The attention of a layer: its linears, the norms of heads, the rotation, and what a cache stores.
+
+Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F outputs of a linear, R width
+of a latent.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.attention import AttentionFn
+from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
+from compress.models.layer_shape import LayerShape
+from compress.models.linear import linear_of
+from compress.models.norms import Norm, norm_of, unit_norm
+from compress.models.rope import cos_sin, rotate
+from compress.models.tap import Tap, no_tap
+
+
+class Attention(nn.Module):
+    """Attention with its linears; `v` is absent where the keys are the values."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
+
+    def __init__(self, arch: Arch, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        for group in shape.attention_groups:
+            for linear in group.linears:
+                self.add_module(linear.removeprefix("attn."), linear_of(arch, shape, linear))
+        if arch.qk_norm:
+            q_size, k_size = arch.qk_norm_sizes(shape)
+            self.q_norm = norm_of(arch, q_size)
+            self.k_norm = norm_of(arch, k_size)
+        if arch.attn_sinks:
+            self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
+        self.arch = arch
+
+    def forward(
+        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
+    ) -> Tensor:
+        tap("attn_in", x_BSD)
+        out = self.heads(x_BSD, positions, attention, tap, layer_idx=layer_idx)
+        tap("attn_out", out)
+        return self.o(out)
+
+    def heads(
+        self,
+        x_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = no_tap,
+        *,
+        layer_idx: int,
+    ) -> Tensor:
+        """Return the concatenated outputs of all attention heads: the input of `o`."""
+        shape = self.shape
+        leading = x_BSD.shape[:-1]
+        cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
+        q_BSHC = rotate(self.queries(x_BSD, tap), *cos_sin_SC)
+        if self.arch.queries_grow(shape):
+            growth_S = query_growth(self.arch, positions)
+            q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
+        k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC, tap)
+        facts = {
+            "scale": self.arch.attn_scale,
+            "softcap": self.arch.attn_softcap,
+            "sinks": self.sinks if self.arch.attn_sinks else None,
+            "chunk": shape.chunk,
+        }
+        rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
+        out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
+        return out_BSHC[..., : shape.value_dim].reshape(*leading, -1)
+
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
+        """Return the queries [B, S, H, C], normed and not rotated."""
+        del tap
+        return self._heads_of("q", self.q(x_BSD))
+
+    def keys_values(
+        self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
+        del tap
+        k_BSF = self.k(x_BSD)
+        v_BSF = k_BSF if self.shape.keys_are_values else self.v(x_BSD)
+        v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.head_dim))
+        if self.arch.v_norm:
+            v_BSKC = unit_norm(v_BSKC, self.arch.norm_eps)
+        return rotate(self._heads_of("k", k_BSF), *cos_sin_SC), v_BSKC
+
+    def _heads_of(self, name: str, x: Tensor) -> Tensor:
+        """Return queries or keys [..., F] by head, normed and not rotated."""
+        if self.arch.qk_norm and self.arch.whole_qk_norm:
+            x = self.get_submodule(f"{name}_norm")(x)
+        x = x.unflatten(-1, (-1, self.shape.head_dim))
+        if self.arch.qk_norm and not self.arch.whole_qk_norm:
+            x = self.get_submodule(f"{name}_norm")(x)
+        return unit_norm(x, self.arch.norm_eps) if self.arch.has_unit_qk_norm(self.shape) else x
+
+
+class LatentAttention(Attention):
+    """Attention whose queries, keys and values are linears of latents (`latent.py`)."""
+
+    q_down: nn.Linear
+    q_up: nn.Linear
+    kv_down: nn.Linear
+    kv_up: nn.Linear
+
+    def __init__(self, arch: Arch, shape: LayerShape, latent: Latent) -> None:
+        super().__init__(arch, shape)
+        self.latent = latent
+        for name, size in latent.norm_sizes().items():
+            self.add_module(name.removeprefix("attn."), Norm(size, LATENT_EPS))
+
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
+        if not self.latent.q_rank:
+            return self.latent.queries(self.q(x_BSD), self.shape.head_dim)
+        latent_BSR = self.get_submodule("q_latent_norm")(self.q_down(x_BSD))
+        tap(Q_LATENT, latent_BSR)
+        return self.latent.queries(self.q_up(latent_BSR), self.shape.head_dim)
+
+    def keys_values(
+        self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
+    ) -> tuple[Tensor, Tensor]:
+        sizes = [self.latent.kv_rank, self.latent.rope_dim]
+        latent_BSR, rotated_BSC = self.kv_down(x_BSD).split(sizes, dim=-1)
+        latent_BSR = self.get_submodule("kv_latent_norm")(latent_BSR)
+        tap(KV_LATENT, latent_BSR)
+        k_BSHC, v_BSHC = self.latent.keys_values(self.kv_up(latent_BSR), rotated_BSC, self.shape.head_dim)
+        return rotate(k_BSHC, *cos_sin_SC), v_BSHC
+
+
+def query_growth(arch: Arch, positions: Tensor) -> Tensor:
+    """Return the factor of the query at each position in layers whose queries grow, float32."""
+    assert arch.query_growth is not None
+    factor, num_positions = arch.query_growth
+    return 1 + factor * torch.log(1 + torch.floor((positions + arch.growth_offset) / num_positions))

@@ -1,0 +1,89 @@
+"""The linears of latent attention (arXiv 2405.04434) between the one by which a layer reads the stream and
+the rotation of heads, with the kernels chosen for them.
+
+Shapes: T rows, F outputs of a linear, H heads, C head dimension.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compress.kernels.operands.rows import RowNorm
+from compress.kernels.problem import Phase
+from compress.models.latent import LATENT_EPS, Latent
+from compress.models.layer_shape import LayerShape
+from compress.models.weights import Weights, dense
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel, FusedLinear
+
+
+@dataclass(frozen=True)
+class NormedLinear:
+    """A linear and the norm of the latent that it reads."""
+
+    norm: RowNorm
+    linear: FusedLinear
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """The linears of the latents of one layer; `q_up` is None where queries have no latent. `kernels` are
+    those of the norms, and of the step that puts heads in order."""
+
+    facts: Latent
+    head_dim: int
+    q_up: NormedLinear | None
+    kv_up: NormedLinear
+    kernels: Mapping[str, BoundKernel]
+
+    @staticmethod
+    def of(
+        shape: LayerShape, fused: Mapping[str, FusedLinear], weights: Weights, deployment: Deployment
+    ) -> "LatentLinears":
+        """Return the linears of a layer, of those fused by group.
+
+        Raises:
+            EnvironmentUnfit: no kernel here serves the norm of a latent.
+        """
+        assert shape.latent is not None
+        device = deployment.kernel_device
+
+        def normed(name: str) -> NormedLinear:
+            weight = deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"]))
+            return NormedLinear(RowNorm(weight, LATENT_EPS), fused[f"{name}_up"])
+
+        return LatentLinears(
+            shape.latent,
+            shape.head_dim,
+            normed("q") if shape.latent.q_rank else None,
+            normed("kv"),
+            {
+                "rms_norm": BoundKernel.of(device.problem("rms_norm", n=shape.latent.kv_rank)),
+                "latent_heads": BoundKernel.of(device.problem("latent_heads", n=shape.head_dim)),
+            },
+        )
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """The linears in execution order."""
+        own = () if self.q_up is None else (self.q_up.linear,)
+        return *own, self.kv_up.linear
+
+    def __call__(self, first_TF: Tensor, phase: Phase) -> Tensor:
+        """Return queries, keys and values side by side [T, 3 H C] of the latents, or of the queries and the
+        latent of keys and values, that the first linear leaves."""
+        facts = self.facts
+        widths = [first_TF.shape[1] - facts.kv_rank - facts.rope_dim, facts.kv_rank, facts.rope_dim]
+        q_TF, latent_TF, rotated_TC = first_TF.split(widths, dim=1)
+        if self.q_up is not None:
+            q_TF = self._up(self.q_up, q_TF, phase)
+        kv_TF = self._up(self.kv_up, latent_TF, phase)
+        heads_TF: Tensor = self.kernels["latent_heads"].kernel.fn(
+            q_TF, kv_TF, rotated_TC, facts, self.head_dim
+        )
+        return heads_TF
+
+    def _up(self, up: NormedLinear, latent_TF: Tensor, phase: Phase) -> Tensor:
+        rms_norm = self.kernels["rms_norm"].kernel.fn
+        return up.linear(rms_norm(latent_TF, up.norm.weight, up.norm.eps, up.linear.quant), phase)
