@@ -26,6 +26,19 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -153,6 +166,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "partial_rotary_factor": 0.5,
         "norm_topk_prob": True,
+    },
+    "glm4_moe_lite": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": 128,
+        "mlp_layer_types": ["dense", "sparse"],
+        "norm_topk_prob": True,
+        "topk_method": "noaux_tc",  # without it vLLM's class has no place for the bias of the router
+    },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "cohere2": {
         "architectures": ["Cohere2ForCausalLM"],

@@ -57,6 +57,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher is a mixture of experts, from which no student is cut; remove experts, "
             "heads or layers by `prune` instead."
         )
+    if teacher.has_latents:
+        raise UsageError(
+            "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
+            "by `prune` instead."
+        )
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),

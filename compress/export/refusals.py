@@ -10,7 +10,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, ExportFormat, GraphFormat, OneScaleFormat, Rule
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.quant.kv import FP8_STATIC
+from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import DENSE, QuantizedWeight
 
@@ -54,7 +54,15 @@ def _broken_rules(
         broken.append(Rule("kv-cache", problem))
     if scheme is None and not has_graph and (form.static_kv is None or form.static_kv.alone is None):
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
-    if kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
+    if kv_format == FP8_STATIC and arch.has_latents and not has_graph:
+        broken.append(
+            Rule(
+                "kv-scales",
+                f"the scales of {kv_format} are those of keys and values, and of {arch.family} models other "
+                f"programs cache latents. {FP8_TOKEN_HEAD} needs no scales in a checkpoint.",
+            )
+        )
+    elif kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
         broken.append(
             Rule(
                 "kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."

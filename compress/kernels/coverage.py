@@ -129,6 +129,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),
         ("hadamard", layer.head_dim),
+        ("latent_heads", layer.head_dim),
     ]
     return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
 

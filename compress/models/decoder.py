@@ -137,7 +137,8 @@ class DecoderLayer(nn.Module):
         return self._attention_half(), self._ffn_half()
 
     def _attention_half(self) -> HalfLayer | StagedHalf:
-        norm, post, scale = self.attn_norm, self.attn_post_norm, self.arch.residual_scale
+        norm, post = self.attn_norm, self.attn_post_norm
+        scale = self.arch.residual_scale
         if self.shape.latent is None:
             heads = partial(self.attn.heads, layer_idx=self.layer_idx)
             return HalfLayer(("attn_in", "attn_out"), norm, heads, self.attn.o, post, scale, as_it_is)
@@ -149,7 +150,8 @@ class DecoderLayer(nn.Module):
         return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, scale, as_it_is)
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
-        norm, post, scale = self.ffn_norm, self.ffn_post_norm, self.arch.residual_scale
+        norm, post = self.ffn_norm, self.ffn_post_norm
+        scale = self.arch.residual_scale
         if self.shape.experts is None:
 
             def gated(x_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:

@@ -129,6 +129,8 @@ def eagle3_facts(
                 experts=None,
                 intermediate_size=ffn_size,
                 keys_are_values=False,
+                latent=None,
+                head_dim=last.value_dim,
                 chunk=None,
             ),
         ),
@@ -309,7 +311,8 @@ def fresh_eagle3(
     """Return a float32 head on the CPU for training.
 
     It begins as the target's last layer and head on the deepest hidden state that it reads: fc passes
-    that one on, and the columns that read the embedding are normal with std 0.02.
+    that one on, and the columns that read the embedding are normal with std 0.02, as is its FFN where that
+    layer is a mixture of experts, and its q, k and v where that layer has latent attention.
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
@@ -329,7 +332,9 @@ def fresh_eagle3(
                     own = "ffn_norm" if "moe.shared_norm.weight" not in last else "moe.shared_norm"
                     parameter.copy_(_norm_weight(target.arch, last, own))
                     continue
-                if inner not in last and inner.startswith("ffn."):  # the last layer is a mixture of experts
+                of_latents = target.arch.has_latents and inner.startswith(("attn.q", "attn.k", "attn.v"))
+                of_experts = inner not in last and inner.startswith("ffn.")
+                if of_latents or of_experts:
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                     continue
                 if inner not in last:  # values that are keys

@@ -1,5 +1,5 @@
-"""The facts of multi-head latent attention (arXiv 2405.04434): queries, keys and values that are linears of
-normed latents, which are narrower than all heads together.
+"""The facts of multi-head latent attention (arXiv 2405.04434): queries, keys and values are linears of normed
+latents, which are narrower than all heads.
 
     q = q_up(norm(q_down(x))),    or q(x) without a latent of queries
     k, v = kv_up(norm(c)),        c, r = kv_down(x)
@@ -21,7 +21,7 @@ from torch import Tensor
 from compress.untrusted.fields import Fields
 
 LATENT_EPS = 1e-6
-"""What the norms of latents add to the mean square, whatever the other norms of a model add: the published
+"""The norms of latents add this to the mean square, whatever the other norms of a model add: the published
 code of the models and `transformers` leave it at this default."""
 Q_LATENT = "q_latent"
 KV_LATENT = "kv_latent"

@@ -60,8 +60,8 @@ def head_units(shape: LayerShape, unit: HeadUnit) -> Units:
     """Return the units of `attn.o`."""
     repeat = shape.num_heads // shape.num_kv_heads
     if unit == "kv_group":
-        return Units(shape.num_kv_heads, repeat * shape.head_dim)
-    return Units(shape.num_heads, shape.head_dim, num_parts=shape.num_kv_heads)
+        return Units(shape.num_kv_heads, repeat * shape.value_dim)
+    return Units(shape.num_heads, shape.value_dim, num_parts=shape.num_kv_heads)
 
 
 def keep_heads_(
@@ -71,16 +71,22 @@ def keep_heads_(
     kept_U: Tensor,
     o_weight: Tensor | None = None,
 ) -> None:
-    """Slice q, k, v and o of a layer, in place; `o_weight` replaces the kept columns of o, by default they
-    stay."""
-    q_rows = head_units(shape, unit).columns(kept_U)
-    kv_rows = kept_U.repeat_interleave(shape.head_dim) if unit == "kv_group" else None
-    for linear, rows in (("attn.q", q_rows), ("attn.k", kv_rows), ("attn.v", kv_rows)):
-        if rows is not None:
-            _keep_rows_(weights, linear, rows)
+    """Slice q, k, v and o of a layer, or the linears of its latents and o, in place; `o_weight` replaces the
+    kept columns of o, by default they stay."""
+    units = head_units(shape, unit)
+    columns = units.columns(kept_U)
+    kept_H = columns[:: shape.value_dim]
+    rows: dict[str, Tensor] = dict.fromkeys(("attn.q", "attn.q_up"), kept_H.repeat_interleave(shape.head_dim))
+    if unit == "kv_group":
+        rows |= dict.fromkeys(("attn.k", "attn.v"), kept_U.repeat_interleave(shape.head_dim))
+    if shape.latent is not None:
+        of_head = shape.head_dim - shape.latent.rope_dim + shape.value_dim
+        rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
+    for linear, kept in rows.items():
+        _keep_rows_(weights, linear, kept)
     if "attn.sinks" in weights:
-        weights["attn.sinks"] = weights["attn.sinks"][q_rows[:: shape.head_dim]]
-    weights["attn.o.weight"] = weights["attn.o.weight"][:, q_rows] if o_weight is None else o_weight
+        weights["attn.sinks"] = weights["attn.sinks"][kept_H]
+    weights["attn.o.weight"] = weights["attn.o.weight"][:, columns] if o_weight is None else o_weight
 
 
 def keep_channels_(weights: dict[str, Tensor], kept_U: Tensor, down_weight: Tensor | None = None) -> None:

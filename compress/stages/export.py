@@ -103,7 +103,7 @@ def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
     notes = tuple(
         f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers
     )
-    notes += () if kv_format is None else (kv_note(kv_format),)
+    notes += () if kv_format is None else (kv_note(arch, kv_format),)
     return Estimate(_peak_bytes(name, arch, size, head), size, 0.0, notes=notes)
 
 

@@ -51,7 +51,7 @@ UNIFORM: dict[str, dict[str, Any]] = {
 }
 OFTEN = ("llama", "gemma4_text", "qwen3_moe")
 """Families whose cases of some tests are not slow: plain, with widths of two kinds, and a mixture."""
-OF_CONTRACT = (*TEXT_FAMILIES, "gemma4-experts")
+OF_CONTRACT = (*TEXT_FAMILIES, "gemma4-experts", "deepseek_v3-dense")
 """The families, by their first cases, and cases that have what the first of their family has not."""
 each_family = pytest.mark.parametrize("family", OF_CONTRACT)
 
@@ -62,7 +62,12 @@ def arch_of(family: str, **changes: Any) -> Arch:
     family, of_case = CASES[FIRST.get(family, family)]
     of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     widths |= {name: 64 for name in of_experts if name in of_case}
-    config = build_config(family, {**of_case, **widths, "head_dim": 16, **changes}).to_dict()
+    if "kv_lora_rank" in of_case:
+        widths |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "v_head_dim": 8}
+        widths |= {"q_lora_rank": 64} if of_case["q_lora_rank"] else {}
+    else:
+        widths["head_dim"] = 16
+    config = build_config(family, {**of_case, **widths, **changes}).to_dict()
     return family_of(config).read_config(config | {"dtype": "float32"})
 
 
@@ -192,11 +197,12 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     channels = torch.arange(shape.intermediate_size) % 4 != 3
     if arch.has_experts:
         channels[:] = True  # those of experts are not pruned
-    groups = torch.tensor([True, heads_stay])
-    widths = Widths(
-        shape.num_heads if heads_stay else 2, 2 if heads_stay else 1, int(channels.sum()), arch.num_layers
-    )
-    q_columns = groups.repeat_interleave(shape.num_heads // 2 * shape.head_dim)
+    num_groups = shape.num_kv_heads
+    num_kept = num_groups if heads_stay else num_groups // 2
+    groups = torch.arange(num_groups) < num_kept
+    repeat = shape.num_heads // num_groups
+    widths = Widths(num_kept * repeat, num_kept, int(channels.sum()), arch.num_layers)
+    q_columns = groups.repeat_interleave(repeat * shape.value_dim)
     layers = []
     source = MemorySource(decoder, dtype=torch.float32)
     for idx, layer in enumerate(decoder.layers):
@@ -220,6 +226,10 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
     teacher = tiny_decoder(arch_of(family, **UNIFORM.get(family, {})))
     if teacher.arch.has_experts:
         with pytest.raises(UsageError, match="mixture of experts"):
+            student_arch(teacher.arch, Shape())
+        return
+    if teacher.arch.has_latents:
+        with pytest.raises(UsageError, match="latent attention"):
             student_arch(teacher.arch, Shape())
         return
     source = MemorySource(teacher, dtype=torch.float32)

@@ -305,9 +305,8 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     assert arch.tied_head == stated.tie_word_embeddings
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
         assert layer.num_kv_heads == theirs.num_key_value_heads
-        assert layer.head_dim == (
-            getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-        )
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert layer.head_dim == (getattr(theirs, "qk_head_dim", None) or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
     window = stated.sliding_window if family == "mistral" or "sliding_attention" in types else None
     for layer, kind in zip(arch.layers, types, strict=True):
@@ -315,9 +314,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         if layer.rope is not None:
             rope = stated.rope_parameters.get(kind, stated.rope_parameters)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
-            assert (layer.rope.rotary_dim or layer.head_dim) == (
-                layer.head_dim * rope.get("partial_rotary_factor", 1)
-            )
+            assert (layer.rope.rotary_dim or head_dim) == head_dim * rope.get("partial_rotary_factor", 1)
     if arch.has_experts:
         experts = next(layer.experts for layer in arch.layers if layer.experts is not None)
         assert experts.top_k == stated.num_experts_per_tok

@@ -91,7 +91,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         assert layer.num_kv_heads == own.num_key_value_heads
-        assert layer.head_dim == head_dim
+        assert layer.head_dim == (getattr(own, "qk_head_dim", None) or head_dim)
         if layer.rope is None:
             continue
         rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)

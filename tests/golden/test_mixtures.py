@@ -42,6 +42,9 @@ EXPORTED = [
     ("ernie4_5_moe", "W4A16_G128"),
     ("minimax_m2", "FP8_DYNAMIC"),
     ("dots1", "W4A16_G128"),
+    ("deepseek_v2", "W4A16_G128"),
+    ("deepseek_v3", "FP8_DYNAMIC"),
+    ("glm4_moe_lite", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -64,6 +67,9 @@ IN_MEMORY = (
     "minimax_m2",
     "dots1",
     "hy_v3",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
 )
 
 
@@ -249,6 +255,10 @@ def rounded(
 ) -> tuple[Rounded, ModelScheme]:
     family, changes = CASES[case]
     sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
+    if "kv_lora_rank" in changes:
+        del sizes["head_dim"]
+        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 128, "v_head_dim": 32}
+        sizes |= {"q_lora_rank": 128} if changes["q_lora_rank"] else {}
     saved(directory, family, {**changes, **sizes, **more}, dtype=torch.bfloat16)
     source = Checkpoint(directory)
     schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
@@ -273,6 +283,9 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
     theirs = dict(model.named_parameters())
     for idx, layer in enumerate(source.arch.layers):
         ours = opened.layer(idx)
+        for linear in (each for each in layer.linears if layer.latent is not None and "attn." in each):
+            disk = opened.family.to_disk(f"layers.{idx}.{linear}")
+            assert torch.equal(theirs[f"{disk}.weight"], dense(ours[f"{linear}.weight"]))
         if layer.experts is None:
             continue
         router = opened.family.to_disk(f"layers.{idx}.moe.router")

@@ -50,6 +50,8 @@ REFUSED = {
         "llama4-listed-layers",
         "gemma4-experts",
         "hy_v3",
+        "deepseek_v2",
+        "deepseek_v3",
     ),
     "language-model-only": (
         "vision",

@@ -21,6 +21,7 @@ from compress.kernels.soft_cap.fused import soft_cap_
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.experts import Experts
+from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
@@ -42,6 +43,18 @@ SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
+PLAIN_QUERIES = replace(
+    LAYER,
+    num_kv_heads=8,
+    head_dim=192,
+    rope=Rope(10000.0, rotary_dim=64),
+    latent=Latent(q_rank=0, kv_rank=136, rope_dim=64, value_dim=128, interleaved=True),
+)
+LATENT = replace(
+    PLAIN_QUERIES,
+    head_dim=256,
+    latent=Latent(q_rank=72, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
+)
 FACTS: dict[str, dict[str, Any]] = {
     "gemma 2": {
         "norm_offset": 1.0,
@@ -103,6 +116,8 @@ FACTS: dict[str, dict[str, Any]] = {
         "layers": (SPARSE, replace(SPARSE, window=70)),
     },
     "k-exaone": {"qk_norm": True, "layers": (LOCAL, replace(SPARSE, rope=None, experts=SIGMOID))},
+    "deepseek v2": {"layers": (PLAIN_QUERIES, replace(PLAIN_QUERIES, experts=SIGMOID)), "attn_scale": 0.09},
+    "glm 4.7 flash": {"layers": (LATENT, replace(LATENT, experts=SIGMOID)), "qkv_bias": True},
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
@@ -195,7 +210,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str) -> None:
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r"])
+@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r", "deepseek v2"])
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])
     requests = make_requests()
@@ -207,7 +222,7 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite"])
+@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite", "glm 4.7 flash"])
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
     arch = arch.replace(layers=tuple(replace(layer, intermediate_size=1024) for layer in arch.layers))
@@ -415,7 +430,7 @@ def test_capped_logits(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(soft_cap_(x, 30.0).double(), expected, rtol=0, atol=8 * 30 * 2**-24)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize("kv_format", ["BF16", FP8_TOKEN_HEAD])
 def test_every_head_has_a_kernel_that_is_no_reference(head_dim: int, group: int, kv_format: str) -> None:

@@ -233,6 +233,10 @@ class Onnx:
                     "tokens only.",
                 )
             )
+        if arch.has_latents:
+            rules.append(
+                Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
+            )
         if arch.attn_sinks:
             rules.append(Rule("attention-sinks", "attention has sinks, which the graph does not compute."))
         if arch.activation == "swiglu_clamped":

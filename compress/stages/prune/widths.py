@@ -19,7 +19,7 @@ def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
     step = shape.num_heads // shape.num_kv_heads if unit == "kv_group" else shape.num_kv_heads
     fewer = range(step, shape.num_heads, step)
     return [
-        each for each in fewer if each * shape.head_dim % multiple == 0 and fits_consumers(arch, each)
+        each for each in fewer if each * shape.value_dim % multiple == 0 and fits_consumers(arch, each)
     ] + [shape.num_heads]
 
 

@@ -28,7 +28,7 @@ from compress.context import Context
 from compress.data.card import identity, load_card
 from compress.data.model_tokens import data_identity
 from compress.digest import digest_file, digest_json
-from compress.export import is_graph, serve_command
+from compress.export import is_graph, open_weights, serve_command
 from compress.machine import device_key, environment_facts
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.validate.by_name import is_by_name, prove_by_name
@@ -117,7 +117,11 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         base_model=inputs.source.name,
         license_id=license_of(inputs),
         serve_command=serve_command(
-            report["artifact"].get("kv_cache"), form=form, method=draft_method(inputs), k=k
+            open_weights(inputs.source.path).arch,
+            report["artifact"].get("kv_cache"),
+            form=form,
+            method=draft_method(inputs),
+            k=k,
         ),
         library_name=None if is_graph(form) else "transformers",
         eval_command=f"compress validate <this directory> --against {shell_word(inputs.source.name)} "
