@@ -137,7 +137,8 @@ class DecoderLayer(nn.Module):
         return self._attention_half(), self._ffn_half()
 
     def _attention_half(self) -> HalfLayer | StagedHalf:
-        norm, post = self.attn_norm, self.attn_post_norm
+        norm = self.attn_norm
+        post = self.attn_post_norm
         scale = self.arch.residual_scale
         if self.shape.latent is None:
             heads = partial(self.attn.heads, layer_idx=self.layer_idx)
@@ -150,7 +151,8 @@ class DecoderLayer(nn.Module):
         return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, scale, as_it_is)
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
-        norm, post = self.ffn_norm, self.ffn_post_norm
+        norm = self.ffn_norm
+        post = self.ffn_post_norm
         scale = self.arch.residual_scale
         if self.shape.experts is None:
 

@@ -41,7 +41,7 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_decoder
-from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, tokens
+from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, latent_widths, tokens
 
 CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
@@ -62,11 +62,7 @@ def arch_of(family: str, **changes: Any) -> Arch:
     family, of_case = CASES[FIRST.get(family, family)]
     of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     widths |= {name: 64 for name in of_experts if name in of_case}
-    if "kv_lora_rank" in of_case:
-        widths |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "v_head_dim": 8}
-        widths |= {"q_lora_rank": 64} if of_case["q_lora_rank"] else {}
-    else:
-        widths["head_dim"] = 16
+    widths |= {"head_dim": 16} | latent_widths(of_case, 32)
     config = build_config(family, {**of_case, **widths, **changes}).to_dict()
     return family_of(config).read_config(config | {"dtype": "float32"})
 

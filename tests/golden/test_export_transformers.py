@@ -35,7 +35,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
-from tests.support.tiny_hf import CASES, SMALL, auto_class, saved, tokens
+from tests.support.tiny_hf import CASES, SMALL, auto_class, latent_widths, saved, tokens
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {
@@ -124,6 +124,8 @@ EXPORTED = [
     ("llava_onevision", "W4A16_G128"),
     ("idefics3", "FP8_DYNAMIC"),
     ("smolvlm", "W4A16_G128"),
+    ("deepseek_v3-dense", "W4A16_G128"),
+    ("deepseek_v3-dense", "FP8_DYNAMIC"),
     ("helium", "W4A16_G128"),
     ("granite_swa", "FP8_DYNAMIC"),
 ]
@@ -192,7 +194,8 @@ def quantized(
     """
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
-    saved(tmp_path / "source", family, {**changes, **WHOLE_GROUPS, **layers}, dtype=torch.bfloat16)
+    sizes = {**WHOLE_GROUPS, **layers, **latent_widths(changes, 128)}
+    saved(tmp_path / "source", family, {**changes, **sizes}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")
     (tmp_path / "canonical").mkdir()
     schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
@@ -269,7 +272,7 @@ def rms(x: Tensor) -> float:
 
 def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
-    with_and_without = {"gemma4", "gemma4_text", "gemma4_unified"}
+    with_and_without = {"gemma4", "gemma4_text", "gemma4_unified", "deepseek_v3"}
     # Mixtures of experts: `test_mixtures.py`.
     assert {CASES[case][0] for case, _ in EXPORTED} == dense | with_and_without
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)

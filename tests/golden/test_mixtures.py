@@ -29,7 +29,7 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, auto_class, build, saved, tokens
+from tests.support.tiny_hf import CASES, auto_class, build, latent_widths, saved, tokens
 
 CPU = torch.device("cpu")
 EXPORTED = [
@@ -255,10 +255,7 @@ def rounded(
 ) -> tuple[Rounded, ModelScheme]:
     family, changes = CASES[case]
     sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
-    if "kv_lora_rank" in changes:
-        del sizes["head_dim"]
-        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 128, "v_head_dim": 32}
-        sizes |= {"q_lora_rank": 128} if changes["q_lora_rank"] else {}
+    sizes |= latent_widths(changes, 128)
     saved(directory, family, {**changes, **sizes, **more}, dtype=torch.bfloat16)
     source = Checkpoint(directory)
     schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
@@ -283,9 +280,6 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
     theirs = dict(model.named_parameters())
     for idx, layer in enumerate(source.arch.layers):
         ours = opened.layer(idx)
-        for linear in (each for each in layer.linears if layer.latent is not None and "attn." in each):
-            disk = opened.family.to_disk(f"layers.{idx}.{linear}")
-            assert torch.equal(theirs[f"{disk}.weight"], dense(ours[f"{linear}.weight"]))
         if layer.experts is None:
             continue
         router = opened.family.to_disk(f"layers.{idx}.moe.router")

@@ -1063,9 +1063,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def latent_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return widths by which `size` divides what every linear of latent attention with 4 heads reads; none
+    for a case without."""
+    if "kv_lora_rank" not in changes:
+        return {}
+    of_head = size // 4
+    return {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": size if changes["q_lora_rank"] else None,
+        "kv_lora_rank": size,
+        "qk_nope_head_dim": of_head,
+        "v_head_dim": of_head,
+    }
+
+
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
+    if stated.get("head_dim", 0) is None:
+        del stated["head_dim"]
     if "layer_types" in stated:  # of the model with the most layers; some tests make fewer
         stated["layer_types"] = stated["layer_types"][: stated["num_hidden_layers"]]
     if family not in AROUND:
