@@ -86,6 +86,9 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("gemma-4-26b-a4b", 25_233_141_790),
         ("ernie-4.5-21b-a3b-pt", 21_825_437_888),
         ("glm-4.5-air", 106_852_251_264),
+        ("glm-4.7-flash", 29_943_393_920),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-r1", 671_026_419_200),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
@@ -95,7 +98,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 15
+    assert len(known_models()) == 18
 
 
 @pytest.mark.usefixtures("no_network")

@@ -48,12 +48,12 @@ PLAIN_QUERIES = replace(
     num_kv_heads=8,
     head_dim=192,
     rope=Rope(10000.0, rotary_dim=64),
-    latent=Latent(q_rank=0, kv_rank=136, rope_dim=64, value_dim=128, interleaved=True),
+    latent=Latent(q_rank=0, kv_rank=384, rope_dim=64, value_dim=128, interleaved=True),
 )
 LATENT = replace(
     PLAIN_QUERIES,
     head_dim=256,
-    latent=Latent(q_rank=72, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
+    latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
 )
 FACTS: dict[str, dict[str, Any]] = {
     "gemma 2": {

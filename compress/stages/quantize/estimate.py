@@ -135,7 +135,21 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
         if kv_format is None
         else (f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token",)
     )
-    return _scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *cache
+    own = (_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}")
+    return *own, *cache, *_latent_notes(arch)
+
+
+def _latent_notes(arch: Arch) -> tuple[str, ...]:
+    """Return what the runtime caches of a model with latent attention, and what other programs do."""
+    if not arch.has_latents:
+        return ()
+    latents = [layer.latent for layer in arch.layers if layer.latent is not None]
+    cached = sum(each.kv_rank + each.rope_dim for each in latents)
+    of_heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers)
+    return (
+        f"latent attention: this runtime caches keys and values of all heads, {of_heads:,} numbers a token; "
+        f"others cache {cached:,} of latents",
+    )
 
 
 def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:
