@@ -27,10 +27,11 @@ _GRANITE = {
     "logits_scaling": 8.0,
 }
 _LATENT = {
+    "head_dim": 64,  # what `transformers` calls the dimensions that rotate
     "num_key_value_heads": 4,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
+    "kv_lora_rank": 512,  # with the next, the one size for which vLLM has kernels on a CPU
     "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
     "v_head_dim": 64,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -172,6 +173,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         "q_lora_rank": 128,
         "mlp_layer_types": ["dense", "sparse"],
+        "first_k_dense_replace": 1,  # which vLLM's class reads
         "norm_topk_prob": True,
         "topk_method": "noaux_tc",  # without it vLLM's class has no place for the bias of the router
     },
@@ -261,5 +263,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MIXTURES = tuple(family for family, own in FAMILIES.items() if any("experts" in name for name in own))
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+"""Families whose rows of latents end within a block, so that no `fp8` checkpoint holds them."""
 ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
 """The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""

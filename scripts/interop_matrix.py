@@ -34,7 +34,7 @@ import torch
 from compress.quant.scheme import SCHEMES
 from scripts.check_interop import LIMITS, Answer, Question, Reply, ask_all, ask_runtime
 from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, cases_of, write
-from scripts.interop_families import FAMILIES, MIXTURES, SMALL
+from scripts.interop_families import FAMILIES, LATENT, MIXTURES, SMALL
 from scripts.plain_twin import scores, twin
 
 PROGRAMS = ("compress", "vllm", "transformers", "onnxruntime", "onnxruntime_genai")
@@ -72,6 +72,8 @@ class Machine:
             return None
         if case.form == "modelopt" and case.scheme == "FP8_DYNAMIC":
             return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
+        if case.family in LATENT:
+            return "from the second token on it computes latent attention otherwise, of dense weights too"
         if case.scheme == "FP8_BLOCK" and not self.has_amx:
             return "its CPU kernel for FP8 blocks needs AMX"
         if case.family in MIXTURES and not case.dense_experts and not self.has_amx:

@@ -107,12 +107,15 @@ takes FP8 in blocks as weights only there. `transformers` does as compressed-ten
 FLAT_SHARED = ("qwen2_moe", "ernie4_5_moe")
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
+ONE_HEAD = "attn.kv_up."
+"""The linear that `transformers` calls with batch x 1 x tokens x columns: one scale for a sequence."""
 
 
 def inputs_of(program: str, family: str, name: str, scheme: Scheme) -> Inputs | None:
     """Return how a program rounds the inputs of a linear, or None where it leaves them as they are."""
     inputs = INPUTS.get((program, scheme.name))
-    flat = program == "transformers" and family in FLAT_SHARED and name.startswith("moe.shared.")
-    if inputs is None or not flat or scheme.activation != "token" or not scheme.input_symmetric:
+    flat = name.startswith(ONE_HEAD) or (family in FLAT_SHARED and name.startswith("moe.shared."))
+    by_token = scheme.activation == "token" and scheme.input_symmetric
+    if inputs is None or program != "transformers" or not flat or not by_token:
         return inputs
     return replace(inputs, rule=partial(inputs.rule, one_scale=True))

@@ -219,21 +219,13 @@ def is_graph(name: str | None) -> bool:
 
 
 def serve_command(
-    arch: Arch,
-    kv_format: str | None,
-    *,
-    form: str | None = None,
-    method: str | None = None,
-    k: int = PROPOSED,
+    kv_format: str | None, *, form: str | None = None, method: str | None = None, k: int = PROPOSED
 ) -> str:
     """Return the command by which vLLM serves a checkpoint of the format `form`, or by which this project
     does where vLLM cannot; with a draft in it, by the method of that name and `k` proposed tokens a step."""
     if is_graph(form):
         return "compress serve <this directory>"
-    words = [
-        "vllm serve <this directory>",
-        "" if arch.has_latents else VLLM_KV_FLAGS.get(kv_format or "", ""),
-    ]
+    words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
     if method is not None:
         config = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
         words.append(f"--speculative-config '{json.dumps(config)}'")

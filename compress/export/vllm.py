@@ -13,12 +13,14 @@ ROUTERS = {
     "minimax_m2": "its router on a CPU takes no sigmoid without groups",
 }
 """Families whose routers vLLM's CPU build does not compute, and why."""
+LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"
+"""Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
 
 def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> Consumer:
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
-    refused = refused or ROUTERS.get(arch.family)
+    refused = refused or ROUTERS.get(arch.family) or (LATENTS if arch.has_latents else None)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
     experts = _of_experts(arch, scheme)

@@ -31,6 +31,9 @@ def latent_of(interleaved: bool | str) -> Callable[[Fields], Latent]:
         if config.integer("qk_head_dim", 1, MAX_SIZE, default=head_dim) != head_dim:
             wanted = f"{head_dim}, the sum of qk_nope_head_dim and qk_rope_head_dim"
             raise config.wrong("qk_head_dim", config.integer("qk_head_dim", 1, MAX_SIZE), wanted)
+        if config.integer("head_dim", 1, MAX_SIZE, default=rope_dim) != rope_dim:
+            wanted = f"{rope_dim}, as qk_rope_head_dim, or absent: it is what transformers rotates"
+            raise config.wrong("head_dim", config.integer("head_dim", 1, MAX_SIZE), wanted)
         return Latent(
             q_rank=config.integer("q_lora_rank", 1, MAX_RANK) if config.has("q_lora_rank") else 0,
             kv_rank=config.integer("kv_lora_rank", 1, MAX_RANK),

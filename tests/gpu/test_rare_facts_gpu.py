@@ -42,6 +42,7 @@ SPARSE = replace(LAYER, intermediate_size=176, experts=Experts(16, 4, 176))
 SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
+WHOLE_GROUPS = replace(SIGMOID, expert_size=128, shared_size=256)
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
 PLAIN_QUERIES = replace(
     LAYER,
@@ -117,7 +118,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "k-exaone": {"qk_norm": True, "layers": (LOCAL, replace(SPARSE, rope=None, experts=SIGMOID))},
     "deepseek v2": {"layers": (PLAIN_QUERIES, replace(PLAIN_QUERIES, experts=SIGMOID)), "attn_scale": 0.09},
-    "glm 4.7 flash": {"layers": (LATENT, replace(LATENT, experts=SIGMOID)), "qkv_bias": True},
+    "glm 4.7 flash": {"layers": (LATENT, replace(LATENT, experts=WHOLE_GROUPS)), "qkv_bias": True},
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)

@@ -117,8 +117,7 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         base_model=inputs.source.name,
         license_id=license_of(inputs),
         serve_command=serve_command(
-            open_weights(inputs.source.path).arch,
-            report["artifact"].get("kv_cache"),
+            _kept_by_others(inputs, report["artifact"].get("kv_cache")),
             form=form,
             method=draft_method(inputs),
             k=k,
@@ -132,6 +131,13 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     out.describe(
         role="evidence", facts=facts | ({"warnings": report["warnings"]} if "warnings" in report else {})
     )
+
+
+def _kept_by_others(inputs: Inputs, kv_format: str | None) -> str | None:
+    """Return the format in which other programs keep keys and values too; None where they keep latents."""
+    if kv_format is None or open_weights(inputs.source.path).arch.has_latents:
+        return None
+    return kv_format
 
 
 def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
