@@ -85,10 +85,9 @@ class KeysValues:
         del attention
         shape = self.layer.shape
         angles = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        for name, x_BSKC in zip(
-            KV_SCALES, self.layer.attn.keys_values(self.layer.attn_norm(x_BSD), angles), strict=True
-        ):
-            tap(name, x_BSKC.flatten(-2).to(torch.float32) / self.scales[name])
+        k_BSKC, v_BSKC = self.layer.attn.keys_values(self.layer.attn_norm(x_BSD), angles)
+        for name, heads_BSKC in (("k", k_BSKC), ("v", v_BSKC[..., : shape.value_dim])):
+            tap(name, heads_BSKC.flatten(-2).to(torch.float32) / self.scales[name])
         return x_BSD
 
 
@@ -98,14 +97,14 @@ class CacheError:
 
     is_quadratic = False
 
-    def __init__(self, head_dim: int) -> None:
-        self._head_dim = head_dim
+    def __init__(self, num_heads: int) -> None:
+        self._num_heads = num_heads
         self._squares_3F: Tensor | None = None
         self._counts_2: Tensor | None = None
         self.num_values = 0
 
     def update(self, x_TD: Tensor) -> None:
-        heads_TKC = x_TD.unflatten(-1, (-1, self._head_dim))
+        heads_TKC = x_TD.unflatten(-1, (self._num_heads, -1))
         own_TK1 = (heads_TKC.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_min(
             torch.finfo(torch.float32).tiny
         )
@@ -143,7 +142,7 @@ class CacheError:
         assert self._counts_2 is not None
         signal_F, *errors = self._squares_3F
         by_tensor_K, by_head_K = (
-            torch.where(signal_F > 0, error_F / signal_F, 0.0).view(-1, self._head_dim).mean(-1).sqrt()
+            torch.where(signal_F > 0, error_F / signal_F, 0.0).view(self._num_heads, -1).mean(-1).sqrt()
             for error_F in errors
         )
         saturated, flushed = self._counts_2.tolist()
@@ -169,10 +168,10 @@ def calibrate_cache(
         UsageError: keys or values reach NaN or infinity.
     """
     layer_idx = cached.layer.layer_idx
-    head_dim = cached.layer.shape.head_dim
+    num_heads = cached.layer.shape.num_kv_heads
     amax = {name: _largest(stats, layer_idx, name) for name, stats in observe(cached, [AbsMax]).items()}
     scales = {name: static_input_scale(amax[name], SCHEMES["FP8_STATIC"], stored_dtype) for name in KV_SCALES}
-    rounded = observe(KeysValues(cached.layer, scales), [partial(CacheError, head_dim)])
+    rounded = observe(KeysValues(cached.layer, scales), [partial(CacheError, num_heads)])
     rows: list[Row] = []
     for name, scale in scales.items():
         rows.append(

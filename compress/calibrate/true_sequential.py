@@ -99,7 +99,7 @@ def _compress_stages(
             kinds,
             source_layer=source_half.pass_through if is_last else source_half.enter,
             token_weights=state.guide.token_weights,
-            source_experts=source_layer,
+            source_experts=None if half.moe is None else source_layer,
         )
         owners = {group.tap: idx % run.ranks.size for idx, group in enumerate(groups)}
         stats, tokens = gather_layer(trees, layer, kinds, owners, run, groups=groups)

@@ -40,6 +40,7 @@ from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.modelopt_nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_leaves
 from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
+from compress.export.vllm import LATENTS
 from compress.models.arch import Arch
 from compress.models.config_file import QUANT_CONFIG_NAME
 from compress.models.layer_shape import LINEAR_GROUPS
@@ -340,8 +341,10 @@ class ModelOpt:
             ),
             Consumer(
                 "vLLM on a CPU",
-                loads=algorithm == FP8_ROWS,
-                note="weights and inputs in FP8, products in wider numbers, in bfloat16 or float16"
+                loads=algorithm == FP8_ROWS and not arch.has_latents,
+                note=LATENTS
+                if arch.has_latents
+                else "weights and inputs in FP8, products in wider numbers, in bfloat16 or float16"
                 if algorithm == FP8_ROWS
                 else "it has no kernel for static inputs"
                 if algorithm == FP8
@@ -373,7 +376,8 @@ def _split_groups(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     linears of a group as one."""
     rules: dict[str, Rule] = {}
     for idx, layer in enumerate(arch.layers):
-        for group in LINEAR_GROUPS.values():
+        of_latents = (layer.attention_groups[0],) if "attn.q_down" in layer.linears else ()
+        for group in (*LINEAR_GROUPS.values(), *of_latents):
             names = [each for each in group.linears if each in layer.linears]
             schemes = {scheme.for_linear(f"layers.{idx}.{each}") for each in names}
             if len(schemes) > 1:

@@ -109,6 +109,8 @@ class Arch:
                     f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
                     "evenly."
                 )
+            if (layer.latent is not None) != self.has_latents:
+                raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
             if layer.latent is not None:
                 _check_latent(layer, layer.latent, idx)
             if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
@@ -344,6 +346,11 @@ def _check_latent(layer: LayerShape, latent: Latent, idx: int) -> None:
         raise UnsupportedArch(
             f"layer {idx}: {latent.rope_dim} of the {layer.head_dim} dimensions of a head rotate; both they "
             "and the others have to be even numbers, at least 2."
+        )
+    if layer.rope is not None and layer.rope.rotary_dim != latent.rope_dim:
+        raise UnsupportedArch(
+            f"layer {idx}: its rope rotates {layer.rope.rotary_dim} dimensions of a head, and its latents "
+            f"have {latent.rope_dim} that rotate."
         )
     if latent.value_dim > layer.head_dim or latent.value_dim % 2:
         raise UnsupportedArch(

@@ -162,7 +162,7 @@ class Family:
         partial = [
             each.rotary_dim / own_widths[kind]["head_dim"] for kind, each in ropes.items() if each.rotary_dim
         ]
-        if partial and "partial_rotary_factor" not in self.known_fields:
+        if partial and (latent is not None or "partial_rotary_factor" not in self.known_fields):
             raise config.wrong("partial_rotary_factor", partial[0], "1 in this family")
         if self.heads_span_hidden and widths["head_dim"] * num_heads != hidden_size:
             raise config.wrong("head_dim", widths["head_dim"], f"{hidden_size} / {num_heads} in this family")

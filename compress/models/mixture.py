@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.arch import MAX_LAYERS
 from compress.models.experts import MAX_EXPERT_SIZE, MAX_EXPERTS, MAX_SCALE, Experts, checked
 from compress.untrusted.fields import Fields
 
 EXPERT = "moe.experts.*."
 """How the tables spell the modules of each expert."""
 _GATE_UP_DOWN = ("gate", "up", "down")
+_FIRST_DENSE = "first_k_dense_replace"
 DENSE_LAYER = "dense"
 SPARSE_LAYER = "sparse"
 
@@ -161,7 +163,7 @@ def state_types(is_sparse: list[bool]) -> dict[str, Any]:
 
 def sparse_after_first(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers have experts: all after the first `first_k_dense_replace`."""
-    first = config.integer("first_k_dense_replace", 0, MAX_EXPERT_SIZE)
+    first = config.integer(_FIRST_DENSE, 0, MAX_EXPERT_SIZE)
     return [idx >= first for idx in range(num_layers)]
 
 
@@ -172,4 +174,32 @@ def state_first(is_sparse: list[bool]) -> dict[str, Any]:
         raise UnsupportedArch(
             "dense layers follow layers with experts; the config of this family has dense layers first."
         )
-    return {"first_k_dense_replace": first}
+    return {_FIRST_DENSE: first}
+
+
+def sparse_by_both(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts where a config states it twice: `transformers` reads the type of each
+    FFN, vLLM and SGLang read how many of the first layers are dense."""
+    read = sparse_after_first if config.has(_FIRST_DENSE) else _sparse_by_type_or_first
+    return read(config, num_layers)
+
+
+def _sparse_by_type_or_first(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts in `transformers`: all but the first where no types are stated."""
+    if config.has("mlp_layer_types"):
+        return sparse_by_type(config, num_layers)
+    return [idx > 0 for idx in range(num_layers)]
+
+
+def state_both(is_sparse: list[bool]) -> dict[str, Any]:
+    """Return the fields of both kinds of programs."""
+    return {**state_types(is_sparse), **state_first(is_sparse)}
+
+
+def same_dense_layers(config: Fields) -> dict[str, Any]:
+    """Return no facts; refuse a config of which programs read other layers as dense."""
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if sparse_by_both(config, num_layers) != _sparse_by_type_or_first(config, num_layers):
+        wanted = "the number of dense layers, all first, that mlp_layer_types states (1 if it is absent)"
+        raise config.wrong(_FIRST_DENSE, config.integer(_FIRST_DENSE, 0, MAX_LAYERS), wanted)
+    return {}

@@ -4,8 +4,9 @@ the rotation of heads, with the kernels chosen for them.
 Shapes: T rows, F outputs of a linear, H heads, C head dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
-from compress.runtime.fused_linear import BoundKernel, FusedLinear
+from compress.runtime.fused_linear import FusedLinear
+
+RowKernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -25,29 +28,26 @@ class NormedLinear:
     norm: RowNorm
     linear: FusedLinear
 
+    def __call__(self, latent_TF: Tensor, phase: Phase, rms_norm: RowKernel) -> Tensor:
+        """Return the outputs [T, F] of the linear."""
+        return self.linear(rms_norm(latent_TF, self.norm.weight, self.norm.eps, self.linear.quant), phase)
+
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """The linears of the latents of one layer; `q_up` is None where queries have no latent. `kernels` are
-    those of the norms, and of the step that puts heads in order."""
+    """The linears of the latents of one layer; `q_up` is None where queries have no latent."""
 
     facts: Latent
     head_dim: int
     q_up: NormedLinear | None
     kv_up: NormedLinear
-    kernels: Mapping[str, BoundKernel]
 
     @staticmethod
     def of(
         shape: LayerShape, fused: Mapping[str, FusedLinear], weights: Weights, deployment: Deployment
     ) -> "LatentLinears":
-        """Return the linears of a layer, of those fused by group.
-
-        Raises:
-            EnvironmentUnfit: no kernel here serves the norm of a latent.
-        """
+        """Return the linears of a layer, of those fused by group."""
         assert shape.latent is not None
-        device = deployment.kernel_device
 
         def normed(name: str) -> NormedLinear:
             weight = deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"]))
@@ -58,10 +58,6 @@ class LatentLinears:
             shape.head_dim,
             normed("q") if shape.latent.q_rank else None,
             normed("kv"),
-            {
-                "rms_norm": BoundKernel.of(device.problem("rms_norm", n=shape.latent.kv_rank)),
-                "latent_heads": BoundKernel.of(device.problem("latent_heads", n=shape.head_dim)),
-            },
         )
 
     @property
@@ -70,20 +66,16 @@ class LatentLinears:
         own = () if self.q_up is None else (self.q_up.linear,)
         return *own, self.kv_up.linear
 
-    def __call__(self, first_TF: Tensor, phase: Phase) -> Tensor:
+    def __call__(
+        self, first_TF: Tensor, phase: Phase, *, rms_norm: RowKernel, latent_heads: RowKernel
+    ) -> Tensor:
         """Return queries, keys and values side by side [T, 3 H C] of the latents, or of the queries and the
-        latent of keys and values, that the first linear leaves."""
+        latent of keys and values, that the first linear leaves, with the kernels of these two ops."""
         facts = self.facts
         widths = [first_TF.shape[1] - facts.kv_rank - facts.rope_dim, facts.kv_rank, facts.rope_dim]
         q_TF, latent_TF, rotated_TC = first_TF.split(widths, dim=1)
         if self.q_up is not None:
-            q_TF = self._up(self.q_up, q_TF, phase)
-        kv_TF = self._up(self.kv_up, latent_TF, phase)
-        heads_TF: Tensor = self.kernels["latent_heads"].kernel.fn(
-            q_TF, kv_TF, rotated_TC, facts, self.head_dim
-        )
+            q_TF = self.q_up(q_TF, phase, rms_norm)
+        kv_TF = self.kv_up(latent_TF, phase, rms_norm)
+        heads_TF: Tensor = latent_heads(q_TF, kv_TF, rotated_TC, facts, self.head_dim)
         return heads_TF
-
-    def _up(self, up: NormedLinear, latent_TF: Tensor, phase: Phase) -> Tensor:
-        rms_norm = self.kernels["rms_norm"].kernel.fn
-        return up.linear(rms_norm(latent_TF, up.norm.weight, up.norm.eps, up.linear.quant), phase)

@@ -100,6 +100,8 @@ class LayerRunner:
         if arch.block in ("post", "sandwich"):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
             self._post_norm = self._ops["post_norm"].kernel.fn
+        if arch.has_latents:
+            self._ops["latent_heads"] = bound("latent_heads", arch.layers[0].head_dim)
         if arch.logit_softcap is not None:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
@@ -127,7 +129,8 @@ class LayerRunner:
             ffn_rows = None
         qkv_TF = layer.qkv(qkv_rows, phase)
         if layer.latent is not None:
-            qkv_TF = layer.latent(qkv_TF, phase)
+            heads = self._ops["latent_heads"].kernel.fn
+            qkv_TF = layer.latent(qkv_TF, phase, rms_norm=self._rms_norm, latent_heads=heads)
         projected = Projected(qkv_TF, positions_T, slots_T, kv)
         return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calibrate.kv import KeysValues
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
@@ -19,10 +20,12 @@ from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.student import Shape, sliced_decoder, student_arch
 from compress.errors import UnsupportedArch, UsageError
 from compress.methods.quantize import SMOOTHERS
+from compress.methods.quantize.gptaq import Gptaq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch
+from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
 from compress.models.eagle3 import eagle3_facts, fresh_eagle3
@@ -39,6 +42,7 @@ from compress.models.surgery import fold_
 from compress.models.weights import MemorySource, Weights, build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from compress.stages.prune.widths import legal_heads
 from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_decoder
 from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, latent_widths, tokens
@@ -49,8 +53,9 @@ FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.it
 UNIFORM: dict[str, dict[str, Any]] = {
     name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")
 }
-OFTEN = ("llama", "gemma4_text", "qwen3_moe")
-"""Families whose cases of some tests are not slow: plain, with widths of two kinds, and a mixture."""
+OFTEN = ("llama", "gemma4_text", "qwen3_moe", "deepseek_v2")
+"""Families whose cases of some tests are not slow: plain, with widths of two kinds, a mixture, and one with
+latent attention."""
 OF_CONTRACT = (*TEXT_FAMILIES, "gemma4-experts", "deepseek_v3-dense")
 """The families, by their first cases, and cases that have what the first of their family has not."""
 each_family = pytest.mark.parametrize("family", OF_CONTRACT)
@@ -141,17 +146,18 @@ def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
 def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
     family: str, scheme_name: str, tmp_path: Path
 ) -> None:
-    """Measured on the calibration's own tokens; and a true-sequential run ends as well."""
+    """Measured on the calibration's own tokens; and a true-sequential run, which compares with the source's
+    activations, ends as well."""
     decoder = tiny_decoder(arch_of(family))
     source = MemorySource(decoder, dtype=torch.float32)
     scheme = ModelScheme(SCHEMES[scheme_name])
     calibration = tokens(24, 32)
     found = {}
-    for name, rounder, is_true in (("rtn", Rtn(), False), ("gptq", Gptq(), False), ("true", Gptq(), True)):
+    for name, rounder, target in (("rtn", Rtn(), None), ("gptq", Gptq(), None), ("true", Gptq(), Gptaq())):
         ctx = Context("cpu", 0, tmp_path / name)
         ctx.scratch.mkdir()
-        passes: list[LayerPass] = [RoundPass(rounder, scheme, torch.float32)]
-        compression = Compression(passes, scheme=scheme, true_sequential=is_true)
+        passes: list[LayerPass] = [RoundPass(rounder, scheme, torch.float32, target=target)]
+        compression = Compression(passes, scheme=scheme, true_sequential=target is not None)
         run_sequential(source, calibration, compression, ctx.scratch, ctx, compute_dtype=torch.float32)
         layers = [
             load_weights(ctx.scratch / layer_name(idx), scheme, prefix=f"layers.{idx}.")
@@ -306,3 +312,64 @@ def test_the_gradient_through_capped_logits_is_that_of_autograd() -> None:
     (log_p.exp() * (log_p - log_q)).sum(-1).mean().backward()
     for name, parameter in student.named_parameters():
         assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-6), name
+
+
+def read(family: str, **fields: Any) -> Arch:
+    """Return the facts of the config of a family's first golden case with other fields."""
+    return FAMILIES.get(family).read_config(dict(arch_of(family).config) | fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("glm4_moe_lite", "partial_rotary_factor", 0.5),
+        ("glm4_moe_lite", "first_k_dense_replace", 2),
+        ("deepseek_v2", "head_dim", 16),
+        ("deepseek_v3", "qk_head_dim", 16),
+        ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "v_head_dim", 32),
+        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+    ],
+)
+def test_configs_of_latents_that_programs_read_in_several_ways_are_refused(
+    family: str, field: str, value: Any
+) -> None:
+    of_refusal = {"num_key_value_heads": "KV heads", "v_head_dim": "values of 32"}.get(field, field)
+    with pytest.raises(UnsupportedArch, match=of_refusal):
+        read(family, **{field: value})
+
+
+def test_removed_dense_layers_are_stated_to_each_program_that_counts_them() -> None:
+    arch = read("glm4_moe_lite", first_k_dense_replace=1)
+    written = FAMILIES.get(arch.family).write_config(with_layers(arch, [1, 2]))
+    assert (written["mlp_layer_types"], written["first_k_dense_replace"]) == (["sparse"] * 2, 0)
+
+
+def test_heads_of_latents_are_pruned_to_numbers_that_transformers_takes() -> None:
+    assert legal_heads(arch_of("deepseek_v2"), "kv_group", 1) == [1, 2, 4]
+    assert legal_heads(arch_of("deepseek_v3"), "kv_group", 1) == [1, 2, 3, 4]
+
+
+def test_a_manifest_of_latents_in_some_layers_or_of_another_rope_is_refused() -> None:
+    arch = arch_of("deepseek_v3-dense")
+    facts, layers = arch.to_json()
+    without = {name: fact for name, fact in layers[1].items() if name != "latent"}
+    whole = {**layers[1], "rope": {**layers[1]["rope"], "rotary_dim": 0}}
+    for other in (without, whole):
+        with pytest.raises(UnsupportedArch, match="layer 1"):
+            Arch.from_json(facts, [layers[0], other, layers[2]])
+
+
+def test_the_error_of_narrow_values_is_that_of_their_own_dimensions() -> None:
+    """A cache holds them with zeros behind, which have no error."""
+    arch = arch_of("deepseek_v3-dense")
+    weights = MemorySource(tiny_decoder(arch), dtype=torch.float32).layer(0)
+    cached = KeysValues.from_weights(arch, 0, weights, dtype=torch.float32, device=CPU)
+    seen: dict[str, Tensor] = {}
+    x_BSD = torch.randn(2, 9, arch.hidden_size, generator=torch.Generator().manual_seed(0))
+    cached(x_BSD, torch.arange(9), FullAttention(), seen.__setitem__)
+    shape = arch.layers[0]
+    assert shape.value_dim < shape.head_dim
+    assert seen["k"].shape[-1] == shape.num_heads * shape.head_dim
+    assert seen["v"].shape[-1] == shape.num_heads * shape.value_dim
+    assert (seen["v"] != 0).all()

@@ -443,3 +443,28 @@ def test_every_head_has_a_kernel_that_is_no_reference(head_dim: int, group: int,
         )
         for problem in (decoding, filling):
             assert "reference" not in select(problem).name
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "width"), [(512, 0, 576), (768, 0, 1344), (512, 768, 1344), (72, 24, 120)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_norms_of_columns_have_the_bits_of_a_row_alone(
+    size: int, start: int, width: int, dtype: torch.dtype, rounded: bool
+) -> None:
+    """Latents are columns of wider rows; a single row has no distance to the next."""
+    wide = torch.randn(37, width, device=CUDA).to(dtype)
+    weight = torch.randn(size, device=CUDA).to(dtype)
+    quant = ActivationQuant() if rounded else None
+
+    def normed(x_TI: Tensor) -> tuple[Tensor, ...]:
+        rows = rms_norm(x_TI, weight, 1e-6, quant)
+        return (rows,) if isinstance(rows, Tensor) else (rows.values_TK.view(torch.uint8), rows.scale_T)
+
+    columns = wide[:, start : start + size]
+    together = normed(columns)
+    for row in (0, 1, 36):
+        alone = normed(columns[row : row + 1])
+        assert all(torch.equal(one[0], all_[row]) for one, all_ in zip(alone, together, strict=True))
+    assert all(map(torch.equal, together, normed(columns.contiguous())))

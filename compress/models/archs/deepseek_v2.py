@@ -41,6 +41,7 @@ FAMILIES.add(
         architecture="DeepseekV2ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
+        heads_divide_hidden=True,
         latent=latent_of(True),
         implied=_implied,
         mixture=Mixture(

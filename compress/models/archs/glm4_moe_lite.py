@@ -1,22 +1,14 @@
 """GLM-4.7-Flash (2026): the experts of GLM-4.5 with latent attention, and a first layer that is dense. The
-layer that predicts a further token, after the last, is not read."""
+layer that predicts a further token, after the last, is not read. Which layers are dense is stated twice
+(`mixture.py`)."""
 
 from dataclasses import replace
 
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
-from compress.models.mixture import AS_IN_MEMORY, apart, sparse_by_type, state_types
+from compress.models.mixture import AS_IN_MEMORY, apart, same_dense_layers, sparse_by_both, state_both
 from compress.models.module_names import LAYER_MODULES
-from compress.untrusted.fields import Fields
-
-
-def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers have experts: all but the first where no types are stated."""
-    if config.has("mlp_layer_types"):
-        return sparse_by_type(config, num_layers)
-    return [idx > 0 for idx in range(num_layers)]
-
 
 FAMILIES.add(
     "glm4_moe_lite",
@@ -26,10 +18,11 @@ FAMILIES.add(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         latent=latent_of("rope_interleave"),
-        mixture=replace(SIGMOID_MIXTURE, is_sparse=_sparse_layers, state_sparse=state_types),
+        facts=same_dense_layers,
+        mixture=replace(SIGMOID_MIXTURE, is_sparse=sparse_by_both, state_sparse=state_both),
         layer_modules={**LAYER_MODULES, **LATENT_MODULES, **MIXTURE_MODULES},
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=MIXTURE_FIELDS - {"first_k_dense_replace"}
+        known_fields=MIXTURE_FIELDS
         | {
             "attention_bias",
             "mlp_layer_types",
@@ -39,7 +32,6 @@ FAMILIES.add(
             "num_mtp_layers",
         },
         fixed_fields={
-            "first_k_dense_replace": 1,
             "moe_layer_freq": 1,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",

@@ -6,9 +6,6 @@ predicts a further token, is not read.
 ones, `first_k_dense_replace`: both are written.
 """
 
-from typing import Any
-
-from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
 from compress.models.mixture import (
     AS_IN_MEMORY,
@@ -16,14 +13,12 @@ from compress.models.mixture import (
     Mixture,
     apart,
     in_one,
+    same_dense_layers,
     shared_of,
-    sparse_after_first,
-    sparse_by_type,
-    state_first,
-    state_types,
+    sparse_by_both,
+    state_both,
 )
 from compress.models.module_names import LAYER_MODULES
-from compress.untrusted.fields import Fields
 
 _FIELDS = {
     "num_experts": "num_experts",
@@ -41,35 +36,6 @@ _IN_MEMORY = {
 }
 
 
-_FIRST = "first_k_dense_replace"
-
-
-def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers have experts."""
-    read = sparse_after_first if config.has(_FIRST) else _sparse_by_type
-    return read(config, num_layers)
-
-
-def _sparse_by_type(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers have experts in `transformers`: all but the first where no types are stated."""
-    if config.has("mlp_layer_types"):
-        return sparse_by_type(config, num_layers)
-    return [idx > 0 for idx in range(num_layers)]
-
-
-def _state_sparse(is_sparse: list[bool]) -> dict[str, Any]:
-    return {**state_types(is_sparse), **state_first(is_sparse)}
-
-
-def _facts(config: Fields) -> dict[str, Any]:
-    """Return no facts; refuse a config that programs read in several ways."""
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if _sparse_layers(config, num_layers) != _sparse_by_type(config, num_layers):
-        wanted = "the number of dense layers, all first, that mlp_layer_types states (1 if it is absent)"
-        raise config.wrong(_FIRST, config.integer(_FIRST, 0, MAX_LAYERS), wanted)
-    return {}
-
-
 FAMILIES.add(
     "hy_v3",
     Family(
@@ -78,12 +44,12 @@ FAMILIES.add(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
-        facts=_facts,
+        facts=same_dense_layers,
         mixture=Mixture(
             _FIELDS,
             facts={"score": "sigmoid", "selection_bias": True, "renormalize": True},
-            is_sparse=_sparse_layers,
-            state_sparse=_state_sparse,
+            is_sparse=sparse_by_both,
+            state_sparse=state_both,
             read_more=shared_of(_SHARED),
         ),
         layer_modules={
@@ -110,7 +76,7 @@ FAMILIES.add(
                 _SHARED,
                 "attention_bias",
                 "mlp_layer_types",
-                _FIRST,
+                "first_k_dense_replace",
                 "enable_moe_fp32_combine",
             }
         ),

@@ -134,7 +134,7 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
 
 
 def _kept_by_others(inputs: Inputs, kv_format: str | None) -> str | None:
-    """Return the format in which other programs keep keys and values too; None where they keep latents."""
+    """Return the format of a KV cache, None where other programs cache latents and no format is theirs."""
     if kv_format is None or open_weights(inputs.source.path).arch.has_latents:
         return None
     return kv_format

@@ -149,8 +149,8 @@ def test_the_stated_error_is_that_of_the_caches_own_rounding() -> None:
     x_TKC[7, 0, 0] = 900.0  # cut
     x_TKC[9, 2, 1] = 2**-11  # becomes zero, whatever is near
     x_TKC[9, 0, 1] = 0.0  # was zero
-    stat = CacheError(8)
-    rest = CacheError(8)
+    stat = CacheError(3)
+    rest = CacheError(3)
     stat.update(x_TKC[:120].flatten(1))
     rest.update(x_TKC[120:].flatten(1))
     stat.merge(rest)
@@ -176,7 +176,7 @@ def test_the_error_does_not_change_with_scales_that_the_model_does_not_feel() ->
     one[3] = 2.0**6
 
     def error(x_TD: Tensor) -> float:
-        stat = CacheError(8)
+        stat = CacheError(2)
         stat.update(x_TD)
         return float(stat.facts()["error"])
 
