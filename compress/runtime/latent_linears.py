@@ -19,6 +19,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 
 RowKernel = Callable[..., Any]
+"""A kernel of `rms_norm` or `latent_heads` (`kernels/select.py`)."""
 
 
 @dataclass(frozen=True)
