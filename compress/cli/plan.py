@@ -130,7 +130,7 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
 
 def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
     """Return the document's facts of the model; None for those that only the decoder reads."""
-    from compress.models.family import unread_note
+    from compress.models.config_notes import unread_note
 
     if isinstance(shapes, UnsupportedArch):
         return {

@@ -35,7 +35,7 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 class Problem:
     """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention,
     rope_store and hadamard the head dimension and the query heads of a KV head; for experts the hidden size D
-    and the size F of one expert; for other ops the row size, and 0.
+    and the size F of one expert; for latent_heads the head dimension, and for other ops the row size, and 0.
 
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the

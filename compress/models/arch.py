@@ -104,15 +104,10 @@ class Arch:
                 f"{', '.join(ACTIVATIONS)}."
             )
         for idx, layer in enumerate(self.layers):
-            if layer.num_heads % layer.num_kv_heads:
-                raise UnsupportedArch(
-                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
-                    "evenly."
-                )
             if (layer.latent is not None) != self.has_latents:
                 raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
-            if layer.latent is not None:
-                _check_latent(layer, layer.latent, idx)
+            if reason := layer.why_unfit():
+                raise UnsupportedArch(f"layer {idx}: {reason}")
             if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
                 raise UnsupportedArch(
                     f"layer {idx}: the branches of a mixture are normed apart in a '{self.block}' block; the "
@@ -333,35 +328,6 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
     return rare
-
-
-def _check_latent(layer: LayerShape, latent: Latent, idx: int) -> None:
-    """Check that the widths of a layer with latent attention fit one another.
-
-    Raises:
-        UnsupportedArch: they do not.
-    """
-    still_dim = layer.head_dim - latent.rope_dim
-    if still_dim < 2 or still_dim % 2 or latent.rope_dim % 2:
-        raise UnsupportedArch(
-            f"layer {idx}: {latent.rope_dim} of the {layer.head_dim} dimensions of a head rotate; both they "
-            "and the others have to be even numbers, at least 2."
-        )
-    if layer.rope is not None and layer.rope.rotary_dim != latent.rope_dim:
-        raise UnsupportedArch(
-            f"layer {idx}: its rope rotates {layer.rope.rotary_dim} dimensions of a head, and its latents "
-            f"have {latent.rope_dim} that rotate."
-        )
-    if latent.value_dim > layer.head_dim or latent.value_dim % 2:
-        raise UnsupportedArch(
-            f"layer {idx}: values of {latent.value_dim} dimensions and keys of {layer.head_dim}; the cache "
-            "holds values of an even width that is not above that of the keys."
-        )
-    if layer.num_kv_heads != layer.num_heads or layer.keys_are_values:
-        raise UnsupportedArch(
-            f"layer {idx}: {layer.num_heads} query heads and {layer.num_kv_heads} KV heads; with latent "
-            "attention each query head has a KV head of its own."
-        )
 
 
 def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:

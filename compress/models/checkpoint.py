@@ -17,10 +17,10 @@ from torch import Tensor
 
 from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.config_fields import listed
+from compress.models.config_fields import MAX_NAMED, listed
 from compress.models.config_file import read_config
 from compress.models.experts import FLOAT32_PARAMETERS
-from compress.models.family import MAX_NAMED, family_of
+from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of

@@ -7,7 +7,7 @@ nobody reads, or that has the default, changes nothing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -129,6 +129,16 @@ def only_own_code(config: Fields, classes: Sequence[str]) -> None:
     for name in config.mapping("auto_map", default={}).values():
         if str(name).rpartition(".")[2] not in classes:
             raise config.wrong("auto_map", name, f"one of {', '.join(classes)}")
+
+
+def implies_own_code(*classes: str) -> Callable[[Fields], dict[str, Any]]:
+    """Return what a config of a family implies: nothing, and no `auto_map` to classes other than these."""
+
+    def implied(config: Fields) -> dict[str, Any]:
+        only_own_code(config, classes)
+        return {}
+
+    return implied
 
 
 @cache

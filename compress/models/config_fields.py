@@ -12,6 +12,9 @@ from compress.models.layer_types import FULL
 from compress.untrusted.fields import shown
 from compress.untrusted.text import one_line
 
+MAX_NAMED = 12
+"""Most fields that one sentence names."""
+
 
 @dataclass(frozen=True)
 class TableFields:

@@ -13,14 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, NO_TOKEN, Arch
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch
 from compress.models.config_facts import (
     HONOURED_FIELDS,
     IDLE_FIELDS,
     SHAPE_FIELDS,
     TRAINING_OF_ROUTERS,
 )
-from compress.models.config_fields import TableFields, field_name, listed
+from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
@@ -38,11 +38,9 @@ from compress.models.layer_types import (
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
 from compress.models.rope_config import (
-    YARN_FACTOR_NOTE,
     check_one_rope,
     read_rope,
     score_factor,
-    states_yarn_factor,
 )
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
@@ -51,8 +49,6 @@ from compress.untrusted.fields import Fields
 
 SCALES_BESIDE_LINEARS = ("modelopt",)
 """Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
-MAX_NAMED = 12
-"""Most fields that one sentence names."""
 
 RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
@@ -372,25 +368,6 @@ class Family:
         read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
         read = (read - self.spelled.keys()) | set(self.spelled.values())
         return TableFields(self.model_type, read, fixed, attends_fully=self.windows is no_window)
-
-
-def unread_note(arch: Arch) -> str | None:
-    """Return the sentences that name the fields of a model's `config.json` that change nothing, or that are
-    read as none; None where there is none."""
-    names = family_of({"model_type": arch.family}).unread_fields(arch.config)
-    sentences = []
-    if arch.stated_eos == NO_TOKEN:
-        sentences.append(
-            f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
-        )
-    if states_yarn_factor(arch.config):
-        sentences.append(YARN_FACTOR_NOTE)
-    if names:
-        sentences.append(
-            f"config.json has fields that change nothing in a {arch.family} model and are not read: "
-            f"{listed([field_name(name) for name in names], MAX_NAMED)}."
-        )
-    return " ".join(sentences) or None
 
 
 FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")

@@ -112,6 +112,36 @@ class LayerShape:
             return _Q_AND_LATENT, _OF_LATENTS[1], LINEAR_GROUPS["o"]
         return _LATENTS, *_OF_LATENTS, LINEAR_GROUPS["o"]
 
+    def why_unfit(self) -> str | None:
+        """Return why the widths of attention do not fit one another, None where they do."""
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
+        return None if self.latent is None else self._why_latent_unfit(self.latent)
+
+    def _why_latent_unfit(self, latent: Latent) -> str | None:
+        still_dim = self.head_dim - latent.rope_dim
+        if still_dim < 2 or still_dim % 2 or latent.rope_dim % 2:
+            return (
+                f"{latent.rope_dim} of the {self.head_dim} dimensions of a head rotate; both they and the "
+                "others have to be even numbers, at least 2."
+            )
+        if self.rope is not None and self.rope.rotary_dim != latent.rope_dim:
+            return (
+                f"its rope rotates {self.rope.rotary_dim} dimensions of a head, and its latents have "
+                f"{latent.rope_dim} that rotate."
+            )
+        if latent.value_dim > self.head_dim or latent.value_dim % 2:
+            return (
+                f"values of {latent.value_dim} dimensions and keys of {self.head_dim}; the cache holds "
+                "values of an even width that is not above that of the keys."
+            )
+        if self.num_kv_heads != self.num_heads or self.keys_are_values:
+            return (
+                f"{self.num_heads} query heads and {self.num_kv_heads} KV heads; with latent attention each "
+                "query head has a KV head of its own."
+            )
+        return None
+
     @property
     def value_dim(self) -> int:
         """The dimensions of the values of a head, of which `attn.o` reads those of all heads."""

@@ -17,7 +17,7 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
-from compress.models.family import unread_note
+from compress.models.config_notes import unread_note
 from compress.models.weights import WeightSource
 from compress.pipeline.bom import bill_of_materials
 from compress.pipeline.cache import RunCache, opened

@@ -18,7 +18,8 @@ from compress.cli.app import main
 from compress.errors import CompressError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.checkpoint import arch_of
-from compress.models.family import family_of, unread_note
+from compress.models.config_notes import unread_note
+from compress.models.family import family_of
 from tests.support.tiny_hf import TEXT_FAMILIES
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -2,10 +2,8 @@
 dense, and experts chosen by the softmax of the router. The larger models of this architecture, which choose
 groups of experts by the best of each, are not read."""
 
-from typing import Any
-
 from compress.models.archs.glm4_moe import MIXTURE_MODULES
-from compress.models.config_facts import only_own_code
+from compress.models.config_facts import implies_own_code
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.mixture import (
@@ -17,7 +15,6 @@ from compress.models.mixture import (
     state_first,
 )
 from compress.models.module_names import LAYER_MODULES
-from compress.untrusted.fields import Fields
 
 _FIELDS = {
     "num_experts": "n_routed_experts",
@@ -25,13 +22,6 @@ _FIELDS = {
     "expert_size": "moe_intermediate_size",
     "scale": "routed_scaling_factor",
 }
-
-
-def _implied(config: Fields) -> dict[str, Any]:
-    """Imply nothing, and refuse an `auto_map` to other code than the model's own from before it was in
-    `transformers`."""
-    only_own_code(config, ("DeepseekV2Config", "DeepseekV2Model", "DeepseekV2ForCausalLM"))
-    return {}
 
 
 FAMILIES.add(
@@ -43,7 +33,7 @@ FAMILIES.add(
         o_bias="attention_bias",
         heads_divide_hidden=True,
         latent=latent_of(True),
-        implied=_implied,
+        implied=implies_own_code("DeepseekV2Config", "DeepseekV2Model", "DeepseekV2ForCausalLM"),
         mixture=Mixture(
             _FIELDS,
             is_sparse=sparse_after_first,

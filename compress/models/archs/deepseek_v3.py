@@ -2,23 +2,12 @@
 experts chosen by the sigmoids of the router with a bias that their weights do not have. The layer that
 predicts a further token, after the last, is not read."""
 
-from typing import Any
-
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, MIXTURE_MODULES, SIGMOID_MIXTURE
-from compress.models.config_facts import only_own_code
+from compress.models.config_facts import implies_own_code
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.mixture import AS_IN_MEMORY, apart
 from compress.models.module_names import LAYER_MODULES
-from compress.untrusted.fields import Fields
-
-
-def _implied(config: Fields) -> dict[str, Any]:
-    """Imply nothing, and refuse an `auto_map` to other code than the model's own from before it was in
-    `transformers`."""
-    only_own_code(config, ("DeepseekV3Config", "DeepseekV3Model", "DeepseekV3ForCausalLM"))
-    return {}
-
 
 FAMILIES.add(
     "deepseek_v3",
@@ -28,7 +17,7 @@ FAMILIES.add(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         latent=latent_of("rope_interleave"),
-        implied=_implied,
+        implied=implies_own_code("DeepseekV3Config", "DeepseekV3Model", "DeepseekV3ForCausalLM"),
         mixture=SIGMOID_MIXTURE,
         layer_modules={**LAYER_MODULES, **LATENT_MODULES, **MIXTURE_MODULES},
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),

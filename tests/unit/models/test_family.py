@@ -18,8 +18,9 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_facts import is_same
 from compress.models.config_file import read_config
+from compress.models.config_notes import unread_note
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.family import Family, family_of, unread_note
+from compress.models.family import Family, family_of
 from compress.models.initialise import INIT_STD, fresh_decoder
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
 

@@ -20,8 +20,9 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_facts import facts_of
 from compress.models.config_file import read_config
+from compress.models.config_notes import unread_note
 from compress.models.eagle3 import Eagle3Facts
-from compress.models.family import FAMILIES, family_of, unread_note
+from compress.models.family import FAMILIES, family_of
 from compress.quant.model_scheme import ModelScheme
 from tests.support.hostile import NO_NUMBERS, make_fifo, refusal
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint

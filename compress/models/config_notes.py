@@ -1,0 +1,27 @@
+"""Notes on a `config.json` that was read: its fields that change nothing, and those that other programs read
+otherwise.
+"""
+
+from compress.models.arch import NO_TOKEN, Arch
+from compress.models.config_fields import MAX_NAMED, field_name, listed
+from compress.models.family import family_of
+from compress.models.rope_config import YARN_FACTOR_NOTE, states_yarn_factor
+
+
+def unread_note(arch: Arch) -> str | None:
+    """Return the sentences that name the fields of a model's `config.json` that change nothing, or that are
+    read as none; None where there is none."""
+    names = family_of({"model_type": arch.family}).unread_fields(arch.config)
+    sentences = []
+    if arch.stated_eos == NO_TOKEN:
+        sentences.append(
+            f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
+        )
+    if states_yarn_factor(arch.config):
+        sentences.append(YARN_FACTOR_NOTE)
+    if names:
+        sentences.append(
+            f"config.json has fields that change nothing in a {arch.family} model and are not read: "
+            f"{listed([field_name(name) for name in names], MAX_NAMED)}."
+        )
+    return " ".join(sentences) or None
