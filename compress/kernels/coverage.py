@@ -14,8 +14,16 @@ from compress.kernels.problem import PHASES, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
+from compress.models.latent import Latent
 from compress.models.layer_shape import LINEAR_GROUPS
-from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
+from compress.quant.kv import (
+    FP8_TOKEN_HEAD,
+    HADAMARD_HEAD_DIMS,
+    INT4_HADAMARD,
+    INT8_TOKEN_HEAD,
+    page_format,
+    transforms_heads,
+)
 from compress.quant.scheme import SCHEMES
 
 LINEARS = (*LINEAR_GROUPS, "head")
@@ -107,6 +115,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("attention_decode", "decode"),
         ("attention_prefill", "prefill"),
     )
+    rows += _latents(arch, device)
     transformed = (INT4_HADAMARD,) if layer.head_dim in HADAMARD_HEAD_DIMS else ()
     kv_formats = (device.dense, *TOKEN_HEAD_FORMATS, *transformed, FP8_STATIC)
     for op, phase in cached:
@@ -129,9 +138,28 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),
         ("hadamard", layer.head_dim),
-        ("latent_heads", layer.head_dim),
     ]
     return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+
+
+def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
+    shape = arch.layers[0]
+    latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
+    sizes: list[tuple[Op, int, int]] = [
+        ("latent_store", latent.kv_rank, latent.rope_dim),
+        ("latent_attention", latent.kv_rank, shape.num_heads),
+    ]
+    rows = [
+        _served(op, "decode", [device.problem(op, n=n, k=k, scheme=kv_format)])
+        for op, n, k in sizes
+        for kv_format in (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
+    ]
+    others: list[tuple[Op, int, int]] = [
+        ("latent_heads", shape.head_dim, 0),
+        ("head_linear", latent.value_dim, latent.kv_rank),
+    ]
+    return rows + [_served(op, "decode", [device.problem(op, n=n, k=k)]) for op, n, k in others]
 
 
 def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:

@@ -15,7 +15,10 @@ Op = Literal[
     "quantize_rows",
     "rope_store",
     "hadamard",
+    "latent_store",
     "latent_heads",
+    "latent_attention",
+    "head_linear",
     "attention_decode",
     "attention_prefill",
     "soft_cap",
@@ -33,9 +36,16 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 
 @dataclass(frozen=True)
 class Problem:
-    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention,
-    rope_store and hadamard the head dimension and the query heads of a KV head; for experts the hidden size D
-    and the size F of one expert; for latent_heads the head dimension, and for other ops the row size, and 0.
+    """One op, its sizes, and the rows M it must serve. `n` and `k` are
+
+        linear                           O and I
+        attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
+        latent_store                     the width of a latent, and the dimensions that rotate
+        latent_attention                 the width of a latent, and the heads
+        latent_heads                     the head dimension, and 0
+        head_linear                      O and I of one head
+        experts                          the hidden size D, and the size F of one expert
+        others                           the row size, and 0
 
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the

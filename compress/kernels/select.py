@@ -28,8 +28,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `hadamard`: q, k and v are returned and written in the transform of their head
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
-    latent_heads       fn(q_TF, kv_TF, rotated_TC, latent, head_dim) -> qkv_TF [T, 3 H C]
-                       q, k and v of latent attention (`Latent`) in the order that `rope_store` takes
+    latent_store       fn(q_TF, latent_TF, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, latent,
+                          head_dim) -> rotated q_THC
+                       writes the normed latents and the rotated dimensions of keys to pages of latents
+    latent_heads       fn(kv_MF, rotated_MP, *, latent, head_dim) -> k, v [H, M, C] of M positions
+    latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale) -> [T, H, R]
+                       over pages of latents of R numbers; the last dimensions of q_THC rotate
+    head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,

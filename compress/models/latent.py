@@ -48,10 +48,16 @@ class Latent:
     value_dim: int
     interleaved: bool
 
+    def paired(self, rotated: Tensor) -> Tensor:
+        """Return dimensions that rotate [..., `rope_dim`] as two halves that turn with one another."""
+        if not self.interleaved:
+            return rotated
+        return torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
+
     def whole_heads(self, still: Tensor, rotated: Tensor) -> Tensor:
         """Return heads [..., C] in the order of the canonical rotation (`rope.py`), of the dimensions that do
         not rotate [..., N] and of those that do [..., `rope_dim`]."""
-        halves = (rotated[..., 0::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, -1)
+        halves = self.paired(rotated).chunk(2, -1)
         still_halves = still.chunk(2, -1)
         return torch.cat((halves[0], still_halves[0], halves[1], still_halves[1]), dim=-1)
 
@@ -76,6 +82,11 @@ class Latent:
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
         return dataclasses.asdict(self)
+
+    @property
+    def cached_width(self) -> int:
+        """The numbers of a position that a cache of latents holds."""
+        return self.kv_rank + self.rope_dim
 
     @staticmethod
     def from_json(stored: Fields) -> "Latent":

@@ -1,10 +1,11 @@
-"""The paged KV cache: a pair of tensors for each layer (widths may differ), and one set of block ids for all
-layers.
+"""The paged KV cache: a pair of tensors for each layer (widths may differ), or one of latents, and one set of
+block ids for all layers.
 
 A block is `block_size` consecutive positions of one sequence. The layout of a layer is [K, num_blocks,
 block_size, C], so that the blocks of one sequence gathered along axis 1 are a dense [K, L, C], the operand of
-an attention product, without another copy. Block 0 belongs to no sequence: block tables are padded with it,
-and padding rows write there. Formats are those of `kernels/operands/paged.py`.
+an attention product, without another copy; latents are the same for all heads and K is 1. Block 0 belongs to
+no sequence: block tables are padded with it, and padding rows write there. Formats are those of
+`kernels/operands/paged.py`, and of latents some of them (`kernels/operands/paged_latents.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,9 @@ from compress.kernels.operands.paged import (
     INT4_TOKEN_HEAD,
     PAGE_DTYPES,
     TOKEN_HEAD_FORMATS,
-    PagedKV,
     empty_pages,
 )
+from compress.kernels.operands.paged_latents import LATENT_FORMATS, PagedLatents, Pages
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
@@ -44,9 +45,37 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     dtype = _storage_dtype(kv_format)
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     return sum(
-        2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes)
-        for layer in arch.layers
+        heads * (numbers * dtype.itemsize + scale_bytes)
+        for heads, numbers in (_stored(layer, kv_format) for layer in arch.layers)
     )
+
+
+def kv_numbers_per_token(arch: Arch) -> int:
+    """Return how many numbers of one position a cache that is not quantized holds, in all layers."""
+    return sum(kv_numbers(layer) for layer in arch.layers)
+
+
+def kv_numbers(layer: LayerShape) -> int:
+    """Return the same of one layer."""
+    if layer.latent is not None:
+        return layer.latent.cached_width
+    return 2 * layer.num_kv_heads * layer.head_dim
+
+
+def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
+    """Return the vectors of one position, each of which may have a scale, and the stored elements of one.
+
+    Raises:
+        UsageError: the format does not fit the layer.
+    """
+    if layer.latent is None:
+        return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
+    if kv_format not in LATENT_FORMATS:
+        raise UsageError(
+            f"KV cache format {kv_format} holds keys and values of heads, and this model has latent "
+            f"attention, whose cache holds latents; its formats are {', '.join(LATENT_FORMATS)}."
+        )
+    return 1, layer.latent.cached_width
 
 
 def chunk_multiple(kv_format: str) -> int:
@@ -119,12 +148,7 @@ class KVCache:
         self.kv_format = kv_format
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._layers = [
-            empty_pages(
-                page_format(kv_format),
-                (layer.num_kv_heads, num_blocks, block_size, layer.head_dim),
-                device,
-                static_scales=pair,
-            )
+            _empty(layer, kv_format, num_blocks, block_size, device, pair)
             for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
@@ -150,17 +174,31 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second; all are read before any is written."""
-        device = self._layers[0].k.device
+        device = self._layers[0].tensors[0].device
         sources_N, targets_N = (sent(torch.tensor(blocks), device) for blocks in zip(*pairs, strict=True))
         self.write_blocks(targets_N, self.read_blocks(sources_N))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
         for pages in self._layers:
-            for tensor in (pages.k, pages.v, pages.k_scale, pages.v_scale):
-                if tensor is not None and tensor.dim() > 0:
-                    yield tensor.view(torch.uint8)
+            for tensor in pages.tensors:
+                yield tensor.view(torch.uint8)
 
-    def layer(self, layer_idx: int) -> PagedKV:
+    def layer(self, layer_idx: int) -> Pages:
         """Return the pages of a layer."""
         return self._layers[layer_idx]
+
+
+def _empty(
+    layer: LayerShape,
+    kv_format: str,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    static_scales: tuple[float, float],
+) -> Pages:
+    """Return zeroed pages of a layer."""
+    if layer.latent is not None:
+        return PagedLatents.empty(kv_format, num_blocks, block_size, layer.latent.cached_width, device)
+    shape = layer.num_kv_heads, num_blocks, block_size, layer.head_dim
+    return empty_pages(page_format(kv_format), shape, device, static_scales=static_scales)

@@ -1,7 +1,12 @@
-"""The linears of latent attention (arXiv 2405.04434) between the one by which a layer reads the stream and
-the rotation of heads, with the kernels chosen for them.
+"""The linears of latent attention (arXiv 2405.04434) that follow the one by which a layer reads the stream,
+with the kernels chosen for them.
 
-Shapes: T rows, F outputs of a linear, H heads, C head dimension.
+The linear of keys and values is there twice: as it is stored, for many positions at once, and absorbed, as
+one matrix by which queries of a head are multiplied and one for what the head attends to (section 2.1.2). The
+absorbed matrices are dense, and their inputs are not quantized.
+
+Shapes: T rows, F outputs of a linear, H heads, C head dimension, N of its dimensions that do not rotate,
+V dimensions of a value, R numbers of a latent.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +21,10 @@ from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
-from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.fused_linear import BoundKernel, FusedLinear, packed_bytes
 
-RowKernel = Callable[..., Any]
-"""A kernel of `rms_norm` or `latent_heads` (`kernels/select.py`)."""
+RmsNorm = Callable[..., Any]
+"""A kernel of `rms_norm` (`kernels/select.py`)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class NormedLinear:
     norm: RowNorm
     linear: FusedLinear
 
-    def __call__(self, latent_TF: Tensor, phase: Phase, rms_norm: RowKernel) -> Tensor:
+    def __call__(self, latent_TF: Tensor, phase: Phase, rms_norm: RmsNorm) -> Tensor:
         """Return the outputs [T, F] of the linear."""
         return self.linear(rms_norm(latent_TF, self.norm.weight, self.norm.eps, self.linear.quant), phase)
 
@@ -41,7 +46,10 @@ class LatentLinears:
     facts: Latent
     head_dim: int
     q_up: NormedLinear | None
-    kv_up: NormedLinear
+    kv_norm: RowNorm
+    kv_up: FusedLinear
+    absorbed_k: BoundKernel
+    absorbed_v: BoundKernel
 
     @staticmethod
     def of(
@@ -50,33 +58,63 @@ class LatentLinears:
         """Return the linears of a layer, of those fused by group."""
         assert shape.latent is not None
 
-        def normed(name: str) -> NormedLinear:
-            weight = deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"]))
-            return NormedLinear(RowNorm(weight, LATENT_EPS), fused[f"{name}_up"])
+        def norm(name: str) -> RowNorm:
+            return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), LATENT_EPS)
 
+        still_dim = shape.head_dim - shape.latent.rope_dim
+        heads_HFR = dense(weights["attn.kv_up.weight"]).unflatten(0, (shape.num_heads, -1))
+        k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
         return LatentLinears(
             shape.latent,
             shape.head_dim,
-            normed("q") if shape.latent.q_rank else None,
-            normed("kv"),
+            NormedLinear(norm("q"), fused["q_up"]) if shape.latent.q_rank else None,
+            norm("kv"),
+            fused["kv_up"],
+            _head_linear(k_HNR.transpose(1, 2), deployment),
+            _head_linear(v_HVR, deployment),
         )
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears in execution order."""
-        own = () if self.q_up is None else (self.q_up.linear,)
-        return *own, self.kv_up.linear
+        """The linears of many positions in execution order."""
+        return (self.kv_up,) if self.q_up is None else (self.q_up.linear, self.kv_up)
 
-    def __call__(
-        self, first_TF: Tensor, phase: Phase, *, rms_norm: RowKernel, latent_heads: RowKernel
-    ) -> Tensor:
-        """Return queries, keys and values side by side [T, 3 H C] of the latents, or of the queries and the
-        latent of keys and values, that the first linear leaves, with the kernels of these two ops."""
-        facts = self.facts
-        widths = [first_TF.shape[1] - facts.kv_rank - facts.rope_dim, facts.kv_rank, facts.rope_dim]
-        q_TF, latent_TF, rotated_TC = first_TF.split(widths, dim=1)
-        if self.q_up is not None:
-            q_TF = self.q_up(q_TF, phase, rms_norm)
-        kv_TF = self.kv_up(latent_TF, phase, rms_norm)
-        heads_TF: Tensor = latent_heads(q_TF, kv_TF, rotated_TC, facts, self.head_dim)
-        return heads_TF
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one decode step reads of these weights."""
+        absorbed = packed_bytes(self.absorbed_k.packed) + packed_bytes(self.absorbed_v.packed)
+        return absorbed + (0 if self.q_up is None else self.q_up.linear.weight_bytes)
+
+    def split(self, first_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries or their latents, and the latents of keys and values with the dimensions of
+        keys that rotate, that the first linear leaves side by side."""
+        width = self.facts.cached_width
+        q_TF, latent_TF = first_TF.split([first_TF.shape[1] - width, width], dim=1)
+        return q_TF, latent_TF
+
+    def absorb(self, q_THC: Tensor) -> Tensor:
+        """Return queries [T, H, R] that latents are keys of."""
+        still_THN = q_THC[..., : self.head_dim - self.facts.rope_dim]
+        absorbed_THR: Tensor = self.absorbed_k.kernel.fn(still_THN, self.absorbed_k.packed)
+        return absorbed_THR
+
+    def values(self, attended_THR: Tensor) -> Tensor:
+        """Return the values [T, H, V] of the latents that were attended to."""
+        values_THV: Tensor = self.absorbed_v.kernel.fn(attended_THR, self.absorbed_v.packed)
+        return values_THV
+
+    def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`: decode reads the absorbed matrices, prefill `kv_up`."""
+        rows = [row for each in self.fused_linears for row in each.report(layer_idx)]
+        own = [row for row in rows if row["phase"] == "prefill" or row["linear"] != "attn.kv_up"]
+        absorbed = {"attn.kv_up (keys)": self.absorbed_k, "attn.kv_up (values)": self.absorbed_v}
+        return own + [each.report(layer=layer_idx, linear=name) for name, each in absorbed.items()]
+
+
+def _head_linear(w_HOI: Tensor, deployment: Deployment) -> BoundKernel:
+    """Return the kernel of a linear of each head, with its matrices."""
+    num_outputs, num_inputs = w_HOI.shape[1:]
+    bound = BoundKernel.of(deployment.kernel_device.problem("head_linear", n=num_outputs, k=num_inputs))
+    assert bound.kernel.repack is not None
+    packed = bound.kernel.repack(tuple(w_HOI), dtype=deployment.dtype, device=deployment.device, gated=False)
+    return BoundKernel(bound.kernel, bound.problem, packed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.tiles import FixedLists
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
@@ -39,11 +39,12 @@ class Projected:
     qkv_TF: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    kv: PagedKV
+    kv: Pages
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, its q, k and v) -> [T, H, C], with the keys and values in the cache."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], of latents only the dimensions of
+values; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:
@@ -126,9 +127,11 @@ class LayerAttention:
         lists: FixedLists | None = None,
         *,
         block_size: int,
+        phase: Phase,
     ) -> Attend:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
-        those of the chunks, for a CUDA graph (`takes_lists`)."""
+        those of the chunks, for a CUDA graph (`takes_lists`). It is the same in both phases."""
+        del phase
         whole = block_table_RB, query_lens, context_lens
         chunks = {
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes

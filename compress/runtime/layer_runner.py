@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
+from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
 from compress.runtime.loader import LayerWeights
 from compress.runtime.row_norms import BranchNorms
@@ -82,7 +83,8 @@ class LayerRunner:
                 f"norm '{arch.norm}' in block '{arch.block}'."
             )
 
-        self.attention = LayerAttention(arch, deployment, kv_format, max_model_len=max_model_len)
+        attention = LatentAttention if arch.has_latents else LayerAttention
+        self.attention = attention(arch, deployment, kv_format, max_model_len=max_model_len)
 
         def bound(op: Op, n: int) -> BoundKernel:
             return BoundKernel.of(deployment.kernel_device.problem(op, n=n))
@@ -100,8 +102,6 @@ class LayerRunner:
         if arch.block in ("post", "sandwich"):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
             self._post_norm = self._ops["post_norm"].kernel.fn
-        if arch.has_latents:
-            self._ops["latent_heads"] = bound("latent_heads", arch.layers[0].head_dim)
         if arch.logit_softcap is not None:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
@@ -113,7 +113,7 @@ class LayerRunner:
         stream: Stream,
         positions_T: Tensor,
         slots_T: Tensor,
-        kv: PagedKV,
+        kv: Pages,
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,
@@ -127,11 +127,7 @@ class LayerRunner:
         else:
             qkv_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase)
             ffn_rows = None
-        qkv_TF = layer.qkv(qkv_rows, phase)
-        if layer.latent is not None:
-            heads = self._ops["latent_heads"].kernel.fn
-            qkv_TF = layer.latent(qkv_TF, phase, rms_norm=self._rms_norm, latent_heads=heads)
-        projected = Projected(qkv_TF, positions_T, slots_T, kv)
+        projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
         return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
 
     def after_qkv(
@@ -148,7 +144,7 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
         where the FFN reads the same input as attention.
         """
-        attended_TF = attend(layer, projected)[..., : layer.shape.value_dim].flatten(1)
+        attended_TF = attend(layer, projected).flatten(1)
         reads_ffn = layer.experts is None or layer.branch_norms is not None
         ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
         norms = layer.branch_norms

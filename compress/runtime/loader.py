@@ -76,14 +76,14 @@ class LayerWeights:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """The fused linears in execution order."""
-        of_latents = () if self.latent is None else self.latent.fused_linears
-        linears = (self.qkv, *of_latents, self.o, self.shared_gate, self.gate_up, self.down)
+        """The fused linears in execution order, without those of latents."""
+        linears = (self.qkv, self.o, self.shared_gate, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
+        own += 0 if self.latent is None else self.latent.weight_bytes
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
@@ -103,6 +103,7 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
+        rows += [] if self.latent is None else self.latent.report(layer_idx)
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
 

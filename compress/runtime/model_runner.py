@@ -21,7 +21,8 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.tiles import FixedLists
-from compress.kernels.operands.paged import DENSE_FORMATS, PagedKV
+from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
@@ -33,6 +34,9 @@ from compress.runtime.loader import ModelWeights
 from compress.runtime.prefill_graphs import PrefillGraphs
 from compress.runtime.row_norms import stream_scale
 from compress.runtime.scoring import scoring_pass, scratch_block_size
+
+MAX_EXPANDED = 1 << 15
+"""Most positions of the contexts of a pass with a graph whose keys and values are computed from latents."""
 
 
 class ModelRunner:
@@ -65,7 +69,8 @@ class ModelRunner:
             max_model_len=max_model_len,
             max_rows=weights.deployment.max_step_tokens,
             takes_lists=self._layers.attention.takes_lists,
-            coded=cache.kv_format not in DENSE_FORMATS.values(),
+            rewrites=arch.has_latents or cache.kv_format not in DENSE_FORMATS.values(),
+            max_positions=MAX_EXPANDED if arch.has_latents else None,
         )
 
     @property
@@ -120,10 +125,10 @@ class ModelRunner:
     ) -> Tensor:
         """Return the stream [T, D] after the last layer."""
         whole = batch.block_table_RB, batch.query_lens, batch.context_lens
-        attend = self._layers.attention.prefill(*whole, lists, block_size=self._cache.block_size)
+        phase = _prefill_phase(short)
+        attend = self._layers.attention.prefill(*whole, lists, block_size=self._cache.block_size, phase=phase)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
         where = batch.positions_T, batch.slots_T, self._cache.layer
-        phase = _prefill_phase(short)
         return self._hidden(x_TD, *where, attend, phase, features, all_rows=False).x_TD
 
     def score(self, tokens_BS: Tensor) -> Tensor:
@@ -199,7 +204,7 @@ class ModelRunner:
         x_TD: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        pages: Callable[[int], PagedKV],
+        pages: Callable[[int], Pages],
         attend: Attend,
         phase: Phase,
         features: Features | None = None,

@@ -63,8 +63,9 @@ class _Place:
 class PrefillGraphs:
     """The passes of prompts through a model, on a GPU by graphs where they have at most `max_rows` rows.
 
-    `takes_lists`: its attention can be captured. `coded`: attention first widens pages or lays them out,
-    whose number is then a part of what a graph is for.
+    `takes_lists`: its attention can be captured. `rewrites`: attention first widens the pages of contexts,
+    or computes others from them; their number is then a part of what a graph is for. `max_positions`: passes
+    whose contexts have more positions in all have no graph, where that memory is not to stay in use.
     """
 
     def __init__(
@@ -76,14 +77,16 @@ class PrefillGraphs:
         max_model_len: int,
         max_rows: int,
         takes_lists: bool,
-        coded: bool,
+        rewrites: bool,
+        max_positions: int | None = None,
     ) -> None:
         self._hidden = hidden
         self._device = device
         self._block_size = block_size
         self._num_columns = -(-max(max_model_len, MAX_ROWS) // block_size) + 1
         self._max_rows = min(max_rows, MAX_ROWS)
-        self._coded = coded
+        self._rewrites = rewrites
+        self._max_positions = max_positions
         self._fills = device.type == "cuda" and takes_lists
         self._graphs: Graphs[Tensor] = Graphs(device, 1, warmups=0)
         self._places: dict[_Key, _Place] = {}
@@ -95,6 +98,8 @@ class PrefillGraphs:
         fill in `features` of its rows. The stream is overwritten by the next pass."""
         num_rows = len(batch.tokens_T)
         fits = size_of(num_rows) <= self._max_rows and len(batch.query_lens) < MAX_SEQUENCES
+        if self._max_positions is not None:
+            fits &= sum(batch.context_lens) <= self._max_positions
         if not (self._fills and fits):
             return self._hidden(batch, short, features, None)
         filled = filled_up(batch, self._block_size)
@@ -121,7 +126,7 @@ class PrefillGraphs:
     def _key(self, filled: PrefillBatch, short: bool, features: Features | None) -> _Key:
         depths = () if features is None else features.depths
         max_blocks = 0
-        if self._coded:
+        if self._rewrites:
             needed = sum(-(-length // self._block_size) for length in filled.context_lens)
             max_blocks = 1 << (needed - 1).bit_length()
         return _Key(len(filled.tokens_T), short, max_blocks, depths)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.runtime.chunked_attention import chunk_sizes
 from compress.runtime.kv_cache import KVCache
+from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
 
 _SCRATCH_BLOCK = 64
@@ -26,7 +28,7 @@ class ScoringPass:
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    pages: Callable[[int], PagedKV]
+    pages: Callable[[int], Pages]
     attend: Attend
     phase: Phase
 
@@ -37,7 +39,7 @@ def scratch_block_size(arch: Arch, max_model_len: int) -> int:
 
 
 def scoring_pass(
-    attention: LayerAttention,
+    attention: LayerAttention | LatentAttention,
     cache: KVCache,
     lens: tuple[int, ...],
     *,
@@ -53,8 +55,8 @@ def scoring_pass(
     positions = [torch.arange(length) for length in lens]
     slots = [int(first) * block_size + each for first, each in zip(first_block, positions, strict=True)]
     pages = _ScratchPages(cache, 1 + len(lens) * num_columns, block_size)
-    attend = attention.prefill(table_BN, lens, lens, block_size=block_size)
     phase: Phase = "decode" if short else "prefill"
+    attend = attention.prefill(table_BN, lens, lens, block_size=block_size, phase=phase)
     return ScoringPass(
         torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer, attend, phase
     )
@@ -67,15 +69,15 @@ class _ScratchPages:
         self._cache = cache
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._made: dict[tuple[int, int], PagedKV] = {}
+        self._made: dict[tuple[int, int], Pages] = {}
 
-    def layer(self, layer_idx: int) -> PagedKV:
+    def layer(self, layer_idx: int) -> Pages:
         """Return the pages of a layer."""
         like = self._cache.layer(layer_idx)
-        key = like.k.shape[0], like.head_dim
+        key = like.heads_and_width
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)
         )
-        return (
-            replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
-        )
+        if isinstance(made, PagedKV) and isinstance(like, PagedKV) and like.format == FP8_STATIC:
+            return replace(made, k_scale=like.k_scale, v_scale=like.v_scale)
+        return made

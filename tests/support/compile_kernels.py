@@ -16,18 +16,24 @@ from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
+from compress.kernels.head_linear import fused as head_linear
+from compress.kernels.latent_attention import paged as latent_attention
+from compress.kernels.latent_heads import fused as latent_heads
+from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
+from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import activation_quant, quantize
+from compress.kernels.operands.rows import RowNorm, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
 from compress.models.experts import Experts
+from compress.models.latent import Latent
 from compress.quant.kv import HADAMARD_HEAD_DIMS
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
@@ -64,8 +70,10 @@ def compile_all(sm: int) -> list[Any]:
     triton.runtime.driver.set_active(AbsentDevice(sm))
     prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
     prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
-    linears = (general, prefill_int8, prefill_int8_passes, prefill_widened)
-    for module in (decode, prefill, fp8_tiles, widen, fused, heads, *linears, router, launch, quantize_rows):
+    linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
+    attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
+    latents = (latent_attention, latent_heads, latent_store)
+    for module in (*attentions, *latents, *linears, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -83,6 +91,9 @@ def compile_all(sm: int) -> list[Any]:
         for kv_format in ("BF16", "FP8_TOKEN_HEAD", *wide):
             compile_attention(head_dim, kv_format)
     compile_attention(128, "FP8_ATTENTION")
+    for kv_format in ("BF16", "F32", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD"):
+        for num_heads in (16, 20, 128):
+            compile_latents(num_heads, kv_format)
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -124,6 +135,33 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
             growth_P=rope[:, 0].contiguous() if whole else None,
             hadamard=whole,
         )
+
+
+def compile_latents(num_heads: int, kv_format: str) -> None:
+    """Compile the kernels of latent attention with the widths of DeepSeek-V3."""
+    dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
+    facts = Latent(1536, 512, 64, 128, True)
+    pages = PagedLatents.empty(kv_format, 4, 64, facts.cached_width, torch.device("cpu"))
+    first = torch.zeros(16, num_heads * 192 + facts.cached_width, dtype=dtype)
+    rope = torch.zeros(8, 64, dtype=dtype)
+    rows = torch.zeros(16).long()
+    q = latent_store.latent_store(
+        first[:, : -facts.cached_width],
+        first[:, -facts.cached_width :],
+        RowNorm(torch.ones(512, dtype=dtype), 1e-6),
+        rope,
+        rope,
+        rows,
+        rows,
+        pages,
+        latent=facts,
+        head_dim=192,
+    )
+    absorbed = head_linear.head_linear(q[..., :128], torch.zeros(num_heads, 512, 128, dtype=dtype))
+    table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0)
+    kv = torch.zeros(16, num_heads * 256, dtype=dtype)
+    latent_heads.latent_heads(kv, first[:, -64:], latent=facts, head_dim=192)
 
 
 LINEARS = (

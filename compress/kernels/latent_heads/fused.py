@@ -1,5 +1,5 @@
-"""Queries, keys and values of latent attention (arXiv 2405.04434) side by side, in one launch. Every number
-is copied: the bits are those of the reference.
+"""Keys and values of all heads of latent attention (arXiv 2405.04434) laid out by head, in one launch. Every
+number is copied: the bits are those of the reference.
 """
 
 from torch import Tensor
@@ -16,89 +16,70 @@ from compress.kernels.compilers.triton import (
 from compress.kernels.select import Kernel, register
 from compress.models.latent import Latent
 
-TILE_SIZE = 1024
-"""Numbers that a program copies."""
+TILE_SIZE = 2048
+"""Numbers of keys that a program copies."""
 
 
-@jit()
+@jit(varying=("num_rows",))
 def _latent_heads(
-    q_ptr: tl.tensor,
     kv_ptr: tl.tensor,
     rotated_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    Q_STRIDE: tl.constexpr,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    num_rows: tl.tensor,
     KV_STRIDE: tl.constexpr,
     ROTATED_STRIDE: tl.constexpr,
-    H: tl.constexpr,
     C: tl.constexpr,
-    R: tl.constexpr,
+    P: tl.constexpr,
     V: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, BLOCK)[None, :]
-    half = c // (C // 2)
-    in_half = c % (C // 2)
-    rotates = in_half < R // 2
-    of_rotated = in_half * 2 + half if INTERLEAVED else half * (R // 2) + in_half
-    of_still = half * ((C - R) // 2) + in_half - R // 2
-    real = (c < C) & (head < 3 * H)
-    is_q = head < H
-    is_v = head >= 2 * H
-    of_head = (head % H) * (C - R + V)
+    real = (rows < num_rows) & (c < C)
+    still = c < C - P
+    of_head = kv_ptr + rows * KV_STRIDE + head * (C - P + V)
     wait(PDL)
-    q = tl.load(
-        q_ptr + row * Q_STRIDE + head * C + tl.where(rotates, C - R + of_rotated, of_still),
-        mask=real & is_q,
-        other=0.0,
-    )
-    still = tl.load(
-        kv_ptr + row * KV_STRIDE + of_head + tl.where(is_v, C - R + c, of_still),
-        mask=real & ((is_v & (c < V)) | ((head >= H) & (head < 2 * H) & ~rotates)),
-        other=0.0,
-    )
-    rotated = tl.load(
-        rotated_ptr + row * ROTATED_STRIDE + of_rotated + head * 0,
-        mask=real & (head >= H) & (head < 2 * H) & rotates,
-        other=0.0,
-    )
-    x = tl.where(is_q, q, tl.where(is_v | ~rotates, still, rotated))
-    tl.store(out_ptr + row * (3 * H * C) + head * C + c, x, mask=real)
+    k = tl.load(of_head + c, mask=real & still, other=0.0)
+    shared = tl.load(rotated_ptr + rows * ROTATED_STRIDE + c - (C - P), mask=real & ~still, other=0.0)
+    v = tl.load(of_head + C - P + c, mask=real & (c < V), other=0.0)
+    at = (head * num_rows + rows) * C + c
+    tl.store(k_ptr + at, tl.where(still, k, shared), mask=real)
+    tl.store(v_ptr + at, v, mask=real)
 
 
-def latent_heads(q_TF: Tensor, kv_TF: Tensor, rotated_TC: Tensor, latent: Latent, head_dim: int) -> Tensor:
-    """Return [T, 3 H C], as the reference; the operands may be columns of wider rows."""
-    num_rows = q_TF.shape[0]
-    num_heads = q_TF.shape[1] // head_dim
-    assert all(each.stride(1) == 1 for each in (q_TF, kv_TF, rotated_TC))
-    out_TF = q_TF.new_empty(num_rows, 3 * num_heads * head_dim)
+def latent_heads(
+    kv_MF: Tensor, rotated_MP: Tensor, *, latent: Latent, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values [H, M, C], as the reference; the operands may be columns of wider rows."""
+    (num_rows, size) = kv_MF.shape
+    num_heads = size // (head_dim - latent.rope_dim + latent.value_dim)
+    assert kv_MF.stride(1) == rotated_MP.stride(1) == 1
+    k_HMC, v_HMC = (kv_MF.new_empty(num_heads, num_rows, head_dim) for _ in "kv")
     block = triton.next_power_of_2(head_dim)
-    heads = max(1, TILE_SIZE // block)
+    rows = max(1, TILE_SIZE // block)
     if num_rows:
-        _latent_heads[(num_rows, triton.cdiv(3 * num_heads, heads))](
-            q_TF,
-            kv_TF,
-            rotated_TC,
-            out_TF,
-            Q_STRIDE=q_TF.stride(0),
-            KV_STRIDE=kv_TF.stride(0),
-            ROTATED_STRIDE=rotated_TC.stride(0),
-            H=num_heads,
+        _latent_heads[(triton.cdiv(num_rows, rows), num_heads)](
+            kv_MF,
+            rotated_MP,
+            k_HMC,
+            v_HMC,
+            num_rows,
+            KV_STRIDE=kv_MF.stride(0),
+            ROTATED_STRIDE=rotated_MP.stride(0),
             C=head_dim,
-            R=latent.rope_dim,
+            P=latent.rope_dim,
             V=latent.value_dim,
-            INTERLEAVED=latent.interleaved,
-            HEADS=heads,
+            ROWS=rows,
             BLOCK=block,
             num_warps=4,
-            **pdl_options(q_TF.device),
+            **pdl_options(kv_MF.device),
         )
-    return out_TF
+    return k_HMC, v_HMC
 
 
 register(

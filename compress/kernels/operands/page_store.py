@@ -50,8 +50,8 @@ def store_heads(
             tl.store(at + pairs, _nibbles(first), mask=real_head & (pairs < C // 4))
             tl.store(at + C // 4 + pairs, _nibbles(second), mask=real_head & (pairs < C // 4))
         elif FORMAT == 3:
-            tl.store(at + columns, _nearest(first).to(tl.uint8), mask=mask)
-            tl.store(at + C // 2 + columns, _nearest(second).to(tl.uint8), mask=mask)
+            tl.store(at + columns, nearest(first).to(tl.uint8), mask=mask)
+            tl.store(at + C // 2 + columns, nearest(second).to(tl.uint8), mask=mask)
         else:
             tl.store(at + columns, encode_e4m3(first), mask=mask)
             tl.store(at + C // 2 + columns, encode_e4m3(second), mask=mask)
@@ -68,7 +68,7 @@ def _power_of_two(scale: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _nearest(x: tl.tensor) -> tl.tensor:
+def nearest(x: tl.tensor) -> tl.tensor:
     """Return the nearest integers of small float32 numbers, ties to even, in the low byte of int32."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 2^23: the sum does the rounding
 
@@ -76,6 +76,6 @@ def _nearest(x: tl.tensor) -> tl.tensor:
 @jit()
 def _nibbles(x: tl.tensor) -> tl.tensor:
     """Return four-bit codes [h, n] as bytes [h, n / 2], the even one in the low half, each + 8."""
-    codes = (_nearest(x) + 8) & 0xF
+    codes = (nearest(x) + 8) & 0xF
     even, odd = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
     return (even | (odd << 4)).to(tl.uint8)

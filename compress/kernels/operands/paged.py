@@ -84,33 +84,28 @@ class PagedKV:
             return PagedKV(k, v, *scales, power_scales=self.power_scales)
         return PagedKV(k, v, self.k_scale, self.v_scale)
 
+    @property
+    def heads_and_width(self) -> tuple[int, int]:
+        """The heads of a position and the numbers of one."""
+        return self.k.shape[0], self.head_dim
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that have blocks, along axis 1: keys, values and their scales."""
+        own = (self.k, self.v, self.k_scale, self.v_scale)
+        return tuple(each for each in own if each is not None and each.dim() > 0)
+
     def write_(self, slots_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
         """Store positions, rounded to the format. This is the definition that kernels are tested against."""
         for pages, scale, new_TKC in ((self.k, self.k_scale, k_TKC), (self.v, self.v_scale, v_TKC)):
-            new_KTC = new_TKC.transpose(0, 1)
-            if scale is not None:
-                new_f32 = new_KTC.to(torch.float32)
-                if scale.dim():
-                    scale_KT = dynamic_scale(new_f32, LARGEST_CODE[pages.dtype])
-                    scale_KT = power_of_two(scale_KT) if self.power_scales else scale_KT
-                    scale.view(scale.shape[0], -1).index_copy_(1, slots_T, scale_KT)
-                else:
-                    scale_KT = scale
-                new_KTC = _codes(new_f32 / scale_KT.unsqueeze(-1), pages.dtype)
-            flat = pages.view(pages.shape[0], -1, pages.shape[3])
-            if flat.dtype == FP8:  # index_copy_ knows no 8-bit floats; their bytes it does
-                flat = flat.view(torch.uint8)
-                new_KTC = new_KTC.view(torch.uint8)
-            flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
+            write_pages_(pages, scale, slots_T, new_TKC.transpose(0, 1), power_scales=self.power_scales)
 
     def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `length` positions of the sequence that holds `blocks_B`, each
         [K, length, C] in `dtype`."""
         blocks_B = blocks_B[: -(-length // self.block_size)]
         k, v = (
-            dequantized(_select(pages, blocks_B), _scales_of(scale, blocks_B), dtype).flatten(1, 2)[
-                :, :length
-            ]
+            read_pages(pages, scale, blocks_B, dtype).flatten(1, 2)[:, :length]
             for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
         return k, v
@@ -135,6 +130,37 @@ def empty_pages(
             k, v, *(torch.tensor(each, dtype=torch.float32, device=device) for each in static_scales)
         )
     return PagedKV(k, v)
+
+
+def write_pages_(
+    pages_KNSC: Tensor,
+    scale: Tensor | None,
+    slots_T: Tensor,
+    new_KTC: Tensor,
+    *,
+    power_scales: bool = False,
+) -> None:
+    """Store heads of positions in pages, rounded to their format, and their scales unless those are given."""
+    if scale is not None:
+        new_f32 = new_KTC.to(torch.float32)
+        if scale.dim():
+            scale_KT = dynamic_scale(new_f32, LARGEST_CODE[pages_KNSC.dtype])
+            scale_KT = power_of_two(scale_KT) if power_scales else scale_KT
+            scale.view(scale.shape[0], -1).index_copy_(1, slots_T, scale_KT)
+        else:
+            scale_KT = scale
+        new_KTC = _codes(new_f32 / scale_KT.unsqueeze(-1), pages_KNSC.dtype)
+    flat = pages_KNSC.view(pages_KNSC.shape[0], -1, pages_KNSC.shape[3])
+    if flat.dtype == FP8:  # index_copy_ knows no 8-bit floats; their bytes it does
+        flat = flat.view(torch.uint8)
+        new_KTC = new_KTC.view(torch.uint8)
+    flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
+
+
+def read_pages(pages_KNSC: Tensor, scale: Tensor | None, blocks_B: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return these blocks of pages in `dtype`, [K, B, S, C]."""
+    scales = scale.index_select(1, blocks_B) if scale is not None and scale.dim() else scale
+    return dequantized(_select(pages_KNSC, blocks_B), scales, dtype)
 
 
 def power_of_two(scale: Tensor) -> Tensor:
@@ -172,7 +198,3 @@ def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:
     if pages_KNSC.dtype == FP8:
         return pages_KNSC.view(torch.uint8).index_select(1, blocks_B).view(FP8)
     return pages_KNSC.index_select(1, blocks_B)
-
-
-def _scales_of(scale: Tensor | None, blocks_B: Tensor) -> Tensor | None:
-    return scale.index_select(1, blocks_B) if scale is not None and scale.dim() else scale

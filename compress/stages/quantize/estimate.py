@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE
-from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token, kv_numbers_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.calibrate import calibration_of
@@ -140,15 +140,13 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
 
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
-    """Return what the runtime caches of a model with latent attention, and what other programs do."""
+    """Return what the runtime caches of a model with latent attention."""
     if not arch.has_latents:
         return ()
-    latents = [layer.latent for layer in arch.layers if layer.latent is not None]
-    cached = sum(each.kv_rank + each.rope_dim for each in latents)
+    cached = kv_numbers_per_token(arch)
     of_heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers)
     return (
-        f"latent attention: this runtime caches keys and values of all heads, {of_heads:,} numbers a token; "
-        f"others cache {cached:,} of latents",
+        f"latent attention: the runtime caches {cached:,} numbers a token, for {of_heads:,} of keys and values",
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
+from compress.runtime.kv_cache import kv_numbers_per_token
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
@@ -127,5 +128,4 @@ def _shared_params(arch: Arch) -> int:
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:
     config = spec.engine_config(speculates=False)
     assert config.max_model_len is not None
-    of_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
-    return config.max_batch_size * config.max_model_len * of_token
+    return config.max_batch_size * config.max_model_len * kv_numbers_per_token(arch) * width

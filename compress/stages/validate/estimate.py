@@ -11,6 +11,7 @@ from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
+from compress.runtime.kv_cache import kv_numbers_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
@@ -93,7 +94,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
+    kv_bytes_per_token = kv_numbers_per_token(arch) * width
     caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
     peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]

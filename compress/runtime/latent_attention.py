@@ -1,0 +1,268 @@
+"""Attention over a cache of latents (arXiv 2405.04434) in serving, with the kernels selected for it.
+
+Decode, and short prompts, attend to the latents themselves: queries are multiplied by the matrices of keys
+before and what is attended to by those of values after (`latent_linears.py`), so that the cache is read once
+for all heads. Long prompts are bound by arithmetic, which heads of their own width need less of: keys and
+values of all heads are computed from the cached latents, one layer at a time, and prefill attention reads
+them as pages.
+
+Shapes: T rows, F outputs of a linear, H heads, C head dimension, V dimensions of a value, B blocks of the
+longest sequence, R sequences, L positions, P dimensions that rotate.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import EnvironmentUnfit
+from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks, query_tiles
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.problem import Op, Phase
+from compress.models.arch import Arch
+from compress.models.latent import Latent
+from compress.models.layer_shape import LayerShape
+from compress.models.rope import cos_sin
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.latent_linears import LatentLinears
+from compress.runtime.layer_attention import Attend, Projected
+from compress.runtime.loader import LayerWeights
+
+
+class LatentAttention:
+    """Attention of the layers of one architecture over pages of latents in one format.
+
+    Raises:
+        EnvironmentUnfit: no kernel here serves an op, or layers have facts that latents are not served with.
+    """
+
+    def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
+        unserved = (
+            any(layer.window is not None or layer.chunk is not None for layer in arch.layers)
+            or arch.attn_softcap is not None
+            or arch.attn_sinks
+            or arch.query_growth is not None
+        )
+        if unserved:
+            raise EnvironmentUnfit(
+                "the runtime serves latent attention over whole contexts only, without windows, caps of "
+                "scores, sinks or queries that grow."
+            )
+        self._arch = arch
+        self._deployment = deployment
+        shape = arch.layers[0]
+        latent = latent_of(shape)
+
+        def bound(
+            op: Op, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None
+        ) -> BoundKernel:
+            problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+            return BoundKernel.of(problem)
+
+        self._ops: dict[Op, BoundKernel] = {
+            "rms_norm": bound("rms_norm", latent.q_rank or latent.kv_rank),
+            "latent_store": bound("latent_store", latent.kv_rank, latent.rope_dim, scheme=kv_format),
+            "latent_attention": bound("latent_attention", latent.kv_rank, shape.num_heads, scheme=kv_format),
+            "latent_heads": bound("latent_heads", shape.head_dim),
+            "attention_prefill": bound("attention_prefill", shape.head_dim, 1, "prefill"),
+        }
+        # One position more than a sequence has, as in `layer_attention.py`.
+        positions = torch.arange(max_model_len + 1, device=deployment.device)
+        self._rope_tables = {
+            rope: cos_sin(rope, latent.rope_dim, positions, deployment.dtype, length=max_model_len)
+            for rope in {layer.rope for layer in arch.layers}
+        }
+        self._expanded_positions = max(max_model_len, deployment.max_step_tokens)
+
+    def decode(
+        self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
+    ) -> Attend:
+        """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
+        del block_size
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            return self._absorbed(layer, projected, block_table_RB, context_lens_R, q_len)
+
+        return attend
+
+    def prefill(
+        self,
+        block_table_RB: Tensor,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+        lists: FixedLists | None = None,
+        *,
+        block_size: int,
+        phase: Phase,
+    ) -> Attend:
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
+        those of the chunks, for a CUDA graph. In the `decode` phase a row has the bits that it has in
+        `decode`."""
+        if phase == "decode":
+            rows = query_tiles(query_lens, context_lens, 1, block_table_RB.device)
+            return self._by_row(block_table_RB, rows if lists is None else lists.query_tiles(1), query_lens)
+        passes = list(
+            _passes(block_table_RB, query_lens, context_lens, self._expanded_positions, block_size)
+            if lists is None
+            else [_Pass(slice(None), block_table_RB, query_lens, context_lens, lists)]
+        )
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            q_THC = self.queries(layer, projected, phase)
+            assert isinstance(projected.kv, PagedLatents)
+            attended = [self._expanded(layer, q_THC, projected.kv, each) for each in passes]
+            attended_THC = attended[0] if len(attended) == 1 else torch.cat(attended)
+            return attended_THC[..., : latent_of(layer.shape).value_dim]
+
+        return attend
+
+    def _by_row(self, block_table_RB: Tensor, rows_N4: Tensor, query_lens: tuple[int, ...]) -> Attend:
+        """Return attention in which every row is a sequence of its own that ends with it; `rows` are tiles of
+        one query (`query_tiles`), of which those without a token count for nothing."""
+        num_rows = sum(query_lens)
+        first, real, position, sequence = rows_N4.to(torch.int64).unbind(1)
+        facts_2T = torch.zeros(2, num_rows, dtype=torch.int64, device=rows_N4.device)
+        facts_2T.index_add_(1, first, torch.stack((sequence, position + 1)) * real)
+        table_TB = block_table_RB[facts_2T[0]]
+
+        def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            return self._absorbed(layer, projected, table_TB, facts_2T[1], 1)
+
+        return attend
+
+    def _absorbed(
+        self,
+        layer: LayerWeights,
+        projected: Projected,
+        block_table_RB: Tensor,
+        context_lens_R: Tensor,
+        q_len: int,
+    ) -> Tensor:
+        """Return attention [T, H, V] over the latents themselves."""
+        q_THC = self.queries(layer, projected, "decode")
+        linears = linears_of(layer)
+        attended_THR = self._ops["latent_attention"].kernel.fn(
+            linears.absorb(q_THC),
+            q_THC,
+            projected.kv,
+            block_table_RB,
+            context_lens_R,
+            q_len=q_len,
+            scale=self._arch.score_scale(layer.shape),
+        )
+        return linears.values(attended_THR)
+
+    def _expanded(self, layer: LayerWeights, q_THC: Tensor, pages: PagedLatents, part: "_Pass") -> Tensor:
+        """Return attention [T, H, C] over the keys and values of all heads, computed from latents."""
+        linears = linears_of(layer)
+        blocks_N3, table_RB = part.blocks(pages.block_size)
+        sequence, column = blocks_N3[:, 0].long(), blocks_N3[:, 1].long()
+        latent_MR, rotated_MP = pages.gather(
+            part.block_table_RB[sequence, column], linears.facts.kv_rank, q_THC.dtype
+        )
+        most = self._deployment.max_step_tokens
+        kv = [linears.kv_up(each, "prefill") for each in latent_MR.split(most)]
+        k_HMC, v_HMC = self._ops["latent_heads"].kernel.fn(
+            kv[0] if len(kv) == 1 else torch.cat(kv),
+            rotated_MP,
+            latent=linears.facts,
+            head_dim=linears.head_dim,
+        )
+        as_pages = [each.unflatten(1, (-1, pages.block_size)) for each in (k_HMC, v_HMC)]
+        fixed = {} if part.lists is None else {"lists": part.lists}
+        attended_THC: Tensor = self._ops["attention_prefill"].kernel.fn(
+            q_THC[part.rows],
+            PagedKV(*as_pages),
+            table_RB,
+            part.query_lens,
+            part.context_lens,
+            window=None,
+            scale=self._arch.score_scale(layer.shape),
+            **fixed,
+        )
+        return attended_THC
+
+    def queries(self, layer: LayerWeights, projected: Projected, phase: Phase = "decode") -> Tensor:
+        """Return the rotated queries [T, H, C] and write what the cache stores of their positions."""
+        linears = linears_of(layer)
+        q_TF, latent_TF = linears.split(projected.qkv_TF)
+        if linears.q_up is not None:
+            q_TF = linears.q_up(q_TF, phase, self._ops["rms_norm"].kernel.fn)
+        q_THC: Tensor = self._ops["latent_store"].kernel.fn(
+            q_TF,
+            latent_TF,
+            linears.kv_norm,
+            *self._rope_tables[layer.shape.rope],
+            projected.positions_T,
+            projected.slots_T,
+            projected.kv,
+            latent=linears.facts,
+            head_dim=linears.head_dim,
+        )
+        return q_THC
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether prefill attention can be captured in a CUDA graph."""
+        return self._ops["attention_prefill"].kernel.takes_lists
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`, one for each op."""
+        return [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Sequences whose keys and values are computed at once: their rows, blocks and lengths."""
+
+    rows: slice
+    block_table_RB: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    lists: FixedLists | None = None
+
+    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return the blocks of all contexts in order, and the table over that order (`dense_blocks`)."""
+        if self.lists is not None:
+            return self.lists.dense_blocks(block_size)
+        return dense_blocks(self.context_lens, block_size, self.block_table_RB.device)
+
+
+def _passes(
+    block_table_RB: Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    max_positions: int,
+    block_size: int,
+) -> Iterator[_Pass]:
+    """Yield neighbouring sequences whose contexts have `max_positions` positions at most, or one sequence."""
+    ends = list(accumulate(query_lens, initial=0))
+    start = 0
+    while start < len(query_lens):
+        stop = start + 1
+        total = -(-context_lens[start] // block_size) * block_size
+        while stop < len(query_lens):
+            total += -(-context_lens[stop] // block_size) * block_size
+            if total > max_positions:
+                break
+            stop += 1
+        own = slice(start, stop)
+        yield _Pass(slice(ends[start], ends[stop]), block_table_RB[own], query_lens[own], context_lens[own])
+        start = stop
+
+
+def latent_of(shape: LayerShape) -> Latent:
+    """Return the latents of a layer that has them."""
+    assert shape.latent is not None
+    return shape.latent
+
+
+def linears_of(layer: LayerWeights) -> LatentLinears:
+    """Return the linears of a layer that has latents."""
+    assert layer.latent is not None
+    return layer.latent

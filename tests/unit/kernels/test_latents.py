@@ -1,0 +1,242 @@
+"""Kernels of latent attention: every one that runs here against the law, and the bits of rows in company. In
+triton's interpreter those are the GPU's kernels, too, on a GPU the same.
+
+The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.rows import RowNorm
+from compress.kernels.problem import KernelDevice, Problem
+from compress.kernels.select import Kernel, candidates
+from compress.models.latent import LATENT_EPS, Latent
+from compress.models.layer_shape import Rope
+from compress.models.rope import cos_sin
+from compress.quant.kv import FP8_TOKEN_HEAD, INT8_TOKEN_HEAD, KV_DENSE
+from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DTYPES = {"F32": torch.float32, "F16": torch.float16}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+"""Largest error of a product over the largest number of its result."""
+
+
+@pytest.fixture(autouse=True)
+def row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        use_row_independent_products(monkeypatch)
+
+
+def usable(op: Any) -> Any:
+    """Return the kernels of an op that serve it here, by device."""
+    return pytest.mark.parametrize(
+        ("kernel", "device"),
+        [
+            pytest.param(kernel, device, id=f"{kernel.name}-{device}")
+            for kernel in candidates(op)
+            for device in DEVICES
+            if kernel.refusal(_problem(op, device)) is None
+        ],
+    )
+
+
+def _problem(op: Any, device: str) -> Problem:
+    of_device = KernelDevice.from_torch(torch.device(device), torch.float32)
+    return replace(of_device, sm=90 if INTERPRETED else of_device.sm).problem(op, n=16, k=16)
+
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def randn(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def filled(
+    kv_format: str, rank: int, rope_dim: int, *, num_blocks: int, block_size: int, device: str
+) -> PagedLatents:
+    """Return pages of random latents, each position of another size."""
+    pages = PagedLatents.empty(kv_format, num_blocks, block_size, rank + rope_dim, torch.device(device))
+    rows = randn(num_blocks * block_size, rank + rope_dim, device=device, dtype=torch.float32, seed=7)
+    sizes = torch.linspace(0.3, 3.0, len(rows), device=device).unsqueeze(1)
+    pages.write_(torch.arange(len(rows), device=device), rows * sizes)
+    return pages
+
+
+@usable("latent_attention")
+@each_dtype
+@pytest.mark.parametrize("kv_format", [KV_DENSE, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD])
+@pytest.mark.parametrize(
+    ("num_heads", "rank", "rope_dim", "block_size"), [(5, 24, 6, 16), (40, 64, 32, 64), (16, 48, 16, 128)]
+)
+def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    kv_format: str,
+    num_heads: int,
+    rank: int,
+    rope_dim: int,
+    block_size: int,
+) -> None:
+    kv_format = DENSE_FORMATS[dtype] if kv_format == KV_DENSE else kv_format
+    lens, head_dim, scale = (1, 130, 300, 2), rope_dim + 10, 0.11
+    columns = 320 // block_size + 1
+    pages = filled(kv_format, rank, rope_dim, num_blocks=4 * columns, block_size=block_size, device=device)
+    table_RB = torch.randperm(4 * columns, generator=torch.Generator().manual_seed(3)).view(4, columns)
+    table_RB = table_RB.to(device)
+    lens_R = torch.tensor(lens, device=device)
+
+    def attend(first: int, stop: int, q_len: int, at: int = 0) -> Tensor:
+        """Return rows of the requests from `first` on; those of `q_len` tokens end `at` positions early."""
+        rows = slice(first, stop)
+        return kernel.fn(
+            absorbed[rows, 2 - q_len - at : 2 - at].flatten(0, 1).contiguous(),
+            rotated[rows, 2 - q_len - at : 2 - at].flatten(0, 1).contiguous(),
+            pages,
+            table_RB[rows],
+            lens_R[rows] - at,
+            q_len=q_len,
+            scale=scale,
+        )
+
+    absorbed = randn(4, 2, num_heads, rank, device=device, dtype=dtype)
+    rotated = randn(4, 2, num_heads, head_dim, device=device, dtype=dtype, seed=1)
+    actual = attend(0, 4, 1)
+    for idx, length in enumerate(lens):
+        latent, turned = (each.double() for each in pages.gather(table_RB[idx], rank, torch.float32))
+        q = absorbed[idx, 1].double(), rotated[idx, 1, :, head_dim - rope_dim :].double()
+        scores = (q[0] @ latent[:length].T + q[1] @ turned[:length].T) * scale
+        expected = scores.softmax(dim=-1) @ latent[:length]
+        error = (actual[idx].double() - expected).abs().max() / latent[:length].abs().max()
+        assert error <= TOLERANCE[dtype] * 2
+        assert torch.equal(attend(idx, idx + 1, 1)[0], actual[idx])
+    pairs = attend(1, 3, 2)
+    assert torch.equal(pairs[1::2], actual[1:3])
+    assert torch.equal(pairs[0::2], attend(1, 3, 1, at=1))
+
+
+@usable("head_linear")
+@each_dtype
+@pytest.mark.parametrize(("num_heads", "num_inputs", "num_outputs"), [(3, 20, 70), (2, 130, 24)])
+def test_heads_have_linears_of_their_own_and_rows_their_bits(
+    kernel: Kernel, device: str, dtype: torch.dtype, num_heads: int, num_inputs: int, num_outputs: int
+) -> None:
+    x = randn(37, num_heads, num_inputs + 5, device=device, dtype=dtype)[..., :num_inputs]
+    weights = randn(num_heads, num_outputs, num_inputs, device=device, dtype=dtype, seed=1)
+    assert kernel.repack is not None
+    packed = kernel.repack(tuple(weights), dtype=dtype, device=torch.device(device), gated=False)
+    actual = kernel.fn(x, packed)
+    expected = torch.einsum("thi,hoi->tho", x.double(), weights.double())
+    assert (actual.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    for rows in (slice(0, 1), slice(36, 37), slice(3, 20)):
+        assert torch.equal(kernel.fn(x[rows], packed), actual[rows])
+
+
+@usable("latent_store")
+@each_dtype
+@pytest.mark.parametrize("kv_format", [KV_DENSE, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "rank", "rope_dim", "interleaved"),
+    [(5, 24, 20, 8, True), (3, 10, 12, 6, False), (9, 192, 48, 64, True)],
+)
+def test_what_rotates_comes_last_and_latents_are_normed(
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    kv_format: str,
+    num_heads: int,
+    head_dim: int,
+    rank: int,
+    rope_dim: int,
+    interleaved: bool,
+) -> None:
+    """Each pair turns as a complex number by the angle of its position."""
+    kv_format = DENSE_FORMATS[dtype] if kv_format == KV_DENSE else kv_format
+    latent = Latent(0, rank, rope_dim, 4, interleaved)
+    size = num_heads * head_dim
+    first = randn(7, size + rank + rope_dim, device=device, dtype=dtype)
+    weight = randn(rank, device=device, dtype=dtype, seed=1)
+    positions = torch.tensor([0, 5, 3, 1, 49, 2, 7], device=device)
+    slots = torch.tensor([4, 17, 2, 31, 16, 0, 9], device=device)
+    rope = Rope(theta=100.0)
+    tables = cos_sin(rope, rope_dim, torch.arange(50, device=device), dtype)
+    pages = PagedLatents.empty(kv_format, 2, 16, rank + rope_dim, torch.device(device))
+    poisoned = pages.rows.view(torch.uint8)
+    poisoned.fill_(0x7F)
+    norm = RowNorm(weight, LATENT_EPS)
+
+    def stored(rows: slice) -> Tensor:
+        return kernel.fn(
+            first[rows, :size],
+            first[rows, size:],
+            norm,
+            *tables,
+            positions[rows],
+            slots[rows],
+            pages,
+            latent=latent,
+            head_dim=head_dim,
+        )
+
+    q = stored(slice(0, 7))
+    written = pages.gather(torch.arange(2, device=device), rank, torch.float64)
+    cos, sin = (table[positions, : rope_dim // 2].double() for table in tables)
+
+    def turned(x: Tensor) -> Tensor:
+        parts = (x[..., 0::2], x[..., 1::2]) if interleaved else x.double().chunk(2, -1)
+        a, b = (part.double() for part in parts)
+        c, s = (each.view(7, *[1] * (x.dim() - 2), -1) for each in (cos, sin))
+        return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+
+    heads = first[:, :size].unflatten(1, (num_heads, head_dim))
+    assert torch.equal(q[..., : head_dim - rope_dim], heads[..., : head_dim - rope_dim])
+    tolerance = TOLERANCE[dtype] * 4
+    torch.testing.assert_close(
+        q[..., head_dim - rope_dim :].double(),
+        turned(heads[..., head_dim - rope_dim :]),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+    x = first[:, size : size + rank].double()
+    normed = x * (x.square().mean(-1, keepdim=True) + LATENT_EPS).rsqrt() * weight.double()
+    expected = torch.cat((normed, turned(first[:, size + rank :])), dim=1)
+    codes = {"FP8_TOKEN_HEAD": 2**-4, "INT8_TOKEN_HEAD": 1 / 254}.get(kv_format, 0.0)
+    largest = expected.abs().amax(-1, keepdim=True)
+    error = (torch.cat(written, dim=1)[slots] - expected).abs() / largest
+    assert error.max() <= codes + tolerance * 2
+    whole = pages.rows.view(torch.uint8).clone()
+    assert torch.equal(stored(slice(4, 5)), q[4:5])
+    assert torch.equal(pages.rows.view(torch.uint8), whole)
+    untouched = [slot for slot in range(32) if slot not in slots.tolist()]
+    assert (poisoned.flatten(1, 2)[:, untouched] == 0x7F).all()
+
+
+@usable("latent_heads")
+@each_dtype
+@pytest.mark.parametrize(("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6)])
+def test_keys_share_what_rotates_and_zeros_fill_values(
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    rope_dim: int,
+    value_dim: int,
+) -> None:
+    still_dim = head_dim - rope_dim
+    kv = randn(37, num_heads, still_dim + value_dim, device=device, dtype=dtype)
+    rotated = randn(37, 12 + rope_dim, device=device, dtype=dtype, seed=2)[:, 12:]
+    latent = Latent(0, 12, rope_dim, value_dim, True)
+    k, v = kernel.fn(kv.flatten(1), rotated, latent=latent, head_dim=head_dim)
+    assert torch.equal(k[..., :still_dim], kv[..., :still_dim].transpose(0, 1))
+    assert torch.equal(k[..., still_dim:], rotated.expand(num_heads, -1, -1))
+    assert torch.equal(v[..., :value_dim], kv[..., still_dim:].transpose(0, 1))
+    assert not v[..., value_dim:].any()
