@@ -43,8 +43,8 @@ class Projected:
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], of latents only the dimensions of
-values; what the cache stores of the rows is in it afterwards."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V]; what the
+cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:

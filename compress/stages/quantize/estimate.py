@@ -145,9 +145,7 @@ def _latent_notes(arch: Arch) -> tuple[str, ...]:
         return ()
     cached = kv_numbers_per_token(arch)
     of_heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers)
-    return (
-        f"latent attention: the runtime caches {cached:,} numbers a token, for {of_heads:,} of keys and values",
-    )
+    return (f"latent attention: the runtime caches {cached:,} numbers a token for {of_heads:,} of all heads",)
 
 
 def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:
