@@ -84,7 +84,7 @@ def compile_all(sm: int) -> list[Any]:
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
-    for module in (quantize_rows, fp8_tiles):
+    for module in (quantize_rows, fp8_tiles, latent_attention):
         module.converts_e4m3 = lambda device: sm >= 89  # type: ignore[attr-defined]
     for head_dim in (80, 128, 256, 512):
         wide = ("F32",) if head_dim > 128 else ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
