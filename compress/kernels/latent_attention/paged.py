@@ -37,7 +37,7 @@ from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.select import Kernel, register
 
 MAX_Q_LEN = 8
-SPAN = 1024
+SPAN = 2048
 """Positions that have short chunks."""
 
 
@@ -48,18 +48,20 @@ class Config:
 
     short_chunk: int = 64
     long_chunk: int = 256
-    tile: int = 32
-    merge_chunks: int = 8
+    tile: int = 64
+    merge_chunks: int = 16
     merge_warps: int = 4
     num_warps: int = 4
     stages: int = 2
     programs: int = 528
 
 
-def config_of(width: int, dtype: torch.dtype) -> Config:
-    """Return the configuration for keys of `width` numbers, whose tiles in flight fit the shared memory of
-    sm_80 (163 KiB)."""
-    return Config() if width * dtype.itemsize <= 2 * 640 else Config(tile=16)
+def config_of(pages: PagedLatents, dtype: torch.dtype) -> Config:
+    """Return the configuration for pages and the dtype of queries. Tiles in flight fit the shared memory of
+    sm_80 (163 KiB), and codes are converted by more warps."""
+    if pages.rows.shape[3] * dtype.itemsize > 2 * 576:
+        return Config(tile=16)
+    return Config() if pages.scale is None else Config(num_warps=8)
 
 
 def rows_of(num_heads: int) -> int:
@@ -252,7 +254,7 @@ def latent_attention(
     scale: float,
 ) -> Tensor:
     """Return [T, H, R] of absorbed queries and rotated ones, as the reference; T = R q_len."""
-    config = config_of(pages.rows.shape[3], q_THR.dtype)
+    config = config_of(pages, q_THR.dtype)
     return attend(
         q_THR, q_THC, pages, block_table_RB, context_lens_R, q_len=q_len, scale=scale, config=config
     )
