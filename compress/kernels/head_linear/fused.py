@@ -2,6 +2,9 @@
 
     y[t, h] = W[h] x[t, h],   float32 sums in one order, tiles of 16 rows for every T
 
+A program holds some rows of the matrix of a head, all of their numbers. They are constant, so it reads them
+before it waits for the kernel ahead, and once for all tiles.
+
 Shapes: T rows, H heads, I inputs and O outputs of a head.
 """
 
@@ -19,13 +22,17 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.weights import dense
 from compress.quant.scheme import QuantizedWeight
 
 ROWS = 16
-OUTPUTS = 64
-INPUTS = 64
+HELD = 16384
+"""Numbers of a matrix that a program holds."""
+MAX_DEPTH = 1024
+PROGRAMS = 2
+"""Most programs that share the tiles of rows of one part of a matrix."""
 
 
 @jit(varying=("num_rows",))
@@ -48,21 +55,34 @@ def _head_linear(
     launch_dependents(PDL)
     head = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     inputs = tl.arange(0, INPUTS)
-    x_at = x_ptr + rows.to(tl.int64)[:, None] * ROW_STRIDE + head * HEAD_STRIDE + inputs[None, :]
-    w_at = w_ptr + (head * WIDTH + outputs)[:, None] * DEPTH + inputs[None, :]
-    real_row = (rows < num_rows)[:, None]
-    real_output = (outputs < WIDTH)[:, None]
+    real_input = (inputs < DEPTH)[None, :]
+    w = tl.load(
+        w_ptr + (head * WIDTH + outputs)[:, None] * DEPTH + inputs[None, :],
+        mask=(outputs < WIDTH)[:, None] & real_input,
+        other=0.0,
+    )
     wait(PDL)
-    y = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in tl.range(0, DEPTH, INPUTS, num_stages=3):
-        real = (start + inputs < DEPTH)[None, :]
-        x = tl.load(x_at + start, mask=real_row & real, other=0.0)
-        w = tl.load(w_at + start, mask=real_output & real, other=0.0)
-        y = tl.dot(x, tl.trans(w), y, input_precision=PRECISION)
-    y_at = y_ptr + (rows.to(tl.int64)[:, None] * H + head) * WIDTH + outputs[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=real_row & (outputs < WIDTH)[None, :])
+    for tile in tl.range(tl.program_id(2), tl.cdiv(num_rows, ROWS), tl.num_programs(2)):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        real_row = (rows < num_rows)[:, None]
+        x = tl.load(
+            x_ptr + rows[:, None] * ROW_STRIDE + head * HEAD_STRIDE + inputs[None, :],
+            mask=real_row & real_input,
+            other=0.0,
+        )
+        y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+        tl.store(
+            y_ptr + (rows[:, None] * H + head) * WIDTH + outputs[None, :],
+            y.to(y_ptr.dtype.element_ty),
+            mask=real_row & (outputs < WIDTH)[None, :],
+        )
+
+
+def _refusal(problem: Problem) -> str | None:
+    if refusal := triton_refusal(problem):
+        return refusal
+    return f"holds rows of a matrix, of at most {MAX_DEPTH} inputs" if problem.k > MAX_DEPTH else None
 
 
 def repack(
@@ -79,8 +99,12 @@ def head_linear(x_THI: Tensor, w_HOI: Tensor) -> Tensor:
     num_outputs = w_HOI.shape[1]
     assert x_THI.stride(2) == 1
     y_THO = x_THI.new_empty(num_rows, num_heads, num_outputs)
+    depth = max(16, triton.next_power_of_2(num_inputs))
+    outputs = min(64, max(16, HELD // depth))
     if num_rows:
-        _head_linear[(triton.cdiv(num_outputs, OUTPUTS), num_heads, triton.cdiv(num_rows, ROWS))](
+        _head_linear[
+            (triton.cdiv(num_outputs, outputs), num_heads, min(triton.cdiv(num_rows, ROWS), PROGRAMS))
+        ](
             x_THI,
             w_HOI,
             y_THO,
@@ -91,8 +115,8 @@ def head_linear(x_THI: Tensor, w_HOI: Tensor) -> Tensor:
             DEPTH=num_inputs,
             WIDTH=num_outputs,
             ROWS=ROWS,
-            OUTPUTS=OUTPUTS,
-            INPUTS=INPUTS,
+            OUTPUTS=outputs,
+            INPUTS=depth,
             PRECISION="ieee" if x_THI.dtype == torch.float32 else "tf32",
             num_warps=4,
             **pdl_options(x_THI.device),
@@ -106,7 +130,7 @@ register(
         "triton.tile",
         min_sm=80,
         priority=10,
-        supports=triton_refusal,
+        supports=_refusal,
         fn=head_linear,
         repack=repack,
     )

@@ -73,7 +73,14 @@ def rows_of(num_heads: int) -> int:
 @jit()
 def _chunk_of(position: tl.tensor, SPAN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr) -> tl.tensor:
     """Return the chunk of a position."""
-    return tl.where(position < SPAN, position // SHORT, SPAN // SHORT + (position - SPAN) // LONG)
+    beyond = tl.maximum(position - SPAN, 0)
+    return tl.where(position < SPAN, position // SHORT, SPAN // SHORT + beyond // LONG)
+
+
+@jit()
+def _start_of(chunk: tl.tensor, SPAN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr) -> tl.tensor:
+    """Return the first position of a chunk."""
+    return tl.where(chunk < SPAN // SHORT, chunk * SHORT, SPAN + (chunk - SPAN // SHORT) * LONG)
 
 
 @jit()
@@ -100,6 +107,7 @@ def _attend_latents(
     o_ptr: tl.tensor,
     ml_ptr: tl.tensor,
     table_stride: tl.tensor,
+    max_positions: tl.tensor,
     max_chunks: tl.tensor,
     q_len: tl.tensor,
     scale: tl.tensor,
@@ -134,6 +142,9 @@ def _attend_latents(
     offsets = tl.arange(0, TILE)
     table_ptr += request.to(tl.int64) * table_stride
     wait(PDL)
+    # Within the table: loaded beside the length, not after it.
+    first = _start_of(tl.program_id(2), SPAN, SHORT, LONG)
+    block = block_of(table_ptr, first, max_positions, max_positions, BLOCK_SIZE, TILE)
     context_len = tl.load(lens_ptr + request).to(tl.int32)
     num_chunks = _chunk_of(context_len - 1, SPAN, SHORT, LONG) + 1
     positions = context_len - q_len + rows // H
@@ -148,10 +159,10 @@ def _attend_latents(
     logit_scale = scale * 1.4426950408889634
     part = request.to(tl.int64) * max_chunks * (q_len * H)
     for chunk in tl.range(tl.program_id(2), num_chunks, tl.num_programs(2)):
-        is_short = chunk < SPAN // SHORT
-        first = tl.where(is_short, chunk * SHORT, SPAN + (chunk - SPAN // SHORT) * LONG)
-        end = tl.minimum(first + tl.where(is_short, SHORT, LONG), context_len)
-        block = block_of(table_ptr, first, end, context_len, BLOCK_SIZE, TILE)
+        first = _start_of(chunk, SPAN, SHORT, LONG)
+        end = tl.minimum(_start_of(chunk + 1, SPAN, SHORT, LONG), context_len)
+        following = _start_of(chunk + tl.num_programs(2), SPAN, SHORT, LONG)
+        following_block = block_of(table_ptr, following, context_len, context_len, BLOCK_SIZE, TILE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, R_TILE], tl.float32)
@@ -187,7 +198,8 @@ def _attend_latents(
                 p *= key_scale
             o = tl.dot(p.to(q.dtype), latent, o * alpha[:, None], input_precision=PRECISION)
             m = m_next
-        row = part + chunk.to(tl.int64) * (q_len * H) + rows
+        block = following_block
+        row = part + chunk * (q_len * H) + rows
         tl.store(o_ptr + row[:, None] * R + columns[None, :], o, mask=row_mask)
         tl.store(ml_ptr + row * 2, m, mask=real_row)
         tl.store(ml_ptr + row * 2 + 1, total, mask=real_row)
@@ -289,7 +301,7 @@ def attend(
     rows = rows_of(num_heads)
     row_tiles = triton.cdiv(q_len * num_heads, rows)
     shared = {
-        **{"H": num_heads, "R": rank, "R_TILE": max(16, triton.next_power_of_2(rank))},
+        **{"H": num_heads, "R": rank, "R_TILE": max(32, triton.next_power_of_2(rank))},
         **{"SPAN": SPAN, "SHORT": config.short_chunk, "LONG": config.long_chunk},
         **pdl_options(q_THR.device),
     }
@@ -305,12 +317,13 @@ def attend(
         o,
         ml,
         block_table_RB.stride(0),
+        positions,
         max_chunks,
         q_len,
         scale,
         C=q_THC.shape[2],
         P=width - rank,
-        P_TILE=max(16, triton.next_power_of_2(width - rank)),
+        P_TILE=max(32, triton.next_power_of_2(width - rank)),
         ROWS=rows,
         TILE=config.tile,
         BLOCK_SIZE=block_size,
