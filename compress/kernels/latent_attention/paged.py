@@ -138,7 +138,7 @@ def _attend_latents(
     real_row = rows < q_len * H
     real_column = columns < R
     real_turned = turned < P
-    row_mask = real_row[:, None] & real_column[None, :]
+    row_mask = real_row[None, :] & real_column[:, None]
     offsets = tl.arange(0, TILE)
     table_ptr += request.to(tl.int64) * table_stride
     wait(PDL)
@@ -150,10 +150,10 @@ def _attend_latents(
     positions = context_len - q_len + rows // H
     token = request.to(tl.int64) * q_len + rows // H
     head = token * H + rows % H
-    q = tl.load(q_ptr + head[:, None] * R + columns[None, :], mask=row_mask, other=0.0)
+    q = tl.load(q_ptr + head[None, :] * R + columns[:, None], mask=row_mask, other=0.0)
     q_turned = tl.load(
-        rotated_ptr + head[:, None] * C + C - P + turned[None, :],
-        mask=real_row[:, None] & real_turned[None, :],
+        rotated_ptr + head[None, :] * C + C - P + turned[:, None],
+        mask=real_row[None, :] & real_turned[:, None],
         other=0.0,
     )
     logit_scale = scale * 1.4426950408889634
@@ -165,7 +165,7 @@ def _attend_latents(
         following_block = block_of(table_ptr, following, context_len, context_len, BLOCK_SIZE, TILE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        o = tl.zeros([ROWS, R_TILE], tl.float32)
+        o = tl.zeros([R_TILE, ROWS], tl.float32)
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             keys = start + offsets
             real_key = keys < context_len
@@ -183,24 +183,24 @@ def _attend_latents(
             )
             latent = _values(latent_codes, q.dtype, FORMAT, CONVERTS)
             key = _values(turned_codes, q.dtype, FORMAT, CONVERTS)
-            s = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-            s = tl.dot(q_turned, tl.trans(key), s, input_precision=PRECISION) * logit_scale
+            s = tl.dot(latent, q, input_precision=PRECISION)
+            s = tl.dot(key, q_turned, s, input_precision=PRECISION) * logit_scale
             if FORMAT != 0:
-                key_scale = tl.load(scale_ptr + slot, mask=real_key, other=0.0)[None, :]
+                key_scale = tl.load(scale_ptr + slot, mask=real_key, other=0.0)[:, None]
                 s *= key_scale
-            s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
-            m_next = tl.maximum(m, tl.max(s, axis=1))
+            s = tl.where(keys[:, None] <= positions[None, :], s, float("-inf"))
+            m_next = tl.maximum(m, tl.max(s, axis=0))
             m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
-            p = tl.exp2(s - m_finite[:, None])
+            p = tl.exp2(s - m_finite[None, :])
             alpha = tl.exp2(m - m_finite)
-            total = total * alpha + tl.sum(p, axis=1)
+            total = total * alpha + tl.sum(p, axis=0)
             if FORMAT != 0:
                 p *= key_scale
-            o = tl.dot(p.to(q.dtype), latent, o * alpha[:, None], input_precision=PRECISION)
+            o = tl.dot(tl.trans(latent), p.to(q.dtype), o * alpha[None, :], input_precision=PRECISION)
             m = m_next
         block = following_block
         row = part + chunk * (q_len * H) + rows
-        tl.store(o_ptr + row[:, None] * R + columns[None, :], o, mask=row_mask)
+        tl.store(o_ptr + row[None, :] * R + columns[:, None], o, mask=row_mask)
         tl.store(ml_ptr + row * 2, m, mask=real_row)
         tl.store(ml_ptr + row * 2 + 1, total, mask=real_row)
 
