@@ -30,7 +30,6 @@ from compress.kernels.operands.rows import (
 )
 from compress.kernels.problem import OPS, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
-from compress.models.latent import Latent
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -284,37 +283,6 @@ def test_post_norm_of_branches_is_that_of_the_sum_of_their_norms_and_norms_the_s
         part = kernel.fn(some, x[:num_rows], norm, following, also=(second, third), scale=0.40625)
         for actual, whole in zip((*part[:2], *part[2]), (total, rows, *others), strict=True):
             assert same_bits(actual, whole[:num_rows])
-
-
-@each_usable(usable("latent_heads"))
-@pytest.mark.parametrize(
-    ("head_dim", "rope_dim", "value_dim"), [(192, 64, 128), (256, 64, 256), (20, 6, 12), (24, 22, 8)]
-)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_heads_of_latents_pair_what_rotates_and_fill_values_with_zeros(
-    kernel: Kernel, device: str, dtype: str, head_dim: int, rope_dim: int, value_dim: int, interleaved: bool
-) -> None:
-    """Dimension c and c + C / 2 rotate as a pair; the parts of a head on disk are those that do not rotate,
-    then those that do, and of keys the latter are the same in all heads."""
-    num_rows, num_heads, still_dim = 7, 5, head_dim - rope_dim
-    q = randn(num_rows, num_heads, head_dim, device=device, dtype=dtype)
-    kv = randn(num_rows, num_heads, still_dim + value_dim, device=device, dtype=dtype, seed=1)
-    rotated = randn(num_rows, 12 + rope_dim, device=device, dtype=dtype, seed=2)[:, 12:]
-    heads = kernel.fn(
-        q.flatten(1), kv.flatten(1), rotated, Latent(0, 12, rope_dim, value_dim, interleaved), head_dim
-    ).view(num_rows, 3, num_heads, head_dim)
-    for pair in range(rope_dim // 2):
-        sources = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rope_dim // 2)
-        for start, source in zip((0, head_dim // 2), sources, strict=True):
-            assert torch.equal(heads[:, 0, :, start + pair], q[:, :, still_dim + source])
-            assert torch.equal(heads[:, 1, :, start + pair], rotated[:, None, source].expand(-1, num_heads))
-    for idx in range(still_dim):
-        half, at = divmod(idx, still_dim // 2)
-        place = half * (head_dim // 2) + rope_dim // 2 + at
-        assert torch.equal(heads[:, 0, :, place], q[:, :, idx])
-        assert torch.equal(heads[:, 1, :, place], kv[:, :, idx])
-    assert torch.equal(heads[:, 2, :, :value_dim], kv[:, :, still_dim:])
-    assert not heads[:, 2, :, value_dim:].any()
 
 
 @each_usable([case for case in usable("soft_cap") if case[3] == "F32"])

@@ -358,7 +358,7 @@ def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: i
 
 RARE = [
     *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
-    *("ministral 3", "chunks of a block"),
+    *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
 ]
 
 

@@ -28,7 +28,7 @@ from compress.models.weights import dense
 from compress.quant.scheme import QuantizedWeight
 
 ROWS = 16
-HELD = 16384
+HELD = 32768
 """Numbers of a matrix that a program holds."""
 MAX_DEPTH = 1024
 PROGRAMS = 2

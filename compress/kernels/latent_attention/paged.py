@@ -7,11 +7,11 @@ order of summation.
 A key has R numbers of a latent, which are its value too, and P that rotate. A tile of latents is loaded once
 for both products, and all heads and all `q_len` queries of a request are rows of them.
 
-Two launches, as in `attention_decode/paged.py`. The first writes o_j of every chunk, in float32: for a few
-heads that is as much as a few dozen keys. So chunks are short where a sequence begins, for which there are
-many programs, and long after `SPAN` positions. They lie where they lie for every sequence, whatever the
-number of programs, of queries and of requests, and a key that a row does not see adds exactly zero: the bits
-of a row depend on its request alone.
+Two launches, as in `attention_decode/paged.py`. The first writes o_j of every chunk, in float32: for twenty
+heads that is as much as 35 keys. So chunks are short where a sequence begins, which few programs would read
+one after the other, and longer the more there are before them (`_chunk_of`). They lie where they lie for
+every sequence, whatever the number of programs, of queries and of requests, and a key that a row does not see
+adds exactly zero: the bits of a row depend on its request alone.
 
 Shapes: T rows = R q_len, R requests, B blocks of a table, J chunks, H heads, C head dimension.
 """
@@ -37,17 +37,14 @@ from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.select import Kernel, register
 
 MAX_Q_LEN = 8
-SPAN = 2048
-"""Positions that have short chunks."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of the kernel: the bits depend on the chunks, `tile`, `merge_chunks`, the rows and the
+    """The constants of the kernel: the bits depend on `chunk` (N), `tile`, `merge_chunks`, the rows and the
     warps, only the time on `stages` and `programs`."""
 
-    short_chunk: int = 64
-    long_chunk: int = 256
+    chunk: int = 64
     tile: int = 64
     merge_chunks: int = 16
     merge_warps: int = 4
@@ -58,10 +55,10 @@ class Config:
 
 def config_of(pages: PagedLatents, dtype: torch.dtype) -> Config:
     """Return the configuration for pages and the dtype of queries. Tiles in flight fit the shared memory of
-    sm_80 (163 KiB), and codes are converted by more warps."""
+    sm_80 (163 KiB), and codes are converted in registers."""
     if pages.rows.shape[3] * dtype.itemsize > 2 * 576:
         return Config(tile=16)
-    return Config() if pages.scale is None else Config(num_warps=8)
+    return Config() if pages.scale is None else Config(tile=32)
 
 
 def rows_of(num_heads: int) -> int:
@@ -71,16 +68,25 @@ def rows_of(num_heads: int) -> int:
 
 
 @jit()
-def _chunk_of(position: tl.tensor, SPAN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr) -> tl.tensor:
-    """Return the chunk of a position."""
-    beyond = tl.maximum(position - SPAN, 0)
-    return tl.where(position < SPAN, position // SHORT, SPAN // SHORT + beyond // LONG)
+def _chunk_of(position: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """Return the chunk of a position: of N positions up to 16 N, of 2 N up to 64 N, then of 8 N."""
+    beyond = tl.where(
+        position < 64 * N, 16 + (position - 16 * N) // (2 * N), 40 + (position - 64 * N) // (8 * N)
+    )
+    return tl.where(position < 16 * N, position // N, beyond)
 
 
 @jit()
-def _start_of(chunk: tl.tensor, SPAN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr) -> tl.tensor:
+def _start_of(chunk: tl.tensor, N: tl.constexpr) -> tl.tensor:
     """Return the first position of a chunk."""
-    return tl.where(chunk < SPAN // SHORT, chunk * SHORT, SPAN + (chunk - SPAN // SHORT) * LONG)
+    beyond = tl.where(chunk < 40, (16 + (chunk - 16) * 2) * N, (64 + (chunk - 40) * 8) * N)
+    return tl.where(chunk < 16, chunk * N, beyond)
+
+
+def num_chunks(positions: int, n: int) -> int:
+    """Return the chunks of so many positions."""
+    spans = ((0, 16 * n, n), (16 * n, 64 * n, 2 * n), (64 * n, positions, 8 * n))
+    return sum(-(-max(min(positions, stop) - start, 0) // size) for start, stop, size in spans)
 
 
 @jit()
@@ -118,9 +124,7 @@ def _attend_latents(
     R_TILE: tl.constexpr,
     P_TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
+    N: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -138,34 +142,34 @@ def _attend_latents(
     real_row = rows < q_len * H
     real_column = columns < R
     real_turned = turned < P
-    row_mask = real_row[None, :] & real_column[:, None]
+    row_mask = real_row[:, None] & real_column[None, :]
     offsets = tl.arange(0, TILE)
     table_ptr += request.to(tl.int64) * table_stride
     wait(PDL)
     # Within the table: loaded beside the length, not after it.
-    first = _start_of(tl.program_id(2), SPAN, SHORT, LONG)
+    first = _start_of(tl.program_id(2), N)
     block = block_of(table_ptr, first, max_positions, max_positions, BLOCK_SIZE, TILE)
     context_len = tl.load(lens_ptr + request).to(tl.int32)
-    num_chunks = _chunk_of(context_len - 1, SPAN, SHORT, LONG) + 1
+    num_chunks = _chunk_of(context_len - 1, N) + 1
     positions = context_len - q_len + rows // H
     token = request.to(tl.int64) * q_len + rows // H
     head = token * H + rows % H
-    q = tl.load(q_ptr + head[None, :] * R + columns[:, None], mask=row_mask, other=0.0)
+    q = tl.load(q_ptr + head[:, None] * R + columns[None, :], mask=row_mask, other=0.0)
     q_turned = tl.load(
-        rotated_ptr + head[None, :] * C + C - P + turned[:, None],
-        mask=real_row[None, :] & real_turned[:, None],
+        rotated_ptr + head[:, None] * C + C - P + turned[None, :],
+        mask=real_row[:, None] & real_turned[None, :],
         other=0.0,
     )
     logit_scale = scale * 1.4426950408889634
     part = request.to(tl.int64) * max_chunks * (q_len * H)
     for chunk in tl.range(tl.program_id(2), num_chunks, tl.num_programs(2)):
-        first = _start_of(chunk, SPAN, SHORT, LONG)
-        end = tl.minimum(_start_of(chunk + 1, SPAN, SHORT, LONG), context_len)
-        following = _start_of(chunk + tl.num_programs(2), SPAN, SHORT, LONG)
+        first = _start_of(chunk, N)
+        end = tl.minimum(_start_of(chunk + 1, N), context_len)
+        following = _start_of(chunk + tl.num_programs(2), N)
         following_block = block_of(table_ptr, following, context_len, context_len, BLOCK_SIZE, TILE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        o = tl.zeros([R_TILE, ROWS], tl.float32)
+        o = tl.zeros([ROWS, R_TILE], tl.float32)
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             keys = start + offsets
             real_key = keys < context_len
@@ -183,24 +187,24 @@ def _attend_latents(
             )
             latent = _values(latent_codes, q.dtype, FORMAT, CONVERTS)
             key = _values(turned_codes, q.dtype, FORMAT, CONVERTS)
-            s = tl.dot(latent, q, input_precision=PRECISION)
-            s = tl.dot(key, q_turned, s, input_precision=PRECISION) * logit_scale
+            s = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+            s = tl.dot(q_turned, tl.trans(key), s, input_precision=PRECISION) * logit_scale
             if FORMAT != 0:
-                key_scale = tl.load(scale_ptr + slot, mask=real_key, other=0.0)[:, None]
+                key_scale = tl.load(scale_ptr + slot, mask=real_key, other=0.0)[None, :]
                 s *= key_scale
-            s = tl.where(keys[:, None] <= positions[None, :], s, float("-inf"))
-            m_next = tl.maximum(m, tl.max(s, axis=0))
+            s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
+            m_next = tl.maximum(m, tl.max(s, axis=1))
             m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
-            p = tl.exp2(s - m_finite[None, :])
+            p = tl.exp2(s - m_finite[:, None])
             alpha = tl.exp2(m - m_finite)
-            total = total * alpha + tl.sum(p, axis=0)
+            total = total * alpha + tl.sum(p, axis=1)
             if FORMAT != 0:
                 p *= key_scale
-            o = tl.dot(tl.trans(latent), p.to(q.dtype), o * alpha[None, :], input_precision=PRECISION)
+            o = tl.dot(p.to(q.dtype), latent, o * alpha[:, None], input_precision=PRECISION)
             m = m_next
         block = following_block
         row = part + chunk * (q_len * H) + rows
-        tl.store(o_ptr + row[None, :] * R + columns[:, None], o, mask=row_mask)
+        tl.store(o_ptr + row[:, None] * R + columns[None, :], o, mask=row_mask)
         tl.store(ml_ptr + row * 2, m, mask=real_row)
         tl.store(ml_ptr + row * 2 + 1, total, mask=real_row)
 
@@ -216,9 +220,7 @@ def _merge_chunks(
     H: tl.constexpr,
     R: tl.constexpr,
     R_TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
+    N: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -235,9 +237,9 @@ def _merge_chunks(
     m = float("-inf")
     total = 0.0
     o = tl.zeros([R_TILE], tl.float32)
-    for start in range(0, _chunk_of(position, SPAN, SHORT, LONG) + 1, MERGE):
+    for start in range(0, _chunk_of(position, N) + 1, MERGE):
         chunks = start + tl.arange(0, MERGE)
-        real = chunks <= _chunk_of(position, SPAN, SHORT, LONG)
+        real = chunks <= _chunk_of(position, N)
         at = part + chunks.to(tl.int64) * (q_len * H)
         o_j = tl.load(
             o_ptr + at[:, None] * R + columns[None, :], mask=real[:, None] & real_column[None, :], other=0.0
@@ -293,16 +295,14 @@ def attend(
     assert pages.rows.is_contiguous()
     assert block_table_RB.stride(1) == 1
     positions = block_table_RB.shape[1] * block_size
-    max_chunks = triton.cdiv(min(positions, SPAN), config.short_chunk)
-    max_chunks += triton.cdiv(max(positions - SPAN, 0), config.long_chunk)
+    max_chunks = num_chunks(positions, config.chunk)
     parts = num_requests * max_chunks * q_len * num_heads
     o = torch.empty(parts, rank, dtype=torch.float32, device=q_THR.device)
     ml = torch.empty(parts, 2, dtype=torch.float32, device=q_THR.device)
     rows = rows_of(num_heads)
     row_tiles = triton.cdiv(q_len * num_heads, rows)
     shared = {
-        **{"H": num_heads, "R": rank, "R_TILE": max(32, triton.next_power_of_2(rank))},
-        **{"SPAN": SPAN, "SHORT": config.short_chunk, "LONG": config.long_chunk},
+        **{"H": num_heads, "R": rank, "R_TILE": max(32, triton.next_power_of_2(rank)), "N": config.chunk},
         **pdl_options(q_THR.device),
     }
     _attend_latents[

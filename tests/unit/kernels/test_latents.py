@@ -240,3 +240,36 @@ def test_keys_share_what_rotates_and_zeros_fill_values(
     assert torch.equal(k[..., still_dim:], rotated.expand(num_heads, -1, -1))
     assert torch.equal(v[..., :value_dim], kv[..., still_dim:].transpose(0, 1))
     assert not v[..., value_dim:].any()
+
+
+@pytest.mark.skipif(not INTERPRETED and "cuda" not in DEVICES, reason="needs the interpreter or a GPU")
+def test_chunks_of_every_size_add_up_and_programs_may_have_several() -> None:
+    from compress.kernels.latent_attention.paged import Config, attend
+
+    device, rank, lens = DEVICES[-1], 32, (1100, 300, 16)
+    pages = filled(DENSE_FORMATS[torch.float32], rank, 8, num_blocks=210, block_size=16, device=device)
+    table_RB = torch.randperm(210, generator=torch.Generator().manual_seed(3)).view(3, 70).to(device)
+    absorbed = randn(3, 3, rank, device=device, dtype=torch.float32)
+    rotated = randn(3, 3, 8, device=device, dtype=torch.float32, seed=1)
+
+    def attended(programs: int) -> Tensor:
+        config = Config(chunk=16, tile=16, programs=programs)
+        lens_R = torch.tensor(lens, device=device)
+        return attend(absorbed, rotated, pages, table_RB, lens_R, q_len=1, scale=0.1, config=config)
+
+    actual = attended(999)
+    for idx, length in enumerate(lens):
+        keys = torch.cat(pages.gather(table_RB[idx], rank, torch.float64), dim=1)[:length]
+        queries = torch.cat((absorbed[idx], rotated[idx]), dim=1).double()
+        expected = (queries @ keys.T * 0.1).softmax(dim=-1) @ keys[:, :rank]
+        torch.testing.assert_close(actual[idx].double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(attended(12), actual)
+
+
+def test_chunks_follow_one_another_for_any_number_of_positions() -> None:
+    pytest.importorskip("triton")
+    from compress.kernels.latent_attention.paged import num_chunks
+
+    starts = [0, *(64 * each for each in range(1, 16)), *range(1024, 4096, 128), *range(4096, 9000, 512)]
+    for positions in (1, 64, 65, 1023, 1024, 1025, 1152, 4096, 4097, 8999):
+        assert num_chunks(positions, 64) == sum(start < positions for start in starts)

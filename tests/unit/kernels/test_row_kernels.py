@@ -20,7 +20,6 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from compress.kernels.latent_heads import fused as latent_heads
     from compress.kernels.linear import prefill_w4a16, prefill_widened
     from compress.kernels.quantize_rows import blocks, fused
     from compress.kernels.sample import choose
@@ -107,18 +106,6 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             )
             for interleaved in (False, True)
         ),
-        *(
-            (
-                latent_heads._latent_heads,
-                ["*bf16", "*bf16", "*bf16", "*bf16"],
-                {
-                    **{"Q_STRIDE": 3072, "KV_STRIDE": 4096, "ROTATED_STRIDE": 576, "H": 16, "C": 192},
-                    **{"R": 64, "V": 128, "INTERLEAVED": interleaved, "HEADS": 4, "BLOCK": 256},
-                },
-                4,
-            )
-            for interleaved in (False, True)
-        ),
     ]
     for kernel, types, constants, num_warps in cases:
         constants = {**constants, "PDL": pdl}
@@ -146,8 +133,6 @@ if INTERPRETED:
 
     from compress.kernels.act_mul.fused import act_mul
     from compress.kernels.act_mul.reference import act_mul_rows
-    from compress.kernels.latent_heads.fused import latent_heads
-    from compress.kernels.latent_heads.reference import latent_heads as reference_latent_heads
     from compress.kernels.linear import fp4, prefill_w4a16
     from compress.kernels.linear.w4a16 import MULTIPLIED
     from compress.kernels.operands.rows import ActivationQuant, Branch, QuantizedRows, RowNorm, quantize
@@ -160,7 +145,6 @@ if INTERPRETED:
     from compress.kernels.sample.choose import SPAN, Draw, Filter, choose, choose_drawn
     from compress.kernels.soft_cap.fused import soft_cap_
     from compress.kernels.soft_cap.reference import soft_cap_ as reference_soft_cap_
-    from compress.models.latent import Latent
     from compress.quant.scheme import SCHEMES, QuantizedWeight
     from compress.runtime.request import SamplingParams
     from compress.runtime.sampler import gumbel, sample
@@ -394,21 +378,6 @@ if INTERPRETED:
         torch.testing.assert_close(
             soft_cap_(x.clone(), 30.0), reference_soft_cap_(x.clone(), 30.0), rtol=0, atol=8 * 30 * 2**-24
         )
-
-    @pytest.mark.parametrize("num_rows", [0, 1, 3])
-    @pytest.mark.parametrize(
-        ("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6)]
-    )
-    @pytest.mark.parametrize("interleaved", [False, True])
-    def test_heads_of_latents_are_the_references(
-        num_rows: int, num_heads: int, head_dim: int, rope_dim: int, value_dim: int, interleaved: bool
-    ) -> None:
-        latent = Latent(0, 12, rope_dim, value_dim, interleaved)
-        q_size = num_heads * head_dim
-        first = randn(num_rows, q_size + 12 + rope_dim)
-        kv = randn(num_rows, num_heads * (head_dim - rope_dim + value_dim), seed=1)
-        operands = (first[:, :q_size], kv, first[:, -rope_dim:], latent, head_dim)
-        assert torch.equal(latent_heads(*operands), reference_latent_heads(*operands))
 
     @pytest.mark.parametrize("num_rows", [1, 3])
     @pytest.mark.parametrize("start", [0, 16, 5])
