@@ -53,6 +53,9 @@ WRITERS = ("attn.o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_no
 COUNTED_STEPS = 16
 SCORED_AT_ONCE = 8
 
+DECODE_OPS = ("linear", "head_linear", "router", "experts", "attention_decode", "latent_attention")
+"""The ops whose kernels a row names."""
+
 
 class SpreadSource(RandomSource):
     """Random weights whose tokens keep hidden states of their own."""
@@ -215,7 +218,7 @@ class Bench:
         kernels = {
             each["kernel"]
             for each in engine.kernel_report()
-            if each["phase"] == "decode" and each["op"] in ("linear", "router", "experts", "attention_decode")
+            if each["phase"] == "decode" and each["op"] in DECODE_OPS
         }
         self.rows.append(
             {
