@@ -69,9 +69,9 @@ def rows_of(num_heads: int) -> int:
 
 @jit()
 def _chunk_of(position: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """Return the chunk of a position: of N positions up to 16 N, of 2 N up to 64 N, then of 8 N."""
+    """Return the chunk of a position: of N positions up to 16 N, of 2 N up to 128 N, then of 4 N."""
     beyond = tl.where(
-        position < 64 * N, 16 + (position - 16 * N) // (2 * N), 40 + (position - 64 * N) // (8 * N)
+        position < 128 * N, 16 + (position - 16 * N) // (2 * N), 72 + (position - 128 * N) // (4 * N)
     )
     return tl.where(position < 16 * N, position // N, beyond)
 
@@ -79,13 +79,13 @@ def _chunk_of(position: tl.tensor, N: tl.constexpr) -> tl.tensor:
 @jit()
 def _start_of(chunk: tl.tensor, N: tl.constexpr) -> tl.tensor:
     """Return the first position of a chunk."""
-    beyond = tl.where(chunk < 40, (16 + (chunk - 16) * 2) * N, (64 + (chunk - 40) * 8) * N)
+    beyond = tl.where(chunk < 72, (16 + (chunk - 16) * 2) * N, (128 + (chunk - 72) * 4) * N)
     return tl.where(chunk < 16, chunk * N, beyond)
 
 
 def num_chunks(positions: int, n: int) -> int:
     """Return the chunks of so many positions."""
-    spans = ((0, 16 * n, n), (16 * n, 64 * n, 2 * n), (64 * n, positions, 8 * n))
+    spans = ((0, 16 * n, n), (16 * n, 128 * n, 2 * n), (128 * n, positions, 4 * n))
     return sum(-(-max(min(positions, stop) - start, 0) // size) for start, stop, size in spans)
 
 

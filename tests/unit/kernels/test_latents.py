@@ -246,9 +246,9 @@ def test_keys_share_what_rotates_and_zeros_fill_values(
 def test_chunks_of_every_size_add_up_and_programs_may_have_several() -> None:
     from compress.kernels.latent_attention.paged import Config, attend
 
-    device, rank, lens = DEVICES[-1], 32, (1100, 300, 16)
-    pages = filled(DENSE_FORMATS[torch.float32], rank, 8, num_blocks=210, block_size=16, device=device)
-    table_RB = torch.randperm(210, generator=torch.Generator().manual_seed(3)).view(3, 70).to(device)
+    device, rank, lens = DEVICES[-1], 32, (2120, 300, 16)
+    pages = filled(DENSE_FORMATS[torch.float32], rank, 8, num_blocks=399, block_size=16, device=device)
+    table_RB = torch.randperm(399, generator=torch.Generator().manual_seed(3)).view(3, 133).to(device)
     absorbed = randn(3, 3, rank, device=device, dtype=torch.float32)
     rotated = randn(3, 3, 8, device=device, dtype=torch.float32, seed=1)
 
@@ -270,6 +270,6 @@ def test_chunks_follow_one_another_for_any_number_of_positions() -> None:
     pytest.importorskip("triton")
     from compress.kernels.latent_attention.paged import num_chunks
 
-    starts = [0, *(64 * each for each in range(1, 16)), *range(1024, 4096, 128), *range(4096, 9000, 512)]
-    for positions in (1, 64, 65, 1023, 1024, 1025, 1152, 4096, 4097, 8999):
+    starts = [0, *(64 * each for each in range(1, 16)), *range(1024, 8192, 128), *range(8192, 9999, 256)]
+    for positions in (1, 64, 65, 1023, 1024, 1025, 1152, 8192, 8193, 9999):
         assert num_chunks(positions, 64) == sum(start < positions for start in starts)
