@@ -236,8 +236,8 @@ def kv_note(arch: Arch, kv_format: str) -> str:
     """Return how consumers serve a checkpoint with a KV cache of that format."""
     if arch.has_latents:
         return (
-            f"KV cache {kv_format}: only compress.json states it, and only compress serves it; vLLM and "
-            "transformers cache the latents of keys and values, in 16 bits unless told otherwise"
+            f"KV cache {kv_format}: only compress.json states it, and only compress serves it; other "
+            "programs cache latents in 16 bits unless told otherwise"
         )
     if kv_format == FP8_STATIC:
         return (

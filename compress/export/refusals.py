@@ -58,8 +58,8 @@ def _broken_rules(
         broken.append(
             Rule(
                 "kv-scales",
-                f"the scales of {kv_format} are those of keys and values, and of {arch.family} models other "
-                f"programs cache latents. {FP8_TOKEN_HEAD} needs no scales in a checkpoint.",
+                f"the scales of {kv_format} are those of keys and values, and caches of {arch.family} models "
+                f"hold latents. {FP8_TOKEN_HEAD} needs no scales in a checkpoint.",
             )
         )
     elif kv_format == FP8_STATIC and form.static_kv is None and not has_graph:
