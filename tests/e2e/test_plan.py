@@ -127,6 +127,31 @@ stages:
     assert "active" not in out
 
 
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    ("kv_cache", "validated"),
+    [("int8", None), ("int4", None), ("fp8", None), ("int8", "INT4_TOKEN_HEAD_HADAMARD")],
+)
+def test_a_cache_of_latents_is_planned_or_its_format_refused(
+    kv_cache: str, validated: str | None, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""version: 1
+model: hf://deepseek-ai/DeepSeek-V2-Lite
+stages:
+  - {{kind: quantize, scheme: FP8_DYNAMIC, kv_cache: {kv_cache}}}
+  - {{kind: validate{"" if validated is None else f", kv_format: {validated}"}}}
+""")
+    code, out, err = command("plan", recipe, "--offline", "--device", "cuda")
+    if kv_cache == "int8" and validated is None:
+        assert code == 0, err
+        assert "KV cache INT8_TOKEN_HEAD, 15,660 bytes a token" in out
+        assert "caches 15,552 numbers a token for 138,240 of all heads" in out
+    else:
+        assert code == 2
+        assert "latent attention, whose cache holds latents; its formats are BF16" in err
+
+
 def test_plan_refuses_what_is_no_device(command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = command("plan", ROOT / "recipes" / "quickstart.yaml", "--device", "tpu")
     assert code == 2

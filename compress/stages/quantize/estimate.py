@@ -144,7 +144,7 @@ def _latent_notes(arch: Arch) -> tuple[str, ...]:
     if not arch.has_latents:
         return ()
     cached = kv_numbers_per_token(arch)
-    of_heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers)
+    of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)
     return (f"latent attention: the runtime caches {cached:,} numbers a token for {of_heads:,} of all heads",)
 
 

@@ -11,7 +11,7 @@ from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
-from compress.runtime.kv_cache import kv_numbers_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token, kv_numbers_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
@@ -59,7 +59,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     token.
 
     Raises:
-        UsageError: sequences that the model is too short for, or gates on a draft that nothing makes.
+        UsageError: sequences that the model is too short for, gates on a draft that nothing makes, or a KV
+            cache format that does not fit the model.
     """
     if "quantize_by_name" in facts.specs:
         return estimate_by_name(spec, facts)
@@ -79,6 +80,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             "before export, or speculative: "
             "{kind: ngram}."
         )
+    for kv_format in spec.kv_formats():
+        kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit
     check_load_gates(spec)
     check_answers(spec, offline=False)
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
@@ -94,8 +97,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    kv_bytes_per_token = kv_numbers_per_token(arch) * width
-    caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
+    of_token = kv_numbers_per_token(arch) * width
+    caches = num_models * config.max_batch_size * config.max_model_len * of_token
     peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     disk_bytes = 1_000_000

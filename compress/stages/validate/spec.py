@@ -8,6 +8,7 @@ from pydantic import Field
 from compress.errors import UsageError, did_you_mean
 from compress.export import PROPOSED
 from compress.models.arch import Arch
+from compress.quant.kv import KV_DENSE
 from compress.recipe import MAX_FACTOR, MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, Spec, checked_by
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.speculative.acceptance import Rule
@@ -282,6 +283,12 @@ class Validate(Spec):
             *((self.long_context.seq_len,) if self.long_context else ()),
         ]
         return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))
+
+    def kv_formats(self) -> tuple[str, ...]:
+        """Return the formats of a KV cache that is quantized, which the model is to be served with."""
+        own = () if self.long_context is None else self.long_context.kv_formats
+        named = (self.kv_format, *own)
+        return tuple(each for each in named if each is not None and each != KV_DENSE)
 
     def windows_at_once(self, arch: Arch) -> int:
         """Return how many windows have float32 logits of half a gigabyte a model at most."""
