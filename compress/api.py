@@ -90,7 +90,7 @@ def load(
             float32 on a CPU.
         kv_format: of the KV cache: "DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "FP8_ATTENTION",
             "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD" or "INT4_TOKEN_HEAD_HADAMARD"; by default what the artifact
-            states.
+            states. Latent attention takes "DENSE", "FP8_TOKEN_HEAD" or "INT8_TOKEN_HEAD".
         speculative: who proposes tokens: "ngram" (prompt lookup), "draft" (the draft that the artifact
             carries) or the directory of a draft; the text stays the same. By default nobody.
         num_draft_tokens: tokens proposed in a step, 1 to 7.

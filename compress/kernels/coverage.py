@@ -108,6 +108,22 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     mixture = next((layer.experts for layer in arch.layers if layer.experts is not None), None)
     if mixture is not None:
         rows += _experts(arch, mixture, device)
+    rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
+    layer = arch.layers[0]
+    row_wise: list[tuple[Op, int]] = [
+        ("rms_norm", arch.hidden_size),
+        ("post_norm", arch.hidden_size),
+        *(("act_mul", shape[1]) for name, shape in shapes.items() if name in ("down", "shared.down")),
+        ("quantize_rows", arch.hidden_size),
+        ("soft_cap", arch.vocab_size),
+        ("hadamard", layer.head_dim),
+    ]
+    return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+
+
+def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of attention over keys and values, in each format of their cache."""
+    rows: list[Served] = []
     layer = arch.layers[0]
     repeat = layer.num_heads // layer.num_kv_heads
     cached: tuple[tuple[Op, Phase], ...] = (
@@ -115,7 +131,6 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("attention_decode", "decode"),
         ("attention_prefill", "prefill"),
     )
-    rows += _latents(arch, device)
     transformed = (INT4_HADAMARD,) if layer.head_dim in HADAMARD_HEAD_DIMS else ()
     kv_formats = (device.dense, *TOKEN_HEAD_FORMATS, *transformed, FP8_STATIC)
     for op, phase in cached:
@@ -131,35 +146,29 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
             )
             own = kv_format if transforms_heads(kv_format) else None
             rows.append(replace(_served(op, phase, [problem]), kv_format=own))
-    row_wise: list[tuple[Op, int]] = [
-        ("rms_norm", arch.hidden_size),
-        ("post_norm", arch.hidden_size),
-        *(("act_mul", shape[1]) for name, shape in shapes.items() if name in ("down", "shared.down")),
-        ("quantize_rows", arch.hidden_size),
-        ("soft_cap", arch.vocab_size),
-        ("hadamard", layer.head_dim),
-    ]
-    return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+    return rows
 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
     shape = arch.layers[0]
     latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
-    sizes: list[tuple[Op, int, int]] = [
-        ("latent_store", latent.kv_rank, latent.rope_dim),
-        ("latent_attention", latent.kv_rank, shape.num_heads),
+    rank, head_dim = latent.kv_rank, shape.head_dim
+    still_dim = head_dim - latent.rope_dim if arch.has_latents else 128
+    formats = (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
+    problems: list[tuple[Op, Phase, int, int, tuple[str, ...]]] = [
+        ("latent_store", "decode", rank, latent.rope_dim, formats),
+        ("latent_attention", "decode", rank, shape.num_heads, formats),
+        ("head_linear", "decode", rank, still_dim, (device.dense,)),
+        ("head_linear", "decode", latent.value_dim, rank, (device.dense,)),
+        ("latent_heads", "decode", head_dim, 0, (device.dense,)),
+        *((("attention_prefill", "prefill", head_dim, 1, (device.dense,)),) if arch.has_latents else ()),
     ]
-    rows = [
-        _served(op, "decode", [device.problem(op, n=n, k=k, scheme=kv_format)])
-        for op, n, k in sizes
-        for kv_format in (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
+    return [
+        _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme)])
+        for op, phase, n, k, schemes in problems
+        for scheme in schemes
     ]
-    others: list[tuple[Op, int, int]] = [
-        ("latent_heads", shape.head_dim, 0),
-        ("head_linear", latent.value_dim, latent.kv_rank),
-    ]
-    return rows + [_served(op, "decode", [device.problem(op, n=n, k=k)]) for op, n, k in others]
 
 
 def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:

@@ -29,9 +29,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
     latent_store       fn(q_TF, latent_TF, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, latent,
-                          head_dim) -> rotated q_THC
-                       writes the normed latents and the rotated dimensions of keys to pages of latents
-    latent_heads       fn(kv_MF, rotated_MP, *, latent, head_dim) -> k, v [H, M, C] of M positions
+                          head_dim, quant=None) -> rotated q_THC
+                       writes the latents, normed and rounded by `quant`, and the rotated dimensions of keys
+                       to pages of latents
+    latent_heads       fn(kv_MF, rotated_MP, k_HMC, v_HMC, *, latent, head_dim)
+                       writes keys and values of M positions
     latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale) -> [T, H, R]
                        over pages of latents of R numbers; the last dimensions of q_THC rotate
     head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)

@@ -68,7 +68,7 @@ class Latent:
 
     def keys_values(self, kv: Tensor, rotated: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values [..., H, C] of the outputs of `attn.kv_up` [..., H (N + V)] and the
-        dimensions that rotate [..., `rope_dim`]. Zeros fill the values up to C: a cache has one width."""
+        dimensions that rotate [..., `rope_dim`]. Zeros fill the values up to C."""
         heads = kv.unflatten(-1, (-1, head_dim - self.rope_dim + self.value_dim))
         still, values = heads.split([head_dim - self.rope_dim, self.value_dim], dim=-1)
         shared = rotated.unsqueeze(-2).expand(*still.shape[:-1], self.rope_dim)

@@ -132,8 +132,8 @@ class LayerShape:
             )
         if latent.value_dim > self.head_dim or latent.value_dim % 2:
             return (
-                f"values of {latent.value_dim} dimensions and keys of {self.head_dim}; the cache holds "
-                "values of an even width that is not above that of the keys."
+                f"values of {latent.value_dim} dimensions and keys of {self.head_dim}; values "
+                "must have an even width that is not above that of the keys."
             )
         if self.num_kv_heads != self.num_heads or self.keys_are_values:
             return (

@@ -72,6 +72,9 @@ class Engine:
         deployment = Deployment(
             device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
         )
+        kv_format = config.kv_format if config.kv_format is not None else source.kv_format
+        self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
+        self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         self.weight_bytes_read = weights.bytes_read
@@ -82,13 +85,12 @@ class Engine:
             if speculative is None
             else speculative.build(source.arch, deployment, block_size=self._block_size)
         )
-        kv_format = config.kv_format if config.kv_format is not None else source.kv_format
-        self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
-        self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
         )
-        self.max_model_len, num_blocks = config.size_cache(self.arch, device, bytes_per_token=bytes_per_token)
+        self.max_model_len, num_blocks = config.size_cache(
+            self.arch, self.dtype, device, bytes_per_token=bytes_per_token
+        )
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,

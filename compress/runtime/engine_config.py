@@ -10,6 +10,7 @@ import torch
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.runtime.batching import POLICIES, Policy
+from compress.runtime.kv_cache import expanded_bytes
 from compress.runtime.speculative.speculation import Speculative
 
 Order = Literal["arrival", "shortest"]
@@ -104,7 +105,9 @@ class EngineConfig:
         """Return the number of positions of a cache block on this device."""
         return self.block_size if self.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
 
-    def size_cache(self, arch: Arch, device: torch.device, *, bytes_per_token: int) -> tuple[int, int]:
+    def size_cache(
+        self, arch: Arch, dtype: torch.dtype, device: torch.device, *, bytes_per_token: int
+    ) -> tuple[int, int]:
         """Return the model length and the number of cache blocks, the padding block included.
 
         Raises:
@@ -117,11 +120,10 @@ class EngineConfig:
         limit_bytes = self.kv_cache_bytes
         block_size = self.block_size_on(device)
         if limit_bytes is None:
-            limit_bytes = (
-                int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
-                if device.type == "cuda"
-                else CPU_CACHE_BYTES
-            )
+            limit_bytes = CPU_CACHE_BYTES
+            if device.type == "cuda":
+                free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
+                limit_bytes = max(0, free - expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens)))
         affordable = limit_bytes // (bytes_per_token * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):

@@ -21,6 +21,7 @@ from compress.kernels.operands.paged import (
     FP8_STATIC,
     FP8_TOKEN_HEAD,
     INT4_TOKEN_HEAD,
+    INT8_TOKEN_HEAD,
     PAGE_DTYPES,
     TOKEN_HEAD_FORMATS,
     empty_pages,
@@ -37,10 +38,10 @@ _SCALE_BYTES = 4
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
-    """Return the bytes of the keys and values of one position in all layers, scales included.
+    """Return the bytes of one position in the caches of all layers, scales included.
 
     Raises:
-        UsageError: the format is unknown, or does not fit the heads.
+        UsageError: the format is unknown, or does not fit the heads or the latents.
     """
     dtype = _storage_dtype(kv_format)
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
@@ -62,6 +63,13 @@ def kv_numbers(layer: LayerShape) -> int:
     return 2 * layer.num_kv_heads * layer.head_dim
 
 
+def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
+    """Return the bytes of the keys and values of all heads that a layer computes of so many positions of
+    latents, for long prompts; 0 where a cache holds keys and values."""
+    heads = [2 * layer.num_heads * layer.head_dim for layer in arch.layers if layer.latent is not None]
+    return max(heads, default=0) * positions * dtype.itemsize
+
+
 def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     """Return the vectors of one position, each of which may have a scale, and the stored elements of one.
 
@@ -73,7 +81,8 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     if kv_format not in LATENT_FORMATS:
         raise UsageError(
             f"KV cache format {kv_format} holds keys and values of heads, and this model has latent "
-            f"attention, whose cache holds latents; its formats are {', '.join(LATENT_FORMATS)}."
+            f"attention, whose cache holds latents: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in a "
+            f"recipe), {INT8_TOKEN_HEAD} (`kv_cache: int8`) or none."
         )
     return 1, layer.latent.cached_width
 

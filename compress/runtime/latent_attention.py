@@ -33,6 +33,11 @@ from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_attention import Attend, Projected
 from compress.runtime.loader import LayerWeights
 
+MOST_PARTIAL_BYTES = 1 << 28
+"""Bytes of partial results of the rows of short prompts that attend at once."""
+LEAST_CHUNK = 64
+"""Positions that have a partial result, at least."""
+
 
 class LatentAttention:
     """Attention of the layers of one architecture over pages of latents in one format.
@@ -103,14 +108,19 @@ class LatentAttention:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them. `lists` are
         those of the chunks, for a CUDA graph. In the `decode` phase a row has the bits that it has in
         `decode`."""
+        device = block_table_RB.device
         if phase == "decode":
-            rows = query_tiles(query_lens, context_lens, 1, block_table_RB.device)
-            return self._by_row(block_table_RB, rows if lists is None else lists.query_tiles(1), query_lens)
-        passes = list(
-            _passes(block_table_RB, query_lens, context_lens, self._expanded_positions, block_size)
-            if lists is None
-            else [_Pass(slice(None), block_table_RB, query_lens, context_lens, lists)]
-        )
+            rows = query_tiles(query_lens, context_lens, 1, device) if lists is None else lists.query_tiles(1)
+            # The blocks of all contexts are those of the longest, at most.
+            table_RB = block_table_RB if lists is None else block_table_RB[:, : lists.max_blocks]
+            return self._by_row(table_RB, rows, query_lens, block_size)
+        if lists is None:
+            passes = list(
+                _passes(block_table_RB, query_lens, context_lens, self._expanded_positions, block_size)
+            )
+        else:
+            places = lists.dense_blocks(block_size)
+            passes = [_Pass(slice(None), block_table_RB, query_lens, context_lens, *places, lists)]
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             q_THC = self.queries(layer, projected, phase)
@@ -121,7 +131,9 @@ class LatentAttention:
 
         return attend
 
-    def _by_row(self, block_table_RB: Tensor, rows_N4: Tensor, query_lens: tuple[int, ...]) -> Attend:
+    def _by_row(
+        self, block_table_RB: Tensor, rows_N4: Tensor, query_lens: tuple[int, ...], block_size: int
+    ) -> Attend:
         """Return attention in which every row is a sequence of its own that ends with it; `rows` are tiles of
         one query (`query_tiles`), of which those without a token count for nothing."""
         num_rows = sum(query_lens)
@@ -129,9 +141,12 @@ class LatentAttention:
         facts_2T = torch.zeros(2, num_rows, dtype=torch.int64, device=rows_N4.device)
         facts_2T.index_add_(1, first, torch.stack((sequence, position + 1)) * real)
         table_TB = block_table_RB[facts_2T[0]]
+        partials = -(-table_TB.shape[1] * block_size // LEAST_CHUNK)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
-            return self._absorbed(layer, projected, table_TB, facts_2T[1], 1)
+            row_bytes = 4 * layer.shape.num_heads * latent_of(layer.shape).kv_rank * partials
+            at_once = max(1, MOST_PARTIAL_BYTES // row_bytes)
+            return self._absorbed(layer, projected, table_TB, facts_2T[1], 1, at_once)
 
         return attend
 
@@ -142,43 +157,52 @@ class LatentAttention:
         block_table_RB: Tensor,
         context_lens_R: Tensor,
         q_len: int,
+        at_once: int | None = None,
     ) -> Tensor:
-        """Return attention [T, H, V] over the latents themselves."""
+        """Return attention [T, H, V] over the latents themselves, of all requests at once or of so many."""
         q_THC = self.queries(layer, projected, "decode")
         linears = linears_of(layer)
-        attended_THR = self._ops["latent_attention"].kernel.fn(
-            linears.absorb(q_THC),
-            q_THC,
-            projected.kv,
-            block_table_RB,
-            context_lens_R,
-            q_len=q_len,
-            scale=self._arch.score_scale(layer.shape),
-        )
-        return linears.values(attended_THR)
+        absorbed_THR = linears.absorb(q_THC)
+        at_once = at_once or len(context_lens_R)
+        attended = [
+            self._ops["latent_attention"].kernel.fn(
+                absorbed_THR[start * q_len : (start + at_once) * q_len],
+                q_THC[start * q_len : (start + at_once) * q_len],
+                projected.kv,
+                block_table_RB[start : start + at_once],
+                context_lens_R[start : start + at_once],
+                q_len=q_len,
+                scale=self._arch.score_scale(layer.shape),
+            )
+            for start in range(0, len(context_lens_R), at_once)
+        ]
+        return linears.values(attended[0] if len(attended) == 1 else torch.cat(attended))
 
     def _expanded(self, layer: LayerWeights, q_THC: Tensor, pages: PagedLatents, part: "_Pass") -> Tensor:
         """Return attention [T, H, C] over the keys and values of all heads, computed from latents."""
         linears = linears_of(layer)
-        blocks_N3, table_RB = part.blocks(pages.block_size)
-        sequence, column = blocks_N3[:, 0].long(), blocks_N3[:, 1].long()
+        sequence, column = part.blocks_N3[:, 0].long(), part.blocks_N3[:, 1].long()
         latent_MR, rotated_MP = pages.gather(
             part.block_table_RB[sequence, column], linears.facts.kv_rank, q_THC.dtype
         )
+        k_HMC, v_HMC = (latent_MR.new_empty(q_THC.shape[1], len(latent_MR), linears.head_dim) for _ in "kv")
         most = self._deployment.max_step_tokens
-        kv = [linears.kv_up(each, "prefill") for each in latent_MR.split(most)]
-        k_HMC, v_HMC = self._ops["latent_heads"].kernel.fn(
-            kv[0] if len(kv) == 1 else torch.cat(kv),
-            rotated_MP,
-            latent=linears.facts,
-            head_dim=linears.head_dim,
-        )
+        for start in range(0, len(latent_MR), most):
+            rows = slice(start, start + most)
+            self._ops["latent_heads"].kernel.fn(
+                linears.kv_up(latent_MR[rows], "prefill"),
+                rotated_MP[rows],
+                k_HMC[:, rows],
+                v_HMC[:, rows],
+                latent=linears.facts,
+                head_dim=linears.head_dim,
+            )
         as_pages = [each.unflatten(1, (-1, pages.block_size)) for each in (k_HMC, v_HMC)]
         fixed = {} if part.lists is None else {"lists": part.lists}
         attended_THC: Tensor = self._ops["attention_prefill"].kernel.fn(
             q_THC[part.rows],
             PagedKV(*as_pages),
-            table_RB,
+            part.table_RB,
             part.query_lens,
             part.context_lens,
             window=None,
@@ -203,6 +227,7 @@ class LatentAttention:
             projected.kv,
             latent=linears.facts,
             head_dim=linears.head_dim,
+            quant=linears.kv_quant,
         )
         return q_THC
 
@@ -218,19 +243,16 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Sequences whose keys and values are computed at once: their rows, blocks and lengths."""
+    """Sequences whose keys and values are computed at once: their rows and lengths, the blocks of all their
+    contexts, and the table over those (`dense_blocks`)."""
 
     rows: slice
     block_table_RB: Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
+    blocks_N3: Tensor
+    table_RB: Tensor
     lists: FixedLists | None = None
-
-    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of all contexts in order, and the table over that order (`dense_blocks`)."""
-        if self.lists is not None:
-            return self.lists.dense_blocks(block_size)
-        return dense_blocks(self.context_lens, block_size, self.block_table_RB.device)
 
 
 def _passes(
@@ -252,7 +274,9 @@ def _passes(
                 break
             stop += 1
         own = slice(start, stop)
-        yield _Pass(slice(ends[start], ends[stop]), block_table_RB[own], query_lens[own], context_lens[own])
+        lens = query_lens[own], context_lens[own]
+        places = dense_blocks(context_lens[own], block_size, block_table_RB.device)
+        yield _Pass(slice(ends[start], ends[stop]), block_table_RB[own], *lens, *places)
         start = stop
 
 

@@ -1,22 +1,23 @@
 """The linears of latent attention (arXiv 2405.04434) that follow the one by which a layer reads the stream,
 with the kernels chosen for them.
 
-The linear of keys and values is there twice: as it is stored, for many positions at once, and absorbed, as
-one matrix by which queries of a head are multiplied and one for what the head attends to (section 2.1.2). The
-absorbed matrices are dense, and their inputs are not quantized.
+The linear of keys and values is there twice, dense both times: whole, for many positions at once, and
+absorbed, as one matrix by which queries of a head are multiplied and one for what the head attends to
+(section 2.1.2). Where its scheme rounds inputs, the cache holds latents that are rounded already.
 
 Shapes: T rows, F outputs of a linear, H heads, C head dimension, N of its dimensions that do not rotate,
 V dimensions of a value, R numbers of a latent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from compress.kernels.operands.rows import RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RowNorm, input_quant
 from compress.kernels.problem import Phase
+from compress.models.arch import Arch
 from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
@@ -25,6 +26,9 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, packed_bytes
 
 RmsNorm = Callable[..., Any]
 """A kernel of `rms_norm` (`kernels/select.py`)."""
+
+SERVED_DENSE = "kv_up"
+"""The linear group that is multiplied by in 16 bits, whatever its scheme."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,36 @@ class LatentLinears:
     head_dim: int
     q_up: NormedLinear | None
     kv_norm: RowNorm
+    kv_quant: ActivationQuant | None
     kv_up: FusedLinear
     absorbed_k: BoundKernel
     absorbed_v: BoundKernel
 
     @staticmethod
     def of(
-        shape: LayerShape, fused: Mapping[str, FusedLinear], weights: Weights, deployment: Deployment
+        shape: LayerShape,
+        fuse: Callable[[str, Weights], FusedLinear],
+        weights: Weights,
+        deployment: Deployment,
     ) -> "LatentLinears":
-        """Return the linears of a layer, of those fused by group."""
+        """Return the linears of a layer; `fuse` binds one of a name to its kernels."""
         assert shape.latent is not None
 
         def norm(name: str) -> RowNorm:
             return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), LATENT_EPS)
 
         still_dim = shape.head_dim - shape.latent.rope_dim
-        heads_HFR = dense(weights["attn.kv_up.weight"]).unflatten(0, (shape.num_heads, -1))
+        kv_up = weights["attn.kv_up.weight"]
+        kv_up_FR = dense(kv_up)
+        heads_HFR = kv_up_FR.unflatten(0, (shape.num_heads, -1))
         k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
         return LatentLinears(
             shape.latent,
             shape.head_dim,
-            NormedLinear(norm("q"), fused["q_up"]) if shape.latent.q_rank else None,
+            NormedLinear(norm("q"), fuse("attn.q_up", weights)) if shape.latent.q_rank else None,
             norm("kv"),
-            fused["kv_up"],
+            input_quant((kv_up,), deployment.device),
+            fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
             _head_linear(k_HNR.transpose(1, 2), deployment),
             _head_linear(v_HVR, deployment),
         )
@@ -109,6 +120,15 @@ class LatentLinears:
         own = [row for row in rows if row["phase"] == "prefill" or row["linear"] != "attn.kv_up"]
         absorbed = {"attn.kv_up (keys)": self.absorbed_k, "attn.kv_up (values)": self.absorbed_v}
         return own + [each.report(layer=layer_idx, linear=name) for name, each in absorbed.items()]
+
+
+def absorbed_params(arch: Arch) -> int:
+    """Return how many numbers the absorbed matrices of a model have."""
+    return sum(
+        layer.num_heads * (layer.head_dim - layer.latent.rope_dim + layer.value_dim) * layer.latent.kv_rank
+        for layer in arch.layers
+        if layer.latent is not None
+    )
 
 
 def _head_linear(w_HOI: Tensor, deployment: Deployment) -> BoundKernel:

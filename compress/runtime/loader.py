@@ -52,8 +52,8 @@ class LayerWeights:
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
-    `scale` is the factor of the layer's output. With a `latent`, `qkv` are the linears of latents, and it the
-    linears of q, k and v.
+    `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
+    queries without one, and it those that read latents.
     """
 
     shape: LayerShape
@@ -363,9 +363,11 @@ def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> Late
     """Return the linears of latents of a layer, None where it has none."""
     if shape.latent is None:
         return None
-    groups = shape.attention_groups[1:-1]
-    fused = {group.name: fuse(group.linears, weights, deployment) for group in groups}
-    return LatentLinears.of(shape, fused, weights, deployment)
+
+    def one(name: str, of: Weights) -> FusedLinear:
+        return fuse((name,), of, deployment)
+
+    return LatentLinears.of(shape, one, weights, deployment)
 
 
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:

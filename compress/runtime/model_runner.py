@@ -36,7 +36,7 @@ from compress.runtime.row_norms import stream_scale
 from compress.runtime.scoring import scoring_pass, scratch_block_size
 
 MAX_EXPANDED = 1 << 15
-"""Most positions of the contexts of a pass with a graph whose keys and values are computed from latents."""
+"""Most positions whose keys and values are computed from latents in a pass with a graph."""
 
 
 class ModelRunner:

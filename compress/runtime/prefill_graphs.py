@@ -64,8 +64,8 @@ class PrefillGraphs:
     """The passes of prompts through a model, on a GPU by graphs where they have at most `max_rows` rows.
 
     `takes_lists`: its attention can be captured. `rewrites`: attention first widens the pages of contexts,
-    or computes others from them; their number is then a part of what a graph is for. `max_positions`: passes
-    whose contexts have more positions in all have no graph, where that memory is not to stay in use.
+    or computes others from them; their number is then a part of what a graph is for. `max_positions`: long
+    prompts whose contexts have more in all have no graph, because its memory stays in use.
     """
 
     def __init__(
@@ -98,12 +98,13 @@ class PrefillGraphs:
         fill in `features` of its rows. The stream is overwritten by the next pass."""
         num_rows = len(batch.tokens_T)
         fits = size_of(num_rows) <= self._max_rows and len(batch.query_lens) < MAX_SEQUENCES
-        if self._max_positions is not None:
-            fits &= sum(batch.context_lens) <= self._max_positions
         if not (self._fills and fits):
             return self._hidden(batch, short, features, None)
         filled = filled_up(batch, self._block_size)
         key = self._key(filled, short, features)
+        most = self._max_positions
+        if most is not None and not short and key.max_blocks * self._block_size > most:
+            return self._hidden(batch, short, features, None)
         place = self._places.get(key) or self._new_place(key, filled, features)
         place.load(filled)
         operands = place.batch, short, place.features, place.lists

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from compress.models.layer_shape import LayerShape
+
 if TYPE_CHECKING:
     from compress.runtime.engine import Engine
 
@@ -36,6 +38,7 @@ class Work:
     flops_per_token: int  # 2 x weights of the linears that every token passes
     head_flops: int  # 2 x weights of the head: once a sequence and step, in prefill too
     attention_flops_per_pair: int  # one query against one key, all layers: 4 x heads x head_dim x layers
+    decode_flops_per_pair: int  # the same in decode, which may attend to latents
     expected_weight_bytes: Callable[[int], int] | None = (
         None  # of a mixture of experts: by a step of so many rows
     )
@@ -56,8 +59,16 @@ def work_of(engine: "Engine") -> Work:
         flops_per_token=2 * arch.num_active_linear_params,
         head_flops=2 * arch.vocab_size * arch.hidden_size,
         attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
+        decode_flops_per_pair=sum(_decode_flops(layer) for layer in arch.layers),
         expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
     )
+
+
+def _decode_flops(layer: LayerShape) -> int:
+    """Return the FLOPs of one query of all heads against one position of the cache."""
+    if layer.latent is None:
+        return 4 * layer.num_heads * layer.head_dim
+    return 2 * layer.num_heads * (layer.latent.cached_width + layer.latent.kv_rank)
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def needed(
         ),
         "attention": Needed(
             int(batch_size * context * work.kv_bytes_per_token),
-            int(batch_size * context * work.attention_flops_per_pair),
+            int(batch_size * context * work.decode_flops_per_pair),
         ),
     }
 

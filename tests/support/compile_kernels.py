@@ -26,7 +26,7 @@ from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import RowNorm, activation_quant, quantize
+from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
@@ -145,23 +145,26 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
     first = torch.zeros(16, num_heads * 192 + facts.cached_width, dtype=dtype)
     rope = torch.zeros(8, 64, dtype=dtype)
     rows = torch.zeros(16).long()
-    q = latent_store.latent_store(
-        first[:, : -facts.cached_width],
-        first[:, -facts.cached_width :],
-        RowNorm(torch.ones(512, dtype=dtype), 1e-6),
-        rope,
-        rope,
-        rows,
-        rows,
-        pages,
-        latent=facts,
-        head_dim=192,
-    )
+    for quant in (ActivationQuant(group_size=128), ActivationQuant(dtype=torch.int8), None):
+        q = latent_store.latent_store(
+            first[:, : -facts.cached_width],
+            first[:, -facts.cached_width :],
+            RowNorm(torch.ones(512, dtype=dtype), 1e-6),
+            rope,
+            rope,
+            rows,
+            rows,
+            pages,
+            latent=facts,
+            head_dim=192,
+            quant=quant,
+        )
     absorbed = head_linear.head_linear(q[..., :128], torch.zeros(num_heads, 512, 128, dtype=dtype))
     table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0)
     kv = torch.zeros(16, num_heads * 256, dtype=dtype)
-    latent_heads.latent_heads(kv, first[:, -64:], latent=facts, head_dim=192)
+    k, v = torch.zeros(2, num_heads, 32, 192, dtype=dtype)[:, :, 16:]
+    latent_heads.latent_heads(kv, first[:, -64:], k, v, latent=facts, head_dim=192)
 
 
 LINEARS = (

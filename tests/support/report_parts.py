@@ -133,7 +133,7 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
         {"kind": "head", "source_bytes": 1_000_000, "candidate_bytes": 1_000_000},
     ]
     kernels = [{**KERNEL, "layer": layer} for layer in (0, 1, 2, 5)]
-    work = Work(1000, 10, 2000, 100, 4)
+    work = Work(1000, 10, 2000, 100, 4, 4)
     return {
         "gates": GatesPart(evaluate(gates, accuracy.metrics(), device="cpu")),
         "accuracy": AccuracyPart(accuracy),

@@ -57,7 +57,7 @@ class FixedLists:
     def __init__(self, num_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
         self._num_rows = num_rows
         self._max_sequences = max_sequences
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._device = device
         self.query_lens: tuple[int, ...] = ()
         self.context_lens: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class FixedLists:
     def dense_blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Return `dense_blocks` of the contexts, and after them blocks without a position."""
         if block_size not in self._blocks:
-            shapes = (self._max_blocks, 3), (self._max_sequences, self._max_blocks)
+            shapes = (self.max_blocks, 3), (self._max_sequences, self.max_blocks)
             places = tuple(torch.zeros(each, dtype=torch.int32, device=self._device) for each in shapes)
             self._blocks[block_size] = places[0], places[1]
             self._load_blocks(block_size, *self._blocks[block_size])

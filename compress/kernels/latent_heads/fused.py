@@ -27,6 +27,7 @@ def _latent_heads(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     num_rows: tl.tensor,
+    head_stride: tl.tensor,
     KV_STRIDE: tl.constexpr,
     ROTATED_STRIDE: tl.constexpr,
     C: tl.constexpr,
@@ -47,19 +48,21 @@ def _latent_heads(
     k = tl.load(of_head + c, mask=real & still, other=0.0)
     shared = tl.load(rotated_ptr + rows * ROTATED_STRIDE + c - (C - P), mask=real & ~still, other=0.0)
     v = tl.load(of_head + C - P + c, mask=real & (c < V), other=0.0)
-    at = (head * num_rows + rows) * C + c
+    at = head * head_stride + rows * C + c
     tl.store(k_ptr + at, tl.where(still, k, shared), mask=real)
     tl.store(v_ptr + at, v, mask=real)
 
 
 def latent_heads(
-    kv_MF: Tensor, rotated_MP: Tensor, *, latent: Latent, head_dim: int
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values [H, M, C], as the reference; the operands may be columns of wider rows."""
+    kv_MF: Tensor, rotated_MP: Tensor, k_HMC: Tensor, v_HMC: Tensor, *, latent: Latent, head_dim: int
+) -> None:
+    """Write keys and values [H, M, C], as the reference; what is read may be columns of wider rows, and what
+    is written rows of longer heads."""
     (num_rows, size) = kv_MF.shape
     num_heads = size // (head_dim - latent.rope_dim + latent.value_dim)
     assert kv_MF.stride(1) == rotated_MP.stride(1) == 1
-    k_HMC, v_HMC = (kv_MF.new_empty(num_heads, num_rows, head_dim) for _ in "kv")
+    assert k_HMC.stride() == v_HMC.stride()
+    assert k_HMC.stride()[1:] == (head_dim, 1)
     block = triton.next_power_of_2(head_dim)
     rows = max(1, TILE_SIZE // block)
     if num_rows:
@@ -69,6 +72,7 @@ def latent_heads(
             k_HMC,
             v_HMC,
             num_rows,
+            k_HMC.stride(0),
             KV_STRIDE=kv_MF.stride(0),
             ROTATED_STRIDE=rotated_MP.stride(0),
             C=head_dim,
@@ -79,7 +83,6 @@ def latent_heads(
             num_warps=4,
             **pdl_options(kv_MF.device),
         )
-    return k_HMC, v_HMC
 
 
 register(

@@ -1,8 +1,9 @@
 """Rotated queries of latent attention and a written cache of latents, in one launch.
 
-A program takes a few heads of the queries of one row, or the row that the cache stores: its latent, normed,
-and the dimensions of keys that rotate. Both halves of a rotation are read where they are, neighbours or
-half of the dimensions apart. Numbers are rounded where the reference rounds them.
+A program takes a few heads of the queries of one row, or the row that the cache stores: its latent, normed
+and rounded as the linear that reads it rounds its inputs, and the dimensions of keys that rotate. Both halves
+of a rotation are read where they are, neighbours or half of the dimensions apart. Numbers are rounded where
+the reference rounds them.
 
 Shapes: T rows, H heads, C head dimension, R numbers of a latent, P dimensions that rotate, L positions.
 """
@@ -19,12 +20,12 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.e4m3 import encode_e4m3
+from compress.kernels.operands.e4m3 import e4m3_values, encode_e4m3
 from compress.kernels.operands.page_store import nearest
 from compress.kernels.operands.paged import CODED_FORMATS, LARGEST_CODE
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.rows import TINY_SCALE, RowNorm
-from compress.kernels.rms_norm.fused import normed_row
+from compress.kernels.operands.rows import LARGEST, TINY_SCALE, ActivationQuant, RowNorm, quantize
+from compress.kernels.rms_norm.fused import normed_row, rms_norm
 from compress.kernels.select import Kernel, register
 from compress.models.latent import Latent
 
@@ -68,6 +69,30 @@ def _coded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, FORMAT: tl.con
     return nearest(scaled).to(tl.uint8) if FORMAT == 3 else encode_e4m3(scaled)
 
 
+@jit()
+def _rounded(
+    x: tl.tensor,
+    static_ptr: tl.tensor,
+    LARGEST: tl.constexpr,
+    TINY_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tensor:
+    """Return a row as its codes and their scales give it back: a scale for GROUP numbers, or a given one."""
+    parts = tl.reshape(x.to(tl.float32), [x.shape[0] // GROUP, GROUP])
+    if static_ptr is None:
+        absmax = tl.max(tl.abs(parts), axis=1, keep_dims=True)
+        scale = tl.maximum(tl.div_rn(absmax, LARGEST + absmax * 0), TINY_SCALE)
+    else:
+        scale = tl.load(static_ptr)
+    codes = _coded(parts, scale, LARGEST, FORMAT)
+    if FORMAT == 3:
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        values = e4m3_values(codes)
+    return tl.reshape(values * scale, [x.shape[0]]).to(x.dtype)
+
+
 @jit(unaligned=("positions_ptr", "slots_ptr"))
 def _latent_store(
     q_ptr: tl.tensor,
@@ -80,6 +105,7 @@ def _latent_store(
     out_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
     eps: tl.tensor,
     Q_STRIDE: tl.constexpr,
     LATENT_STRIDE: tl.constexpr,
@@ -92,6 +118,10 @@ def _latent_store(
     C_TILE: tl.constexpr,
     R_TILE: tl.constexpr,
     P_TILE: tl.constexpr,
+    NORMED: tl.constexpr,
+    QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANT_LARGEST: tl.constexpr,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     TINY_SCALE: tl.constexpr,
@@ -125,7 +155,11 @@ def _latent_store(
         position = tl.load(positions_ptr + row).to(tl.int64)
         slot = tl.load(slots_ptr + row).to(tl.int64)
         row_ptr = latent_ptr + row * LATENT_STRIDE
-        x = normed_row(tl.load(row_ptr + columns, mask=of_latent, other=0.0), weight, eps, R, False)
+        x = tl.load(row_ptr + columns, mask=of_latent, other=0.0)
+        if not NORMED:
+            x = normed_row(x, weight, eps, R, False)
+        if QUANT != 0:
+            x = _rounded(x, static_ptr, QUANT_LARGEST, TINY_SCALE, GROUP, QUANT)
         turned = _turned(row_ptr + R, cos_ptr, sin_ptr, position, d, of_key, P, INTERLEAVED)
         at = pages_ptr + slot * (R + P)
         if FORMAT == 0:
@@ -141,6 +175,11 @@ def _latent_store(
             tl.store(at + R + d, _coded(turned, scale, LARGEST, FORMAT), mask=of_key)
 
 
+def _rounds(quant: ActivationQuant) -> bool:
+    """Return whether the kernel rounds like this itself: to codes around zero, with float32 scales."""
+    return quant.symmetric and quant.scale_type is None
+
+
 def latent_store(
     q_TF: Tensor,
     latent_TF: Tensor,
@@ -153,9 +192,18 @@ def latent_store(
     *,
     latent: Latent,
     head_dim: int,
+    quant: ActivationQuant | None = None,
 ) -> Tensor:
     """Return the rotated queries [T, H, C] and write the T rows of the cache, as the reference; q and latents
     may be columns of wider rows."""
+    normed = False
+    if quant is not None and not _rounds(quant):
+        rows = rms_norm(latent_TF[:, : latent.kv_rank], norm.weight, norm.eps)
+        assert isinstance(rows, Tensor)
+        rounded_TR = quantize(rows, quant).dequantize(rows.dtype)
+        latent_TF = torch.cat((rounded_TR, latent_TF[:, latent.kv_rank :]), dim=1)
+        quant = None
+        normed = True
     (num_rows, size) = q_TF.shape
     num_heads = size // head_dim
     assert q_TF.stride(1) == latent_TF.stride(1) == 1
@@ -163,6 +211,7 @@ def latent_store(
     q_THC = q_TF.new_empty(num_rows, num_heads, head_dim)
     tile = triton.next_power_of_2(head_dim)
     heads = max(1, TILE_SIZE // tile)
+    rank_tile = triton.next_power_of_2(latent.kv_rank)
     if num_rows:
         _latent_store[(num_rows, triton.cdiv(num_heads, heads) + 1)](
             q_TF,
@@ -175,6 +224,7 @@ def latent_store(
             q_THC,
             pages.rows if pages.scale is None else pages.rows.view(torch.uint8),
             pages.scale,
+            None if quant is None else quant.static_scale,
             norm.eps,
             Q_STRIDE=q_TF.stride(0),
             LATENT_STRIDE=latent_TF.stride(0),
@@ -185,8 +235,12 @@ def latent_store(
             INTERLEAVED=latent.interleaved,
             HEADS=heads,
             C_TILE=tile,
-            R_TILE=triton.next_power_of_2(latent.kv_rank),
+            R_TILE=rank_tile,
             P_TILE=triton.next_power_of_2(latent.rope_dim),
+            NORMED=normed,
+            QUANT=0 if quant is None else 3 if quant.dtype == torch.int8 else 1,
+            GROUP=rank_tile if quant is None or quant.group_size is None else quant.group_size,
+            QUANT_LARGEST=0.0 if quant is None else LARGEST[quant.dtype],
             FORMAT=CODED_FORMATS.get(pages.format, 0),
             LARGEST=LARGEST_CODE.get(pages.rows.dtype, 0.0),
             TINY_SCALE=TINY_SCALE,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.rows import RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RowNorm, quantize
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
 from compress.models.latent import Latent
@@ -31,9 +31,11 @@ def latent_store(
     *,
     latent: Latent,
     head_dim: int,
+    quant: ActivationQuant | None = None,
 ) -> Tensor:
     """Return the rotated queries [T, H, C] of q [T, H C], and write the T rows of the cache: the latents
-    normed, and what follows them in `latent_TF` [T, R + P] rotated."""
+    normed, and rounded as the linear that reads them rounds its inputs, and what follows them in `latent_TF`
+    [T, R + P] rotated."""
     cos_TP, sin_TP = cos_LP[positions_T], sin_LP[positions_T]
     still_THN, turning_THP = q_TF.unflatten(1, (-1, head_dim)).split(
         [head_dim - latent.rope_dim, latent.rope_dim], dim=-1
@@ -41,7 +43,10 @@ def latent_store(
     q_THC = torch.cat((still_THN, rotate(latent.paired(turning_THP), cos_TP, sin_TP)), dim=-1)
     latent_TR, shared_TP = latent_TF.split([latent.kv_rank, latent.rope_dim], dim=1)
     turned_TP = rotate(latent.paired(shared_TP).unsqueeze(1), cos_TP, sin_TP).squeeze(1)
-    pages.write_(slots_T, torch.cat((rms_norm(latent_TR, norm.weight, norm.eps), turned_TP), dim=1))
+    normed_TR = rms_norm(latent_TR, norm.weight, norm.eps)
+    if quant is not None:
+        normed_TR = quantize(normed_TR, quant).dequantize(normed_TR.dtype)
+    pages.write_(slots_T, torch.cat((normed_TR, turned_TP), dim=1))
     return q_THC
 
 

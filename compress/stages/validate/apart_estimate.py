@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 from compress.runtime.kv_cache import kv_numbers_per_token
+from compress.runtime.latent_linears import absorbed_params
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
@@ -115,8 +116,9 @@ def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
                 width * arch.vocab_size * arch.hidden_size  # a tied head is a second copy
             )
             + width * _shared_params(arch)  # of which decode rows have their own copy, too
+            + 2 * width * absorbed_params(arch)  # whole and absorbed, of linears whose codes count above
         )
-    return width * arch.num_params
+    return width * (arch.num_params + absorbed_params(arch))
 
 
 def _shared_params(arch: Arch) -> int:

@@ -12,6 +12,7 @@ from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.runtime.kv_cache import kv_bytes_per_token, kv_numbers_per_token
+from compress.runtime.latent_linears import absorbed_params
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
@@ -99,7 +100,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     assert config.max_model_len is not None
     of_token = kv_numbers_per_token(arch) * width
     caches = num_models * config.max_batch_size * config.max_model_len * of_token
-    peak = num_params * width + caches + max(logits, reading)
+    absorbed = num_models * absorbed_params(arch)
+    peak = (num_params + absorbed) * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     disk_bytes = 1_000_000
     moved_bytes = 0

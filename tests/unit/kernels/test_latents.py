@@ -13,8 +13,9 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.rows import RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RowNorm, quantize
 from compress.kernels.problem import KernelDevice, Problem
+from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, candidates
 from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import Rope
@@ -219,6 +220,43 @@ def test_what_rotates_comes_last_and_latents_are_normed(
     assert (poisoned.flatten(1, 2)[:, untouched] == 0x7F).all()
 
 
+QUANTS = {
+    "token": ActivationQuant(),
+    "static": ActivationQuant(torch.tensor(0.004)),
+    "groups": ActivationQuant(group_size=16),
+    "int8": ActivationQuant(dtype=torch.int8),
+    "zero points": ActivationQuant(dtype=torch.int8, symmetric=False),
+    "byte scales": ActivationQuant(group_size=16, num_bits=4, scale_type="e8m0"),
+}
+
+
+@usable("latent_store")
+@each_dtype
+@pytest.mark.parametrize("quant", QUANTS.values(), ids=QUANTS)
+def test_latents_are_stored_as_their_linear_reads_them(
+    kernel: Kernel, device: str, dtype: torch.dtype, quant: ActivationQuant
+) -> None:
+    if quant.static_scale is not None:
+        quant = replace(quant, static_scale=quant.static_scale.to(device))
+    latent = Latent(0, 48, 8, 4, False)
+    first = randn(7, 24 + 56, device=device, dtype=dtype)
+    norm = RowNorm(randn(48, device=device, dtype=dtype, seed=1), LATENT_EPS)
+    tables = cos_sin(Rope(theta=100.0), 8, torch.arange(7, device=device), dtype)
+    rows = torch.arange(7, device=device)
+    pages = PagedLatents.empty(DENSE_FORMATS[dtype], 1, 16, 56, torch.device(device))
+    where = *tables, rows, rows, pages
+    kernel.fn(first[:, :24], first[:, 24:], norm, *where, latent=latent, head_dim=24, quant=quant)
+    normed = rms_norm(first[:, 24:72], norm.weight, norm.eps)
+    stored, _ = pages.gather(rows[:1] * 0, 48, dtype)
+    expected = quantize(normed, quant).dequantize(dtype)
+    assert not torch.equal(expected, normed)
+    if kernel.name == "reference":
+        assert torch.equal(stored[:7], expected)
+    else:  # another order of the sum of squares, and now and then another code
+        assert ((stored[:7] - expected).abs() > TOLERANCE[dtype] * 4).float().mean() < 0.03
+        assert (stored[:7] - normed).abs().max() < 0.8 * normed.abs().max()
+
+
 @usable("latent_heads")
 @each_dtype
 @pytest.mark.parametrize(("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6)])
@@ -235,7 +273,11 @@ def test_keys_share_what_rotates_and_zeros_fill_values(
     kv = randn(37, num_heads, still_dim + value_dim, device=device, dtype=dtype)
     rotated = randn(37, 12 + rope_dim, device=device, dtype=dtype, seed=2)[:, 12:]
     latent = Latent(0, 12, rope_dim, value_dim, True)
-    k, v = kernel.fn(kv.flatten(1), rotated, latent=latent, head_dim=head_dim)
+    whole = torch.full((2, num_heads, 50, head_dim), 7.0, device=device, dtype=dtype)
+    k, v = whole[:, :, 5:42]
+    kernel.fn(kv.flatten(1), rotated, k, v, latent=latent, head_dim=head_dim)
+    assert (whole[:, :, :5] == 7).all()
+    assert (whole[:, :, 42:] == 7).all()
     assert torch.equal(k[..., :still_dim], kv[..., :still_dim].transpose(0, 1))
     assert torch.equal(k[..., still_dim:], rotated.expand(num_heads, -1, -1))
     assert torch.equal(v[..., :value_dim], kv[..., still_dim:].transpose(0, 1))

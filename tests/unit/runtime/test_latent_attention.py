@@ -1,6 +1,7 @@
 """Attention over a cache of latents: its two ways agree, short prompts have the bits of decode, and a cache
 of latents holds what it says."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit, UsageError
+from compress.kernels.operands.rows import ActivationQuant
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.runtime import latent_attention
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token, kv_numbers_per_token
+from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token, kv_numbers_per_token
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Projected
 from compress.runtime.loader import load_layer
@@ -77,6 +79,30 @@ def test_a_short_prompt_has_the_bits_of_decode() -> None:
     decode = short.attention.decode(short.table_RB, torch.tensor(LENS), q_len=1, block_size=16)
     decoded = decode(short.layer, short.projected(last, LENS))
     assert torch.equal(decoded, whole[torch.tensor([4, 44, 45])])
+
+
+def test_rows_of_short_prompts_may_attend_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = Pass().prefilled(phase="decode")
+    monkeypatch.setattr(latent_attention, "MOST_PARTIAL_BYTES", 1)
+    assert torch.equal(Pass().prefilled(phase="decode"), at_once)
+
+
+def test_a_cache_leaves_memory_for_the_heads_of_long_prompts() -> None:
+    assert expanded_bytes(source_of().arch, torch.float16, 100) == 100 * 2 * 4 * 16 * 2
+    assert expanded_bytes(tiny_source().arch, torch.float16, 100) == 0
+
+
+def test_inputs_that_the_linear_rounds_are_rounded_once_for_both_ways() -> None:
+    """Logits of prompts and of decode are those of the decoder with the linear's inputs rounded."""
+    quantized = Pass()
+    quant = ActivationQuant()
+    assert quantized.layer.latent is not None
+    rounded = replace(quantized.layer, latent=replace(quantized.layer.latent, kv_quant=quant))
+    plain = quantized.prefilled(phase="prefill")
+    quantized.layer = rounded
+    expanded, absorbed = (quantized.prefilled(phase=phase) for phase in ("prefill", "decode"))
+    torch.testing.assert_close(expanded, absorbed, rtol=2e-5, atol=2e-5)
+    assert 1e-3 < (plain - expanded).norm() / plain.norm() < 0.1
 
 
 def test_chunks_of_prompts_find_what_was_cached_before() -> None:

@@ -324,6 +324,7 @@ def test_roofline_of_known_arithmetic() -> None:
         flops_per_token=4_000,
         head_flops=500,
         attention_flops_per_pair=2,
+        decode_flops_per_pair=2,
     )
     prefill, decode = roofline(
         work,
@@ -346,7 +347,7 @@ def test_roofline_of_known_arithmetic() -> None:
 
 def test_the_roofline_of_a_mixture_reads_the_experts_that_its_rows_are_expected_to_hit() -> None:
     facts = Experts(8, 2, 16)
-    dense = Work(8_000, 10, 4_000, 500, 2)
+    dense = Work(8_000, 10, 4_000, 500, 2, 2)
     work = dataclasses.replace(
         dense, expected_weight_bytes=lambda rows: round(6_000 + 1_000 * facts.expected_hit(rows))
     )
