@@ -153,7 +153,8 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
     shape = arch.layers[0]
     latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
-    rank, head_dim = latent.kv_rank, shape.head_dim
+    rank = latent.kv_rank
+    head_dim = shape.head_dim
     still_dim = head_dim - latent.rope_dim if arch.has_latents else 128
     formats = (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
     problems: list[tuple[Op, Phase, int, int, tuple[str, ...]]] = [

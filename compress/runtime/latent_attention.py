@@ -181,7 +181,7 @@ class LatentAttention:
     def _expanded(self, layer: LayerWeights, q_THC: Tensor, pages: PagedLatents, part: "_Pass") -> Tensor:
         """Return attention [T, H, C] over the keys and values of all heads, computed from latents."""
         linears = linears_of(layer)
-        sequence, column = part.blocks_N3[:, 0].long(), part.blocks_N3[:, 1].long()
+        sequence, column, _ = part.blocks_N3.long().unbind(1)
         latent_MR, rotated_MP = pages.gather(
             part.block_table_RB[sequence, column], linears.facts.kv_rank, q_THC.dtype
         )

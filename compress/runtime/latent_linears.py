@@ -21,6 +21,7 @@ from compress.models.arch import Arch
 from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
+from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, packed_bytes
 
@@ -71,7 +72,10 @@ class LatentLinears:
 
         still_dim = shape.head_dim - shape.latent.rope_dim
         kv_up = weights["attn.kv_up.weight"]
+        kv_quant = input_quant((kv_up,), deployment.device)
         kv_up_FR = dense(kv_up)
+        if kv_quant is not None and isinstance(kv_up, QuantizedWeight):
+            kv_up_FR = kv_up.dequantize(deployment.dtype)  # these codes are multiplied exactly
         heads_HFR = kv_up_FR.unflatten(0, (shape.num_heads, -1))
         k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
         return LatentLinears(
@@ -79,7 +83,7 @@ class LatentLinears:
             shape.head_dim,
             NormedLinear(norm("q"), fuse("attn.q_up", weights)) if shape.latent.q_rank else None,
             norm("kv"),
-            input_quant((kv_up,), deployment.device),
+            kv_quant,
             fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
             _head_linear(k_HNR.transpose(1, 2), deployment),
             _head_linear(v_HVR, deployment),

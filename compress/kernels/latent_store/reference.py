@@ -36,7 +36,7 @@ def latent_store(
     """Return the rotated queries [T, H, C] of q [T, H C], and write the T rows of the cache: the latents
     normed, and rounded as the linear that reads them rounds its inputs, and what follows them in `latent_TF`
     [T, R + P] rotated."""
-    cos_TP, sin_TP = cos_LP[positions_T], sin_LP[positions_T]
+    cos_TP, sin_TP = (each[positions_T] for each in (cos_LP, sin_LP))
     still_THN, turning_THP = q_TF.unflatten(1, (-1, head_dim)).split(
         [head_dim - latent.rope_dim, latent.rope_dim], dim=-1
     )

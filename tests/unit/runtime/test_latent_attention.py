@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit, UsageError
-from compress.kernels.operands.rows import ActivationQuant
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
+from compress.models.weights import Weights, dense
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES
 from compress.runtime import latent_attention
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token, kv_numbers_per_token
 from compress.runtime.latent_attention import LatentAttention
+from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_attention import Projected
-from compress.runtime.loader import load_layer
+from compress.runtime.loader import fuse, load_layer
 from compress.runtime.request import Request, SamplingParams
 from tests.support.tiny_source import MemorySource, tiny_shape, tiny_source
 
@@ -103,6 +108,26 @@ def test_inputs_that_the_linear_rounds_are_rounded_once_for_both_ways() -> None:
     expanded, absorbed = (quantized.prefilled(phase=phase) for phase in ("prefill", "decode"))
     torch.testing.assert_close(expanded, absorbed, rtol=2e-5, atol=2e-5)
     assert 1e-3 < (plain - expanded).norm() / plain.norm() < 0.1
+
+
+def test_codes_whose_inputs_are_rounded_are_multiplied_exactly() -> None:
+    """The dtype of their scales does not round weights once more."""
+    source = source_of()
+    deployment = Deployment(CPU, torch.float32, max_batch_size=8, max_step_tokens=64)
+    weights = dict(source.layer(0))
+    kv_up = dense(weights["attn.kv_up.weight"])
+    coded = nearest_weight(kv_up, SCHEMES["FP8_DYNAMIC"], torch.bfloat16)
+    weights["attn.kv_up.weight"] = coded
+
+    def fused(name: str, of: Weights) -> FusedLinear:
+        return fuse((name,), of, deployment)
+
+    linears = LatentLinears.of(source.arch.layers[0], fused, weights, deployment)
+    x = torch.randn(9, LATENT.kv_rank, generator=torch.Generator().manual_seed(0))
+    assert linears.kv_quant is not None
+    rounded = quantize(x, linears.kv_quant).dequantize(torch.float32)
+    expected = fuse(("attn.kv_up",), weights, deployment)(x, "prefill")
+    torch.testing.assert_close(linears.kv_up(rounded, "prefill"), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_of_prompts_find_what_was_cached_before() -> None:
