@@ -134,6 +134,11 @@ class Arch:
         """Whether some layer is a mixture of experts."""
         return any(layer.experts is not None for layer in self.layers)
 
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers of one position that a cache of all layers holds."""
+        return sum(layer.cached_numbers for layer in self.layers)
+
     @cached_property
     def has_latents(self) -> bool:
         """Whether queries, keys and values are linears of latents, in all layers."""

@@ -26,6 +26,8 @@ code of the models and `transformers` leave it at this default."""
 Q_LATENT = "q_latent"
 KV_LATENT = "kv_latent"
 """The taps of what `attn.q_up` and `attn.kv_up` read."""
+ABSORBED_GROUP = "kv_up"
+"""The linear group that the runtime absorbs and multiplies by in 16 bits, whatever its scheme."""
 MAX_RANK = 1 << 24
 
 

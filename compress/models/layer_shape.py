@@ -147,6 +147,13 @@ class LayerShape:
         """The dimensions of the values of a head, of which `attn.o` reads those of all heads."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers of one position that a cache holds: keys and values, or latents."""
+        if self.latent is not None:
+            return self.latent.cached_width
+        return 2 * self.num_kv_heads * self.head_dim
+
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""

@@ -51,18 +51,6 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     )
 
 
-def kv_numbers_per_token(arch: Arch) -> int:
-    """Return how many numbers of one position a cache that is not quantized holds, in all layers."""
-    return sum(kv_numbers(layer) for layer in arch.layers)
-
-
-def kv_numbers(layer: LayerShape) -> int:
-    """Return the same of one layer."""
-    if layer.latent is not None:
-        return layer.latent.cached_width
-    return 2 * layer.num_kv_heads * layer.head_dim
-
-
 def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
     """Return the bytes of the keys and values of all heads that a layer computes of so many positions of
     latents, for long prompts; 0 where a cache holds keys and values."""

@@ -28,9 +28,6 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, packed_bytes
 RmsNorm = Callable[..., Any]
 """A kernel of `rms_norm` (`kernels/select.py`)."""
 
-SERVED_DENSE = "kv_up"
-"""The linear group that is multiplied by in 16 bits, whatever its scheme."""
-
 
 @dataclass(frozen=True)
 class NormedLinear:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.kv import KeysValues
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
@@ -25,7 +24,6 @@ from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch
-from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
 from compress.models.eagle3 import eagle3_facts, fresh_eagle3
@@ -358,18 +356,3 @@ def test_a_manifest_of_latents_in_some_layers_or_of_another_rope_is_refused() ->
     for other in (without, whole):
         with pytest.raises(UnsupportedArch, match="layer 1"):
             Arch.from_json(facts, [layers[0], other, layers[2]])
-
-
-def test_the_error_of_narrow_values_is_that_of_their_own_dimensions() -> None:
-    """A cache holds them with zeros behind, which have no error."""
-    arch = arch_of("deepseek_v3-dense")
-    weights = MemorySource(tiny_decoder(arch), dtype=torch.float32).layer(0)
-    cached = KeysValues.from_weights(arch, 0, weights, dtype=torch.float32, device=CPU)
-    seen: dict[str, Tensor] = {}
-    x_BSD = torch.randn(2, 9, arch.hidden_size, generator=torch.Generator().manual_seed(0))
-    cached(x_BSD, torch.arange(9), FullAttention(), seen.__setitem__)
-    shape = arch.layers[0]
-    assert shape.value_dim < shape.head_dim
-    assert seen["k"].shape[-1] == shape.num_heads * shape.head_dim
-    assert seen["v"].shape[-1] == shape.num_heads * shape.value_dim
-    assert (seen["v"] != 0).all()

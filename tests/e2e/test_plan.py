@@ -149,7 +149,7 @@ stages:
         assert "caches 15,552 numbers a token for 138,240 of all heads" in out
     else:
         assert code == 2
-        assert "latent attention, whose cache holds latents; its formats are BF16" in err
+        assert "latent attention, whose cache holds latents: take FP8_TOKEN_HEAD" in err
 
 
 def test_plan_refuses_what_is_no_device(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -176,8 +176,10 @@ def _latent_store(
 
 
 def _rounds(quant: ActivationQuant) -> bool:
-    """Return whether the kernel rounds like this itself: to codes around zero, with float32 scales."""
-    return quant.symmetric and quant.scale_type is None
+    """Return whether the kernel rounds like this itself: to codes around zero, with float32 scales. Given
+    scales of int8 reach one code further down."""
+    is_given_int8 = quant.static_scale is not None and quant.dtype == torch.int8
+    return quant.symmetric and quant.scale_type is None and not is_given_int8
 
 
 def latent_store(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.latent import ABSORBED_GROUP
 from compress.models.layer_shape import LinearGroup
 from compress.quant.scheme import Scheme, name_of
-from compress.runtime.latent_linears import SERVED_DENSE
 from compress.stages.budget.allocation import Option, allocate
 from compress.stages.budget.spec import Budget, Mixed, scheme_or_dense
 from compress.stages.budget.tables import Origin, latency_table
@@ -158,7 +158,7 @@ def _times_of(times: Times, groups: Sequence[GroupSchemes], arch: Arch) -> Costs
         found = {
             name_of(scheme): times.linear_us(arch, each.group, served, layer_idx=each.layer_idx)
             for scheme in (*each.schemes, None)
-            for served in (None if each.group.name == SERVED_DENSE else scheme,)
+            for served in (None if each.group.name == ABSORBED_GROUP else scheme,)
         }
         origins.update(origin for _, origin in found.values())
         dense += round(found[name_of(None)][0] * TICKS_PER_US)

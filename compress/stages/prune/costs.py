@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
-from compress.runtime.kv_cache import kv_numbers
 from compress.stages.budget.times import TIMES_NAME, Times, times_on
 from compress.stages.prune.spec import PruningBudget
 
@@ -28,7 +27,7 @@ def costs_of(widths: Sequence[Widths], budget: PruningBudget, arch: Arch, ctx: C
 
 def _step_us(arch: Arch, budget: PruningBudget, times: Times) -> float:
     shape = arch.layers[0]
-    kv_bytes = 2 * kv_numbers(shape) * budget.rows * budget.context
+    kv_bytes = 2 * shape.cached_numbers * budget.rows * budget.context
     head_us = 2 * arch.vocab_size * arch.hidden_size / times.bytes_per_us
     linears_us = sum(times.linear_us(arch, group, None)[0] for group in shape.groups)
     return arch.num_layers * (linears_us + kv_bytes / times.bytes_per_us) + head_us

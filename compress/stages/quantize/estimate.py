@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE
-from compress.runtime.kv_cache import kv_bytes_per_token, kv_numbers_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.calibrate import calibration_of
@@ -143,9 +143,9 @@ def _latent_notes(arch: Arch) -> tuple[str, ...]:
     """Return what the runtime caches of a model with latent attention."""
     if not arch.has_latents:
         return ()
-    cached = kv_numbers_per_token(arch)
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)
-    return (f"latent attention: the runtime caches {cached:,} numbers a token for {of_heads:,} of all heads",)
+    cached = f"{arch.cached_numbers:,} numbers a token for {of_heads:,} of all heads"
+    return (f"latent attention: the runtime caches {cached}",)
 
 
 def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
-from compress.runtime.kv_cache import kv_numbers_per_token
 from compress.runtime.latent_linears import absorbed_params
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
@@ -130,4 +129,4 @@ def _shared_params(arch: Arch) -> int:
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:
     config = spec.engine_config(speculates=False)
     assert config.max_model_len is not None
-    return config.max_batch_size * config.max_model_len * kv_numbers_per_token(arch) * width
+    return config.max_batch_size * config.max_model_len * arch.cached_numbers * width

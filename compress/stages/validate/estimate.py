@@ -11,7 +11,7 @@ from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
-from compress.runtime.kv_cache import kv_bytes_per_token, kv_numbers_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.latent_linears import absorbed_params
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
@@ -98,7 +98,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    of_token = kv_numbers_per_token(arch) * width
+    of_token = arch.cached_numbers * width
     caches = num_models * config.max_batch_size * config.max_model_len * of_token
     absorbed = num_models * absorbed_params(arch)
     peak = (num_params + absorbed) * width + caches + max(logits, reading)

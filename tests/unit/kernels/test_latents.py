@@ -225,6 +225,7 @@ QUANTS = {
     "static": ActivationQuant(torch.tensor(0.004)),
     "groups": ActivationQuant(group_size=16),
     "int8": ActivationQuant(dtype=torch.int8),
+    "static int8": ActivationQuant(torch.tensor(0.02), torch.int8),
     "zero points": ActivationQuant(dtype=torch.int8, symmetric=False),
     "byte scales": ActivationQuant(group_size=16, num_bits=4, scale_type="e8m0"),
 }

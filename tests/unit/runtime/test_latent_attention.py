@@ -20,7 +20,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token, kv_numbers_per_token
+from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_attention import Projected
@@ -158,7 +158,7 @@ def test_few_positions_at_once_are_no_other_result(monkeypatch: pytest.MonkeyPat
 
 def test_a_position_costs_its_latents() -> None:
     arch = source_of().arch
-    assert kv_numbers_per_token(arch) == 2 * (12 + 6)
+    assert arch.cached_numbers == 2 * (12 + 6)
     assert kv_bytes_per_token(arch, "BF16") == 2 * 18 * 2
     assert kv_bytes_per_token(arch, "FP8_TOKEN_HEAD") == 2 * (18 + 4)
     cache = KVCache(arch, num_blocks=5, block_size=16, kv_format="INT8_TOKEN_HEAD", device=CPU)
