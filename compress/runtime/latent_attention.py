@@ -70,12 +70,13 @@ class LatentAttention:
             return BoundKernel.of(problem)
 
         self._ops: dict[Op, BoundKernel] = {
-            "rms_norm": bound("rms_norm", latent.q_rank or latent.kv_rank),
             "latent_store": bound("latent_store", latent.kv_rank, latent.rope_dim, scheme=kv_format),
             "latent_attention": bound("latent_attention", latent.kv_rank, shape.num_heads, scheme=kv_format),
             "latent_heads": bound("latent_heads", shape.head_dim),
             "attention_prefill": bound("attention_prefill", shape.head_dim, 1, "prefill"),
         }
+        if latent.q_rank:
+            self._ops["rms_norm"] = bound("rms_norm", latent.q_rank)
         # One position more than a sequence has, as in `layer_attention.py`.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {

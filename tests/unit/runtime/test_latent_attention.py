@@ -22,10 +22,11 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token
 from compress.runtime.latent_attention import LatentAttention
-from compress.runtime.latent_linears import LatentLinears
+from compress.runtime.latent_linears import LatentLinears, absorbed_params
 from compress.runtime.layer_attention import Projected
 from compress.runtime.loader import fuse, load_layer
 from compress.runtime.request import Request, SamplingParams
+from compress.validate.roofline import work_of
 from tests.support.tiny_source import MemorySource, tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
@@ -169,6 +170,17 @@ def test_a_position_costs_its_latents() -> None:
     cache.copy_blocks([(1, 3)])
     latent, rotated = pages.gather(torch.tensor([3]), 12, torch.float32)
     torch.testing.assert_close(torch.cat((latent, rotated), dim=1), rows, rtol=0, atol=0.02)
+
+
+def test_the_floor_of_decode_counts_products_with_latents() -> None:
+    source = source_of()
+    work = work_of(Engine(source, device=CPU))
+    assert work.attention_flops_per_pair == 2 * 4 * 4 * 16
+    assert work.decode_flops_per_pair == 2 * 2 * 4 * (12 + 6 + 12)
+    (layer, _) = source.arch.layers
+    still_dim = layer.head_dim - LATENT.rope_dim
+    assert absorbed_params(source.arch) == 2 * 4 * (still_dim + LATENT.value_dim) * LATENT.kv_rank
+    assert absorbed_params(tiny_source().arch) == 0
 
 
 def test_formats_of_heads_are_refused() -> None:

@@ -16,7 +16,10 @@ from compress.models.known import known_config
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
+from compress.stages.budget.costs import GroupSchemes, costs_of
+from compress.stages.budget.spec import Budget
 from compress.stages.budget.tables import TABLES, known_devices, latency_table
+from compress.stages.budget.times import TableTimes
 from compress.stages.budget.timing import measure_linear_us
 from scripts import latency_table as latency_table_script
 
@@ -124,3 +127,19 @@ def test_fewer_than_four_bits_take_the_time_of_four(bits: str) -> None:
         return table.linear_us("down", 4096, 12288, SCHEMES[name], rows=1, dtype=BF16)[0]
 
     assert us(f"{bits}_G64") == us("W4A16_G64")
+
+
+def test_the_linear_that_decode_absorbs_takes_the_time_of_16_bits_in_any_scheme() -> None:
+    config = known_config("deepseek-v2-lite")
+    assert config is not None
+    arch = family_of(config).read_config(config)
+    groups = {each.name: each for each in arch.layers[0].attention_groups}
+    schemes = (SCHEMES["W4A16_G128"], SCHEMES["FP8_DYNAMIC"], None)
+    own = [GroupSchemes(0, groups[name], schemes) for name in ("kv_up", "o")]
+    budget = Budget.model_validate({"latency_ratio": 1.0, "device": "NVIDIA H200"})
+    times = TableTimes(latency_table("NVIDIA H200"), 1)
+    found = costs_of(budget, own, arch, outer_bytes=0, times=times)
+    assert found.us is not None
+    absorbed, o = found.us
+    assert len(set(absorbed.values())) == 1
+    assert len(set(o.values())) > 1
