@@ -144,7 +144,14 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
     }
 
 
-_ROWS = {"attn.q": "q", "attn.k": "kv", "attn.v": "kv", "ffn.gate": "ffn", "ffn.up": "ffn"}
+_ROWS = {
+    "attn.q": "q",
+    "attn.k": "kv",
+    "attn.v": "kv",
+    "attn.gate": "q",
+    "ffn.gate": "ffn",
+    "ffn.up": "ffn",
+}
 _COLUMNS = {"attn.o": "q", "ffn.down": "ffn"}
 
 

@@ -18,7 +18,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        -> (s, rows or None, others); norms are `RowNorm`
                        s = scale (x + norm(y)), rows = following(s), others = each of `also` of s
                        y may be two `Branch`, which are normed and added
-    act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
+    act_mul            fn(gate_up_TF, activation, quant=None, *, up_TF=None) -> rows [T, F / 2]
+                       with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
                           whole=False, centered=False, growth_P=None, v_norm=False, hadamard=False,

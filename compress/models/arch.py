@@ -229,7 +229,7 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if linear.endswith("_up"):
+        if linear.endswith("_up") or linear == "attn.gate":
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents
@@ -264,6 +264,8 @@ class Arch:
                 del layer["chunk"]
             if shape.latent is None:
                 del layer["latent"]
+            if not shape.output_gate:
+                del layer["output_gate"]
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -349,6 +351,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         keys_are_values=layer.flag("keys_are_values", default=False),
         chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
+        output_gate=layer.flag("output_gate", default=False),
     )
 
 

@@ -130,6 +130,7 @@ def eagle3_facts(
                 intermediate_size=ffn_size,
                 keys_are_values=False,
                 latent=None,
+                output_gate=False,
                 head_dim=last.value_dim,
                 chunk=None,
             ),

@@ -81,7 +81,7 @@ class Family:
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
-    or a constant like the biases, for the same layers.
+    or a constant like the biases, for the same layers; `output_gate` is one for all layers.
     `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row; `dense_size` is the
     field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
@@ -104,6 +104,7 @@ class Family:
     interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
+    output_gate: bool | str = False
     dense_size: str = "intermediate_size"
     latent: Callable[[Fields], Latent] | None = None
     mixture: Mixture | None = None
@@ -186,6 +187,7 @@ class Family:
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                     latent=latent,
+                    output_gate=_flag(self.output_gate, config),
                 )
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),

@@ -17,9 +17,15 @@ SWIGLU_LIMIT = 7.0
 """The slope of the sigmoid and the range of values in `swiglu_clamped`."""
 
 
+OUTPUT_GATE = "sigmoid"
+"""The function of the gate of attention (`LayerShape.output_gate`)."""
+
+
 def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
+    if name == OUTPUT_GATE:
+        return torch.sigmoid(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
 
 

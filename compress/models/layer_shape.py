@@ -60,6 +60,8 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
+_GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
+"""The first group of a layer with an output gate."""
 _LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 _Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
@@ -89,7 +91,8 @@ class LayerShape:
     an earlier one. `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
     with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
-    has no `attn.v`. With a `latent` it has the linears of `latent.py` instead."""
+    has no `attn.v`. With a `latent` it has the linears of `latent.py` instead. With an `output_gate`, what
+    attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708)."""
 
     num_heads: int
     num_kv_heads: int
@@ -101,11 +104,14 @@ class LayerShape:
     keys_are_values: bool = False
     chunk: int | None = None
     latent: Latent | None = None
+    output_gate: bool = False
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
         last `o`."""
+        if self.output_gate:
+            return _GATED, LINEAR_GROUPS["o"]
         if self.latent is None:
             return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
         if not self.latent.q_rank:
@@ -116,6 +122,8 @@ class LayerShape:
         """Return why the widths of attention do not fit one another, None where they do."""
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
+        if self.output_gate and (self.latent is not None or self.keys_are_values):
+            return "attention has an output gate, and latents or keys that are its values, too."
         return None if self.latent is None else self._why_latent_unfit(self.latent)
 
     def _why_latent_unfit(self, latent: Latent) -> str | None:
@@ -223,6 +231,7 @@ class LayerShape:
             "attn.q": (q_size, hidden_size),
             "attn.k": (kv_size, hidden_size),
             "attn.v": (kv_size, hidden_size),
+            "attn.gate": (q_size, hidden_size),
             "attn.o": (hidden_size, q_size),
             "ffn.gate": (ffn_size, hidden_size),
             "ffn.up": (ffn_size, hidden_size),

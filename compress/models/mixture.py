@@ -161,20 +161,20 @@ def state_types(is_sparse: list[bool]) -> dict[str, Any]:
     return {"mlp_layer_types": [SPARSE_LAYER if sparse else DENSE_LAYER for sparse in is_sparse]}
 
 
-def sparse_after_first(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers have experts: all after the first `first_k_dense_replace`."""
-    first = config.integer(_FIRST_DENSE, 0, MAX_EXPERT_SIZE)
+def sparse_after_first(config: Fields, num_layers: int, field: str = _FIRST_DENSE) -> list[bool]:
+    """Return which layers have experts: all after the first ones, whose number a field states."""
+    first = config.integer(field, 0, MAX_EXPERT_SIZE)
     return [idx >= first for idx in range(num_layers)]
 
 
-def state_first(is_sparse: list[bool]) -> dict[str, Any]:
+def state_first(is_sparse: list[bool], field: str = _FIRST_DENSE) -> dict[str, Any]:
     """Return the number of dense layers, which are the first ones."""
     first = is_sparse.index(True) if True in is_sparse else len(is_sparse)
     if not all(is_sparse[first:]):
         raise UnsupportedArch(
             "dense layers follow layers with experts; the config of this family has dense layers first."
         )
-    return {_FIRST_DENSE: first}
+    return {field: first}
 
 
 def sparse_by_both(config: Fields, num_layers: int) -> list[bool]:

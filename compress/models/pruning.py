@@ -76,7 +76,8 @@ def keep_heads_(
     units = head_units(shape, unit)
     columns = units.columns(kept_U)
     kept_H = columns[:: shape.value_dim]
-    rows: dict[str, Tensor] = dict.fromkeys(("attn.q", "attn.q_up"), kept_H.repeat_interleave(shape.head_dim))
+    of_queries = ("attn.q", "attn.q_up", "attn.gate")
+    rows: dict[str, Tensor] = dict.fromkeys(of_queries, kept_H.repeat_interleave(shape.head_dim))
     if unit == "kv_group":
         rows |= dict.fromkeys(("attn.k", "attn.v"), kept_U.repeat_interleave(shape.head_dim))
     if shape.latent is not None:

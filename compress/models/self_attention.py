@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
+from compress.models.ffn import OUTPUT_GATE, gated
 from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import linear_of
@@ -20,11 +21,12 @@ from compress.models.tap import Tap, no_tap
 
 
 class Attention(nn.Module):
-    """Attention with its linears; `v` is absent where the keys are the values."""
+    """Attention with its linears; `v` is absent where the keys are the values, and few models have a `gate`."""
 
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
+    gate: nn.Linear
     o: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
@@ -58,7 +60,7 @@ class Attention(nn.Module):
         *,
         layer_idx: int,
     ) -> Tensor:
-        """Return the concatenated outputs of all attention heads: the input of `o`."""
+        """Return the concatenated outputs of all attention heads, gated if they are: the input of `o`."""
         shape = self.shape
         leading = x_BSD.shape[:-1]
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
@@ -75,7 +77,8 @@ class Attention(nn.Module):
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
-        return out_BSHC[..., : shape.value_dim].reshape(*leading, -1)
+        out_BSF = out_BSHC[..., : shape.value_dim].reshape(*leading, -1)
+        return gated(OUTPUT_GATE, self.gate(x_BSD), out_BSF) if shape.output_gate else out_BSF
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
         """Return the queries [B, S, H, C], normed and not rotated."""

@@ -1,6 +1,6 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
-    x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
+    x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`), or x + o(sigmoid(gate) * attention(...))
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
@@ -17,7 +17,7 @@ Shapes: T rows, D hidden, F outputs of a fused linear, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
+from compress.models.ffn import OUTPUT_GATE
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.latent_attention import LatentAttention
@@ -89,15 +90,15 @@ class LayerRunner:
         def bound(op: Op, n: int) -> BoundKernel:
             return BoundKernel.of(deployment.kernel_device.problem(op, n=n))
 
-        widest_ffn = max(
+        widest_gated = max(
             layer.linear_shape(linear, arch.hidden_size)[1]
             for layer in arch.layers
             for linear in layer.linears
-            if linear.endswith(".down")
+            if linear.endswith(".down") or (layer.output_gate and linear == "attn.o")
         )
         self._ops = {
             "rms_norm": bound("rms_norm", arch.hidden_size),
-            "act_mul": bound("act_mul", widest_ffn),
+            "act_mul": bound("act_mul", widest_gated),
         }
         if arch.block in ("post", "sandwich"):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
@@ -144,7 +145,7 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
         where the FFN reads the same input as attention.
         """
-        attended_TF = attend(layer, projected).flatten(1)
+        attended_TF = self._attended(layer, projected, attend)
         reads_ffn = layer.experts is None or layer.branch_norms is not None
         ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
         norms = layer.branch_norms
@@ -164,6 +165,16 @@ class LayerRunner:
             half = self._mixture
         ffn_half = partial(half, layer, ffn_rows, phase)
         return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
+
+    def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
+        """Return the input of the last linear of attention. The outputs of a gate follow q, k and v."""
+        if not layer.shape.output_gate:
+            return attend(layer, projected).flatten(1)
+        size = layer.shape.num_heads * layer.shape.head_dim
+        qkv_TF, gate_TF = projected.qkv_TF[:, :-size], projected.qkv_TF[:, -size:]
+        attended_TF = attend(layer, replace(projected, qkv_TF=qkv_TF)).flatten(1)
+        rows: Rows = self._act_mul(gate_TF, OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
+        return rows
 
     def _ffn(
         self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None

@@ -513,6 +513,18 @@ def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str) -> None:
     assert_close(kernel.fn(x, name), gate * share * up, depth=4, dtype=dtype)
 
 
+@each_usable(usable("act_mul", n=37))
+def test_a_gate_may_lie_beside_other_columns_than_what_it_gates(
+    kernel: Kernel, device: str, dtype: str
+) -> None:
+    gate = randn(9, 80, device=device, dtype=dtype)[:, 43:]
+    up = randn(9, 37, device=device, dtype=dtype, seed=1)
+    y = kernel.fn(gate, "sigmoid", up_TF=up)
+    assert_close(y, up.double() / (1 + (-gate.double()).exp()), depth=4, dtype=dtype)
+    assert same_bits(kernel.fn(gate[3:4], "sigmoid", up_TF=up[3:4]), y[3:4])
+    assert same_bits(kernel.fn(torch.cat((gate, up), dim=1), "silu"), kernel.fn(gate, "silu", up_TF=up))
+
+
 @pytest.fixture(params=[1, 2, 3])
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()

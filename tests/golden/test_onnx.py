@@ -52,6 +52,7 @@ REFUSED = {
         "hy_v3",
         "deepseek_v2",
         "deepseek_v3",
+        "afmoe",
     ),
     "language-model-only": (
         "vision",

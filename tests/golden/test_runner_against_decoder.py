@@ -69,6 +69,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "attention sinks": {"attn_sinks": True, "layers": (tiny_shape(window=5), tiny_shape())},
     "sinks beside capped scores": {"attn_sinks": True, "attn_softcap": 2.0},
+    "gated outputs of attention": {
+        "qk_norm": True,
+        "layers": (tiny_shape(window=5, output_gate=True), tiny_shape(rope=None, output_gate=True)),
+    },
     "experts": {"layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)), tiny_shape())},
     "experts, a shared one and a gate": {
         "layers": (tiny_shape(experts=Experts(5, 3, 32, shared_size=40, shared_gate=True)),)

@@ -67,6 +67,15 @@ FACTS: dict[str, dict[str, Any]] = {
         "logit_softcap": 30.0,
         "layers": (LOCAL, LAYER),
     },
+    "trinity": {
+        "block": "sandwich",
+        "embed_scale": 19.6,
+        "qk_norm": True,
+        "layers": (
+            replace(LOCAL, output_gate=True, experts=SIGMOID, intermediate_size=176),
+            replace(LAYER, output_gate=True, rope=None),
+        ),
+    },
     "gemma 3": {
         "norm_offset": 1.0,
         "block": "sandwich",

@@ -21,20 +21,22 @@ SPAN = 1024
 
 @jit()
 def _gated(
-    gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """Return the rounded activation(gate) * up at `offsets` of a row, in which up follows gate after SIZE
-    elements."""
+    """Return the rounded activation(gate) * up at `offsets` of their rows."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
-    up = tl.load(gate_ptr + SIZE + offsets, mask=mask, other=0.0)
+    up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
     x = gate.to(tl.float32)
     return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @jit()
 def _act_mul(
-    gate_up_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -44,18 +46,22 @@ def _act_mul(
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    y = _gated(gate_up_ptr + row * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
+    gate_at = gate_ptr + row * gate_stride
+    y = _gated(gate_at, up_ptr + row * up_stride, columns, columns < SIZE, ACTIVATION)
     tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
 
 
 @jit()
 def _act_mul_quantize(
-    gate_up_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
     zero_ptr: tl.tensor,
     static_zero_ptr: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
     ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -68,7 +74,8 @@ def _act_mul_quantize(
     wait(PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    y = _gated(gate_up_ptr + row.to(tl.int64) * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
+    gate_at = gate_ptr + row.to(tl.int64) * gate_stride
+    y = _gated(gate_at, up_ptr + row.to(tl.int64) * up_stride, columns, columns < SIZE, ACTIVATION)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -76,22 +83,30 @@ def _act_mul_quantize(
 
 
 def act_mul(
-    gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None
+    gate_up_TF: Tensor,
+    activation: str,
+    quant: ActivationQuant | None = None,
+    *,
+    up_TF: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Map [T, 2 F] to [T, F]."""
-    num_rows = gate_up_TF.shape[0]
-    size = gate_up_TF.shape[1] // 2
-    device = gate_up_TF.device
-    gate_up_TF = gate_up_TF.contiguous()
+    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]."""
+    gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
+    num_rows, size = gate.shape
+    device = gate.device
+    gate, up = (each if each.stride(1) == 1 else each.contiguous() for each in (gate, up))
+    strides = {"gate_stride": gate.stride(0), "up_stride": up.stride(0)}
     if quant is None:
-        out = torch.empty(num_rows, size, dtype=gate_up_TF.dtype, device=device)
+        out = torch.empty(num_rows, size, dtype=gate.dtype, device=device)
         grid = num_rows, -(-size // SPAN)
         _act_mul[grid](
-            gate_up_TF, out, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4, **pdl_options(device)
-        )
+            gate, up, out, **strides, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
+            **pdl_options(device),
+        )  # fmt: skip
         return out
-    rows, output = row_output(num_rows, size, gate_up_TF.dtype, device, quant)
-    _act_mul_quantize[(num_rows,)](gate_up_TF, **output, ACTIVATION=activation, **row_options(size, device))
+    rows, output = row_output(num_rows, size, gate.dtype, device, quant)
+    _act_mul_quantize[(num_rows,)](
+        gate, up, **output, **strides, ACTIVATION=activation, **row_options(size, device)
+    )
     return rows
 
 

@@ -1,5 +1,5 @@
 """Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of
-one fused projection.
+one fused projection, or two tensors.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
 anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
@@ -21,16 +21,20 @@ SERIAL_SIZE = 16384
 
 
 def act_mul_rows(
-    gate_up_TF: Tensor, activation_name: str, quant: ActivationQuant | None = None
+    gate_up_TF: Tensor,
+    activation_name: str,
+    quant: ActivationQuant | None = None,
+    *,
+    up_TF: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Return the product, quantized if the next linear needs it."""
-    product = act_mul(gate_up_TF, activation_name)
+    """Return the product, quantized if the next linear needs it. With `up_TF`, the first is the gate alone."""
+    product = act_mul(gate_up_TF, activation_name, up_TF=up_TF)
     return product if quant is None else quantize(product, quant)
 
 
-def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
-    """Map [T, 2 F] to [T, F]."""
-    gate, up = gate_up_TF.chunk(2, dim=-1)
+def act_mul(gate_up_TF: Tensor, activation_name: str, *, up_TF: Tensor | None = None) -> Tensor:
+    """Map [T, 2 F], or two of [T, F], to [T, F]."""
+    gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     if gate.device.type != "cpu":
         return activation(activation_name, gate) * up
     size = gate.shape[1]

@@ -1,9 +1,9 @@
-"""Activations of gated FFNs (arXiv 2002.05202) in Triton kernels, in float32.
+"""Activations of gated FFNs (arXiv 2002.05202) and of gated attention in Triton kernels, in float32.
 
     silu(x) = x s(x)                         s(x) = 1 / (1 + e^-x)
     gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
 
-1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh.
+The sigmoid s gates the outputs of attention. 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh.
 """
 
 from compress.kernels.compilers.triton import jit, tl
@@ -13,6 +13,8 @@ from compress.kernels.compilers.triton import jit, tl
 def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     if ACTIVATION == "silu":
         return x / (1 + tl.exp(-x))
+    elif ACTIVATION == "sigmoid":
+        return 1 / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
     else:

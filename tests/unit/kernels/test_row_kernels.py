@@ -406,6 +406,10 @@ if INTERPRETED:
             product = act_mul(gate_up, activation)
             assert isinstance(product, Tensor)
             assert_same_rows(act_mul(gate_up, activation, quant), quantize(product, quant))
+        up = randn(4, 100, dtype=torch.float16, seed=3)
+        product = act_mul(gate_up[:, 284:], "sigmoid", up_TF=up)
+        assert isinstance(product, Tensor)
+        assert_same_rows(act_mul(gate_up[:, 284:], "sigmoid", quant, up_TF=up), quantize(product, quant))
 
     def test_rows_are_independent() -> None:
         x = randn(9, 200)
