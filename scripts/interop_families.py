@@ -26,6 +26,7 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+_STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
 _LATENT = {
     "head_dim": 64,  # what `transformers` calls the dimensions that rotate
     "num_key_value_heads": 4,
@@ -194,6 +195,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+    },
+    "hunyuan_v1_dense": {"architectures": ["HunYuanDenseV1ForCausalLM"], "use_qk_norm": True, **_STRETCHED},
+    "hunyuan_v1_moe": {
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "num_experts": 8,
+        "moe_topk": [2, 2],
+        "num_shared_expert": [1, 1],
+        "moe_intermediate_size": [512, 512],
+        "intermediate_size": 512,
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+        **_STRETCHED,
     },
     "afmoe": {
         "architectures": ["AfmoeForCausalLM"],

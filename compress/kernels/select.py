@@ -22,10 +22,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
-                          whole=False, centered=False, growth_P=None, v_norm=False, hadamard=False,
-                          early=False) -> q_THC
+                          whole=False, rotates_first=False, centered=False, growth_P=None, v_norm=False,
+                          hadamard=False, early=False) -> q_THC
                        writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
+                       `rotates_first`: heads are normed after they are turned
                        `hadamard`: q, k and v are returned and written in the transform of their head
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head

@@ -52,6 +52,7 @@ class Arch:
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`).
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
+        rotates_first: each head of q and k is normed after it is rotated, and not before.
         v_norm: each head of the values is normed (RMS), without a weight.
         layer_scalar: the output of a layer is multiplied by a number of its own.
         embed_scale, residual_scale, logit_scale: factors of the embedding, of the output of each half-layer,
@@ -96,12 +97,17 @@ class Arch:
     growth_offset: int = 0
     growth_unrotated: bool = False
     unit_qk_norm: bool = False
+    rotates_first: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UnsupportedArch(
                 f"activation '{self.activation}' is not known to the decoder; it knows "
                 f"{', '.join(ACTIVATIONS)}."
+            )
+        if self.rotates_first and (self.whole_qk_norm or self.unit_qk_norm):
+            raise UnsupportedArch(
+                "norms of q and k follow the rotation, and are none of single heads by weights."
             )
         for idx, layer in enumerate(self.layers):
             if (layer.latent is not None) != self.has_latents:
@@ -222,6 +228,11 @@ class Arch:
         """Return whether the queries of a layer grow with their position."""
         return self.query_growth is not None and not (self.growth_unrotated and layer.rope is not None)
 
+    @property
+    def norms_rotated(self) -> bool:
+        """Whether heads of q and k are normed, and after they are rotated."""
+        return self.qk_norm and self.rotates_first
+
     def has_unit_qk_norm(self, layer: LayerShape) -> bool:
         """Return whether the heads of q and k of a layer are normed without a weight."""
         return self.unit_qk_norm and layer.rope is not None
@@ -318,7 +329,8 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name, known in (("norm", NORMS), ("block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
-    for name in ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar", "growth_unrotated", "unit_qk_norm"):
+    flags = ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar", "growth_unrotated", "unit_qk_norm")
+    for name in (*flags, "rotates_first"):
         if model.has(name):
             model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):

@@ -296,7 +296,9 @@ class Family:
             stated = Fields(values, "the source's config", UnsupportedArch)
             experts = self.mixture.write([layer.experts for layer in arch.layers], stated)
             used = {name: other for name, other in self.aliases.items() if other in config}
-            config.update({used.get(name, name): value for name, value in experts.items()})
+            for name, value in experts.items():
+                by_layer = isinstance(config.get(name), list) and not isinstance(value, list)
+                config[used.get(name, name)] = [value] * arch.num_layers if by_layer else value
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:

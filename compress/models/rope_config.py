@@ -58,6 +58,21 @@ def rope_of_text(config: Fields) -> dict[str, Any]:
     return {"rope_parameters": plain or {"rope_type": "default"}}
 
 
+def rope_of_alpha(config: Fields, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of families whose dynamic rope, where it states an `alpha` that is not 0,
+    stretches the base by a^(C / (C - 2)) for every length: the plain rope with another base."""
+    name = next((each for each in _NAMES if config.has(each)), None)
+    rope = Fields({}, config.where, UnsupportedArch) if name is None else config.fields(name)
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    alpha = rope.number("alpha", 0, FACTORS[1], default=0.0)
+    if kind != DYNAMIC or not alpha:
+        return {}
+    if head_dim < 4:
+        raise config.wrong("head_dim", head_dim, "at least 4 with an alpha of the rope")
+    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", *THETAS)
+    return {"rope_parameters": {"rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}}
+
+
 def check_one_rope(raw: Mapping[str, Any], where: str) -> None:
     """Check that a config with both `rope_parameters` and `rope_scaling` states the same rope by both names.
 

@@ -21,7 +21,8 @@ from compress.models.tap import Tap, no_tap
 
 
 class Attention(nn.Module):
-    """Attention with its linears; `v` is absent where the keys are the values, and few models have a `gate`."""
+    """Attention with its linears; `v` is absent where the keys are the values, and `gate` where outputs have
+    none."""
 
     q: nn.Linear
     k: nn.Linear
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         shape = self.shape
         leading = x_BSD.shape[:-1]
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        q_BSHC = rotate(self.queries(x_BSD, tap), *cos_sin_SC)
+        q_BSHC = self._rotated("q", self.queries(x_BSD, tap), cos_sin_SC)
         if self.arch.queries_grow(shape):
             growth_S = query_growth(self.arch, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         return gated(OUTPUT_GATE, self.gate(x_BSD), out_BSF) if shape.output_gate else out_BSF
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
-        """Return the queries [B, S, H, C], normed and not rotated."""
+        """Return the queries [B, S, H, C], normed where norms come first, and not rotated."""
         del tap
         return self._heads_of("q", self.q(x_BSD))
 
@@ -95,14 +96,19 @@ class Attention(nn.Module):
         v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.head_dim))
         if self.arch.v_norm:
             v_BSKC = unit_norm(v_BSKC, self.arch.norm_eps)
-        return rotate(self._heads_of("k", k_BSF), *cos_sin_SC), v_BSKC
+        return self._rotated("k", self._heads_of("k", k_BSF), cos_sin_SC), v_BSKC
+
+    def _rotated(self, name: str, x: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> Tensor:
+        """Return queries or keys [..., C] rotated, and normed where norms come last."""
+        x = rotate(x, *cos_sin_SC)
+        return self.get_submodule(f"{name}_norm")(x) if self.arch.norms_rotated else x
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
-        """Return queries or keys [..., F] by head, normed and not rotated."""
+        """Return queries or keys [..., F] by head, normed where norms come first, and not rotated."""
         if self.arch.qk_norm and self.arch.whole_qk_norm:
             x = self.get_submodule(f"{name}_norm")(x)
         x = x.unflatten(-1, (-1, self.shape.head_dim))
-        if self.arch.qk_norm and not self.arch.whole_qk_norm:
+        if self.arch.qk_norm and not (self.arch.whole_qk_norm or self.arch.rotates_first):
             x = self.get_submodule(f"{name}_norm")(x)
         return unit_norm(x, self.arch.norm_eps) if self.arch.has_unit_qk_norm(self.shape) else x
 

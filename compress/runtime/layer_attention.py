@@ -169,6 +169,7 @@ class LayerAttention:
             qk_norm=None if norm is None else norm.weight,
             eps=self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
+            rotates_first=self._arch.norms_rotated,
             centered=norm is not None and norm.centered,
             growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,

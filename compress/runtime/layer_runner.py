@@ -1,6 +1,7 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
-    x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`), or x + o(sigmoid(gate) * attention(...))
+    x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
+    x = x + o(sigmoid(gate(norm(x))) * attention(qkv(norm(x)), cache)), where attention has an output gate
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
@@ -171,9 +172,9 @@ class LayerRunner:
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
         size = layer.shape.num_heads * layer.shape.head_dim
-        qkv_TF, gate_TF = projected.qkv_TF[:, :-size], projected.qkv_TF[:, -size:]
-        attended_TF = attend(layer, replace(projected, qkv_TF=qkv_TF)).flatten(1)
-        rows: Rows = self._act_mul(gate_TF, OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
+        ungated = replace(projected, qkv_TF=projected.qkv_TF[:, :-size])
+        attended_TF = attend(layer, ungated).flatten(1)
+        rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
         return rows
 
     def _ffn(

@@ -401,22 +401,26 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(
 
 
 @each_usable(usable("rope_store", n=16, k=3))
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("norms", ["heads", "whole", "rotated"])
 @pytest.mark.parametrize("centered", [False, True])
-def test_rope_store_norms_all_heads_at_once_and_grows_queries(
-    kernel: Kernel, device: str, dtype: str, whole: bool, centered: bool
+def test_rope_store_norms_all_heads_at_once_or_after_they_are_turned_and_grows_queries(
+    kernel: Kernel, device: str, dtype: str, norms: str, centered: bool
 ) -> None:
+    whole = norms == "whole"
+    turns = norms == "rotated"
     qkv = randn(5, (6 + 2 + 2) * 16, device=device, dtype=dtype)
     positions = torch.tensor([3, 0, 7, 1, 2], device=device)
     ones, zeros = (torch.full((8, 16), value, dtype=DTYPES[dtype], device=device) for value in (1.0, 0.0))
     weight = 1 + randn(8, 16, device=device, dtype="F32", seed=2)
     growth = (1 + torch.arange(8, device=device) / 4).to(DTYPES[dtype])
     facts: dict[str, Any] = {"num_heads": 6, "qk_norm": weight, "eps": 1e-6, "growth_P": growth}
-    facts |= {"whole": whole, "centered": centered}
+    facts |= {"whole": whole, "rotates_first": turns, "centered": centered}
+    tables = (zeros, ones) if turns else (ones, zeros)
     kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8])
     slots = table[0, 0] * 16 + positions
-    q = kernel.fn(qkv, ones, zeros, positions, slots, kv, **facts)
+    q = kernel.fn(qkv, *tables, positions, slots, kv, **facts)
     heads = qkv.view(5, 10, 16)
+    heads = torch.cat((-heads[..., 8:], heads[..., :8]), dim=-1) if turns else heads
     parts = [heads[:, :6], heads[:, 6:8]]
     weights = list(weight.split([6, 2]))
     if whole:
@@ -435,7 +439,7 @@ def test_rope_store_norms_all_heads_at_once_and_grows_queries(
     assert_close(k[:, positions].transpose(0, 1), normed[1], depth=2, dtype=dtype, factors=3)
     for row in range(5):
         one = slice(row, row + 1)
-        alone = kernel.fn(qkv[one], ones, zeros, positions[one], slots[one], kv, **facts)
+        alone = kernel.fn(qkv[one], *tables, positions[one], slots[one], kv, **facts)
         assert same_bits(alone, q[one])
 
 

@@ -72,6 +72,7 @@ EXPORTED = [
     ("qwen2", "W2A16_G128_ASYM"),
     ("qwen3", "W2A16_G64_ASYM"),
     ("llama-gqa", "W4A8_FP8"),
+    ("hunyuan_v1_dense", "W4A16_G128"),
     ("llama-gqa", "NVFP4"),
     ("phi3-window-gqa", "NVFP4"),
     ("qwen2", "MXFP4"),

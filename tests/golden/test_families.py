@@ -271,6 +271,8 @@ STATED: dict[str, dict[str, Any]] = {
     # heads of the default size do not span this hidden size
     "helium": {"head_dim": 4, "num_key_value_heads": 4},
     # these have no default
+    "hunyuan_v1_dense": {"head_dim": 4},
+    "hunyuan_v1_moe": {"head_dim": 4},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     # their defaults are as many as the heads of one model

@@ -96,7 +96,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         if layer.rope is None:
             continue
         rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)
-        assert layer.rope.theta == rope["rope_theta"]
+        stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        assert layer.rope.theta == rope["rope_theta"] * stretch
         assert layer.rope.kind == ("default" if rope["rope_type"] == "dynamic" else rope["rope_type"])
         assert layer.rope.factor == rope.get("factor", 1.0)  # that of a plain rope is not used
         assert (layer.rope.rotary_dim or head_dim) == head_dim * rope.get("partial_rotary_factor", 1)

@@ -46,6 +46,7 @@ EXPORTED = [
     ("deepseek_v3", "FP8_DYNAMIC"),
     ("glm4_moe_lite", "W4A16_G128"),
     ("afmoe", "W4A16_G128"),
+    ("hunyuan_v1_moe", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -72,6 +73,7 @@ IN_MEMORY = (
     "deepseek_v3",
     "glm4_moe_lite",
     "afmoe",
+    "hunyuan_v1_moe",
 )
 
 

@@ -53,6 +53,7 @@ REFUSED = {
         "deepseek_v2",
         "deepseek_v3",
         "afmoe",
+        "hunyuan_v1_moe",
     ),
     "language-model-only": (
         "vision",

@@ -119,6 +119,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "whole_qk_norm": True,
         "layers": (tiny_shape(num_heads=6, num_kv_heads=3), tiny_shape(head_dim=24, num_kv_heads=1)),
     },
+    "heads normed after they are rotated": {"qk_norm": True, "rotates_first": True},
     "normed heads with an offset": {"qk_norm": True, "norm_offset": 1.0},
     "centered heads": {"qk_norm": True, "norm": "layer"},
     "scaled embedding": {"embed_scale": 7.5, "tied_head": True},

@@ -67,6 +67,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "logit_softcap": 30.0,
         "layers": (LOCAL, LAYER),
     },
+    "hunyuan": {"qk_norm": True, "rotates_first": True},
     "trinity": {
         "block": "sandwich",
         "embed_scale": 19.6,
@@ -336,11 +337,11 @@ def parts(rows: Tensor | QuantizedRows | None) -> list[Tensor]:
     ("num_heads", "num_kv_heads", "head_dim"),
     [(40, 40, 128), (9, 3, 80), (16, 8, 256), (4, 1, 512)],
 )
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("norms", ["heads", "whole", "rotated"])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_rope_store_norms_all_heads_and_grows_queries(
-    num_heads: int, num_kv_heads: int, head_dim: int, whole: bool, centered: bool, weights: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, norms: str, centered: bool, weights: torch.dtype
 ) -> None:
     qkv = randn(33, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16)
     cos, sin = (randn(64, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
@@ -349,7 +350,8 @@ def test_rope_store_norms_all_heads_and_grows_queries(
         "num_heads": num_heads,
         "eps": 1e-5,
         "qk_norm": 1 + randn(num_heads + num_kv_heads, head_dim, dtype=weights, seed=3) / 4,
-        "whole": whole,
+        "whole": norms == "whole",
+        "rotates_first": norms == "rotated",
         "centered": centered,
         "growth_P": (1 + torch.arange(64, device=CUDA) / 16).to(torch.bfloat16),
     }

@@ -119,7 +119,7 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     rows = torch.zeros(16).long()
     if head_dim in HADAMARD_HEAD_DIMS:
         heads.hadamard(q)
-    for whole in (False, True) if head_dim == 128 else (False,):
+    for whole, turned in ((False, False), (True, False), (False, True))[: 3 if head_dim == 128 else 1]:
         fused.rope_store(
             qkv,
             rope,
@@ -131,6 +131,7 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
             qk_norm=torch.zeros(10, head_dim, dtype=torch.float32 if whole else q.dtype),
             eps=1e-5,
             whole=whole,
+            rotates_first=turned,
             centered=whole,
             growth_P=rope[:, 0].contiguous() if whole else None,
             hadamard=whole,

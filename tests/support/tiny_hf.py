@@ -61,6 +61,8 @@ CONFIGS: dict[str, Any] = {
     "mellum": transformers.MellumConfig,
     "flex_olmo": transformers.FlexOlmoConfig,
     "afmoe": transformers.AfmoeConfig,
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
+    "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
     "gemma3": transformers.Gemma3Config,
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
@@ -224,6 +226,8 @@ _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},
@@ -246,6 +250,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 100,
     "rope_theta": 10000.0,
 }
+STRETCHED = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Six dimensions of a head of 8 rotate; sequences of more than 16 tokens take the long factors.
 LONGROPE = {
@@ -994,6 +999,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 8, "rope_parameters": STRETCHED}),
+    "hunyuan_v1_dense-bias": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_parameters": STRETCHED},
+    ),
+    "hunyuan_v1_moe-one-kv-head": (
+        "hunyuan_v1_moe",
+        {"head_dim": 12, "num_key_value_heads": 1, "num_experts": 5, "moe_topk": [3, 3, 3]},
     ),
     "granite_swa": ("granite_swa", {"sliding_window": 5, "attention_multiplier": 0.4}),
     "granite_swa-no-positions": (

@@ -238,7 +238,9 @@ class Onnx:
                 Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
             )
         if any(layer.output_gate for layer in arch.layers):
-            rules.append(Rule("output-gate", "attention has an output gate, which the graph does not compute."))
+            rules.append(
+                Rule("output-gate", "attention has an output gate, which the graph does not compute.")
+            )
         if arch.attn_sinks:
             rules.append(Rule("attention-sinks", "attention has sinks, which the graph does not compute."))
         if arch.activation == "swiglu_clamped":

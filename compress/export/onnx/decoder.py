@@ -141,13 +141,13 @@ class DecoderGraph:
         """Return queries or keys by head [T, H, C], normed, in canonical order and rotated."""
         arch = self._arch
         graph = self._graph
-        has_norm = arch.qk_norm
+        has_norm = arch.qk_norm and not arch.rotates_first
         x = self._norm(x_TF, f"{name}_norm") if has_norm and arch.whole_qk_norm else x_TF
         x = self._split(x, shape.head_dim)
         x = self._norm(x, f"{name}_norm") if has_norm and not arch.whole_qk_norm else x
         x = self._unit_norm(x) if arch.has_unit_qk_norm(shape) else x
         if shape.rope is None:
-            return x
+            return self._norm(x, f"{name}_norm") if arch.norms_rotated else x
         x = self._in_order(x, name, shape)
         cos, sin = self._rotation(shape.rope, shape.head_dim)
         halves = graph.constant([shape.head_dim // 2] * 2, I64)
@@ -156,7 +156,11 @@ class DecoderGraph:
             graph.op("Sub", graph.op("Mul", first, cos), graph.op("Mul", second, sin)),
             graph.op("Add", graph.op("Mul", second, cos), graph.op("Mul", first, sin)),
         ]
-        return graph.op("Concat", *rotated, axis=-1)
+        x = graph.op("Concat", *rotated, axis=-1)
+        if not arch.norms_rotated:
+            return x
+        assert self._linear.order(name) is None, "the weight of the norm is in the order of the stored rows"
+        return self._norm(x, f"{name}_norm")
 
     def _in_order(self, x_THC: str, name: str, shape: LayerShape) -> str:
         """Return heads whose dimensions are in canonical order, from those of the stored rows."""

@@ -27,7 +27,8 @@ def act_mul_rows(
     *,
     up_TF: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Return the product, quantized if the next linear needs it. With `up_TF`, the first is the gate alone."""
+    """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
+    alone."""
     product = act_mul(gate_up_TF, activation_name, up_TF=up_TF)
     return product if quant is None else quantize(product, quant)
 

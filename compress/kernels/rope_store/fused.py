@@ -2,6 +2,8 @@
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
+or q, k = norm(rope(q, k)).
+
 Before the last step, q, k and v may be replaced by the Hadamard transform of their head.
 
 The values are the last K heads of the projection, which may be its keys as well, and may be normed without a
@@ -88,6 +90,26 @@ def _moments(
     return mean, tl.sum(squares, axis=0) / SIZE
 
 
+@jit()
+def _turned(
+    x: tl.tensor,
+    y: tl.tensor,
+    cos_first: tl.tensor,
+    cos_second: tl.tensor,
+    sin_first: tl.tensor,
+    sin_second: tl.tensor,
+    dtype: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the halves of heads turned by the angles of `_angles`, products and sums rounded to `dtype`."""
+    first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (y * sin_first.to(tl.float32)).to(
+        dtype
+    ).to(tl.float32)
+    second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (x * sin_second.to(tl.float32)).to(
+        dtype
+    ).to(tl.float32)
+    return first.to(dtype), second.to(dtype)
+
+
 @jit(varying=("num_positions",), unaligned=("positions_ptr", "slots_ptr"))
 def _rope_store(
     qkv_ptr: tl.tensor,
@@ -117,6 +139,7 @@ def _rope_store(
     TINY_SCALE: tl.constexpr,
     POWERS: tl.constexpr,
     WHOLE: tl.constexpr,
+    ROTATES_FIRST: tl.constexpr,
     CENTERED: tl.constexpr,
     V_NORM: tl.constexpr,
     FIRST_V: tl.constexpr,
@@ -166,6 +189,10 @@ def _rope_store(
         root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
         first = tl.where(rotated, first, (x * root).to(dtype))
         second = tl.where(rotated, second, (y * root).to(dtype))
+    if ROTATES_FIRST:
+        turned_first, turned_second = _turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
+        x = turned_first.to(tl.float32)
+        y = turned_second.to(tl.float32)
     if norm_ptr is not None:
         if WHOLE:
             mean = tl.zeros([HEADS, 1], tl.float32)
@@ -197,14 +224,13 @@ def _rope_store(
         else:
             x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
             y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
-    turned_first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (
-        y * sin_first.to(tl.float32)
-    ).to(dtype).to(tl.float32)
-    turned_second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (
-        x * sin_second.to(tl.float32)
-    ).to(dtype).to(tl.float32)
-    first = tl.where(rotated, turned_first.to(dtype), first)
-    second = tl.where(rotated, turned_second.to(dtype), second)
+    if ROTATES_FIRST:
+        turned_first = x.to(dtype)
+        turned_second = y.to(dtype)
+    else:
+        turned_first, turned_second = _turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
+    first = tl.where(rotated, turned_first, first)
+    second = tl.where(rotated, turned_second, second)
 
     is_q = mask & (heads < H)
     if growth_ptr is not None:
@@ -273,6 +299,7 @@ def rope_store(
     qk_norm: Tensor | None,
     eps: float,
     whole: bool = False,
+    rotates_first: bool = False,
     centered: bool = False,
     growth_P: Tensor | None = None,
     v_norm: bool = False,
@@ -290,6 +317,7 @@ def rope_store(
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
+    assert not (whole and rotates_first)
     assert not hadamard or head_dim in HADAMARD_HEAD_DIMS
     assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
@@ -324,6 +352,7 @@ def rope_store(
         TINY_SCALE=TINY_SCALE,
         POWERS=kv.power_scales,
         WHOLE=whole,
+        ROTATES_FIRST=rotates_first,
         CENTERED=centered,
         V_NORM=v_norm,
         FIRST_V=num_stored - num_kv_heads,

@@ -2,9 +2,9 @@
 2104.09864), the cache's write.
 
 Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. The
-norms of q and of k span one head, or all heads at once; the heads of v may be normed, too, without a weight.
-The values are the last K heads of the projection, which may be the keys as well. A query may be multiplied by
-a factor of its position, after it is turned.
+norms of q and of k span one head, before or after it is turned, or all heads at once; the heads of v may be
+normed, too, without a weight. The values are the last K heads of the projection, which may be the keys as
+well. A query may be multiplied by a factor of its position, last.
 Each step rounds to the model's dtype, as the canonical decoder does. Last, queries, keys and values may be
 replaced by the Hadamard transform of their head (`hadamard/reference.py`).
 """
@@ -31,6 +31,7 @@ def rope_store(
     qk_norm: Tensor | None,
     eps: float,
     whole: bool = False,
+    rotates_first: bool = False,
     centered: bool = False,
     growth_P: Tensor | None = None,
     v_norm: bool = False,
@@ -59,11 +60,12 @@ def rope_store(
             ],
             dim=1,
         )
-    elif qk_norm is not None:
+    elif qk_norm is not None and not rotates_first:
         qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
-    q_THC, k_TKC = torch.split(
-        rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T]), [num_heads, num_kv_heads], dim=1
-    )
+    qk_THC = rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T])
+    if qk_norm is not None and rotates_first:
+        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
+    q_THC, k_TKC = torch.split(qk_THC, [num_heads, num_kv_heads], dim=1)
     if growth_P is not None:
         q_THC = q_THC * growth_P[positions_T].view(-1, 1, 1)
     if hadamard:

@@ -1,6 +1,6 @@
-"""Trinity (arXiv 2602.17004): attention with an output gate, norms of each head of q and k, four norms a layer,
-positions encoded in layers with a window only, and after dense layers experts chosen by the sigmoids of the
-router with a bias that their weights do not have."""
+"""Trinity (arXiv 2602.17004): attention with an output gate, norms of each head of q and k, four norms a
+layer, positions encoded in layers with a window only, and after dense layers experts chosen by the sigmoids
+of the router with a bias that their weights do not have."""
 
 from functools import partial
 from typing import Any

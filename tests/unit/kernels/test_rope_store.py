@@ -78,16 +78,17 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 128), (9, 3, 80), (2, 2, 512)]
     )
-    @pytest.mark.parametrize("whole", [False, True])
+    @pytest.mark.parametrize("norms", ["heads", "whole", "rotated"])
     @pytest.mark.parametrize("centered", [False, True])
     @pytest.mark.parametrize("weights", [torch.float16, torch.float32])
     def test_wide_and_centered_norms_and_growing_queries_are_those_of_the_reference(
-        num_heads: int, num_kv_heads: int, head_dim: int, whole: bool, centered: bool, weights: torch.dtype
+        num_heads: int, num_kv_heads: int, head_dim: int, norms: str, centered: bool, weights: torch.dtype
     ) -> None:
         args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
         facts = {
             "qk_norm": 1 + randn(num_heads + num_kv_heads, head_dim, dtype=weights, seed=3) / 4,
-            "whole": whole,
+            "whole": norms == "whole",
+            "rotates_first": norms == "rotated",
             "centered": centered,
             "growth_P": 1 + torch.arange(NUM_POSITIONS).to(torch.float16) / 16,
         }

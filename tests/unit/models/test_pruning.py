@@ -64,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-windows": {"model_type": "qwen2", **WINDOWED},
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
     "qwen3-layer-types": {
         "model_type": "qwen3",
