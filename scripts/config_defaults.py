@@ -16,6 +16,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import textwrap
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from compress.models.config_facts import FACTS_FILE
 from compress.models.family import FAMILIES
@@ -105,11 +106,18 @@ def _reads_of_one(text: str, self_is_config: bool) -> Reads:
     return reads
 
 
+def _modeling_of(cls: type, model_type: str) -> str:
+    """Return the name of the module that computes a model, which may be that of another one."""
+    own = cls.__module__.replace(".configuration_", ".modeling_")
+    if importlib.util.find_spec(own) is not None:
+        return own
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING[cls].__module__)
+
+
 def facts_of(model_type: str) -> dict[str, Any]:
     """Return the facts of one `model_type` of the installed `transformers`."""
     cls = CONFIG_MAPPING[model_type]
-    module = cls.__module__.replace(".configuration_", ".modeling_")
-    modeling = inspect.getsource(importlib.import_module(module))
+    modeling = inspect.getsource(importlib.import_module(_modeling_of(cls, model_type)))
     own = reads_of([modeling])
     shared = reads_of(_imported(modeling))
     classes = [each for each in cls.__mro__ if each.__module__.startswith("transformers")]

@@ -61,6 +61,11 @@ CONFIGS: dict[str, Any] = {
     "mellum": transformers.MellumConfig,
     "flex_olmo": transformers.FlexOlmoConfig,
     "afmoe": transformers.AfmoeConfig,
+    "internlm3": transformers.InternLM3Config,
+    "iquestcoder": transformers.IQuestCoderConfig,
+    "hyperclovax": transformers.HyperCLOVAXConfig,
+    "youtu": transformers.YoutuConfig,
+    "flint": transformers.FlintConfig,
     "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
     "gemma3": transformers.Gemma3Config,
@@ -226,6 +231,7 @@ _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
+    "youtu": {"num_key_value_heads": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -292,13 +298,16 @@ ROUTED = {
     "partial_rotary_factor": 0.5,
 }
 # Values narrower than keys, latents narrower and wider than a head.
-LATENTS = {
+DENSE_LATENTS = {
     "q_lora_rank": 28,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
     "num_key_value_heads": 6,
+}
+LATENTS = {
+    **DENSE_LATENTS,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 40,
@@ -997,6 +1006,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "route_scale": 2.5,
             "mup_enabled": True,
             "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "internlm3": ("internlm3", {"head_dim": 8}),
+    "internlm3-biases": (
+        "internlm3",
+        {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "iquestcoder": ("iquestcoder", {"head_dim": 8, "attention_bias": True, "rope_parameters": LLAMA3}),
+    "hyperclovax": (
+        "hyperclovax",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.3,
+        },
+    ),
+    "hyperclovax-pre": ("hyperclovax", {"use_post_norm": False, "tie_word_embeddings": True}),
+    "youtu": ("youtu", {**DENSE_LATENTS, "rope_parameters": YARN}),
+    "youtu-plain-queries": ("youtu", {**DENSE_LATENTS, "q_lora_rank": None, "tie_word_embeddings": False}),
+    "flint": ("flint", {**EXPERTS, "head_dim": 8, "sliding_window": 5, "shared_expert_intermediate_size": 32}),
+    "flint-types": (
+        "flint",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "layer_types": MIXED,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": False,
             "tie_word_embeddings": True,
         },
     ),
