@@ -27,13 +27,16 @@ _GRANITE = {
     "logits_scaling": 8.0,
 }
 _STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
-_LATENT = {
+_LATENT_WIDTHS = {
     "head_dim": 64,  # what `transformers` calls the dimensions that rotate
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,  # with the next, the one size for which vLLM has kernels on a CPU
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
+}
+_LATENT = {
+    **_LATENT_WIDTHS,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -196,6 +199,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "internlm3": {"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": True},
+    "iquestcoder": {"architectures": ["LlamaForCausalLM"]},
+    "hyperclovax": {
+        "architectures": ["HyperCLOVAXForCausalLM"],
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 0.5,
+        "use_post_norm": True,
+    },
+    "youtu": {
+        "architectures": ["YoutuForCausalLM"],
+        **_LATENT_WIDTHS,
+        "q_lora_rank": 128,
+    },
+    "flint": {
+        "architectures": ["FlintForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "mlp_only_layers": [0],
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "norm_topk_prob": True,
+    },
     "hunyuan_v1_dense": {"architectures": ["HunYuanDenseV1ForCausalLM"], "use_qk_norm": True, **_STRETCHED},
     "hunyuan_v1_moe": {
         "architectures": ["HunYuanMoEV1ForCausalLM"],
@@ -292,7 +321,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MIXTURES = tuple(family for family, own in FAMILIES.items() if any("experts" in name for name in own))
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")
 """Families whose rows of latents end within a block, so that no `fp8` checkpoint holds them."""
 ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
 """The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""

@@ -111,11 +111,19 @@ _ADDED = ("architectures", "dtype")
 
 
 def wrapper(model_type: str, architecture: str, *text_families: Family, **facts: Any) -> Wrapper:
-    """Return a wrapper with the modules of the first of its text families."""
+    """Return a wrapper with the modules of all its text families, each named as the first that has it names
+    it."""
     inner = {each.name: getattr(text_families[0], each.name) for each in dataclasses.fields(Family)}
+    modules: dict[str, str] = {}
+    for each in text_families:
+        modules = {**each.layer_modules, **modules}
     return Wrapper(
         **{
             **inner,
+            "layer_modules": modules,
+            "expert_layouts": next(
+                (each.expert_layouts for each in text_families if each.expert_layouts), ()
+            ),
             "model_type": model_type,
             "architecture": architecture,
             "text_families": {each.model_type: each for each in text_families},

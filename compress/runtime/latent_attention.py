@@ -30,7 +30,7 @@ from compress.models.rope import cos_sin
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.latent_linears import LatentLinears
-from compress.runtime.layer_attention import Attend, Projected
+from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
 from compress.runtime.loader import LayerWeights
 
 MOST_PARTIAL_BYTES = 1 << 28
@@ -51,12 +51,11 @@ class LatentAttention:
             any(layer.window is not None or layer.chunk is not None for layer in arch.layers)
             or arch.attn_softcap is not None
             or arch.attn_sinks
-            or arch.query_growth is not None
         )
         if unserved:
             raise EnvironmentUnfit(
                 "the runtime serves latent attention over whole contexts only, without windows, caps of "
-                "scores, sinks or queries that grow."
+                "scores or sinks."
             )
         self._arch = arch
         self._deployment = deployment
@@ -83,6 +82,7 @@ class LatentAttention:
             rope: cos_sin(rope, latent.rope_dim, positions, deployment.dtype, length=max_model_len)
             for rope in {layer.rope for layer in arch.layers}
         }
+        self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._expanded_positions = max(max_model_len, deployment.max_step_tokens)
 
     def decode(
@@ -218,6 +218,8 @@ class LatentAttention:
         q_TF, latent_TF = linears.split(projected.qkv_TF)
         if linears.q_up is not None:
             q_TF = linears.q_up(q_TF, phase, self._ops["rms_norm"].kernel.fn)
+        if self._growth_P is not None and self._arch.queries_grow(layer.shape):
+            q_TF = q_TF * self._growth_P[projected.positions_T].unsqueeze(1)
         q_THC: Tensor = self._ops["latent_store"].kernel.fn(
             q_TF,
             latent_TF,

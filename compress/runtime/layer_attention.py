@@ -85,9 +85,7 @@ class LayerAttention:
             key: cos_sin(*key, positions, deployment.dtype, length=max_model_len)
             for key in {_rope_key(layer) for layer in arch.layers}
         }
-        self._growth_P: Tensor | None = None
-        if arch.query_growth is not None:
-            self._growth_P = query_growth(arch, positions).to(deployment.dtype)
+        self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._chunk_sizes = chunk_sizes(arch, max_model_len)
 
     def decode(
@@ -205,6 +203,11 @@ class LayerAttention:
             return attended_THC
         restored_THC: Tensor = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
         return restored_THC
+
+
+def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the factor of queries by position [P], None where they do not grow."""
+    return None if arch.query_growth is None else query_growth(arch, positions).to(dtype)
 
 
 def _head_key(shape: LayerShape) -> tuple[int, int]:

@@ -74,6 +74,7 @@ IN_MEMORY = (
     "glm4_moe_lite",
     "afmoe",
     "hunyuan_v1_moe",
+    "flint",
 )
 
 
@@ -96,7 +97,9 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
     assert_same_tensors(tmp_path / "written", tmp_path / "in-one")
 
 
-@pytest.mark.parametrize("case", ["gemma4-experts", "gemma4-vision-experts", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "case", ["gemma4-experts", "gemma4-vision-experts", "qwen3_vl_moe", "mistral3-mistral4"]
+)
 def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_and_read_again(
     case: str, tmp_path: Path
 ) -> None:
@@ -104,6 +107,9 @@ def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_an
     tensor that it has."""
     family, changes = CASES[case]
     widths = {**WHOLE_GROUPS, "moe_intermediate_size": 96}
+    if "kv_lora_rank" in changes:
+        widths |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
+        widths |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "first_k_dense_replace": 0}
     saved(
         tmp_path / "plain",
         family,

@@ -54,6 +54,7 @@ REFUSED = {
         "deepseek_v3",
         "afmoe",
         "hunyuan_v1_moe",
+        "flint",
     ),
     "language-model-only": (
         "vision",

@@ -173,6 +173,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         ),
     },
     "latent attention": {"layers": (tiny_shape(**LATENT), tiny_shape(**LATENT))},
+    "latent attention with growing queries": {
+        "query_growth": (0.3, 16),
+        "layers": (tiny_shape(**LATENT), tiny_shape(**LATENT)),
+    },
     "latent attention without a latent of queries": {
         "layers": (tiny_shape(**PLAIN_QUERIES), tiny_shape(**PLAIN_QUERIES, experts=SCALED)),
         "qkv_bias": True,

@@ -38,7 +38,12 @@ WIDE: dict[str, Any] = {
     "head_dim": 32,
 }
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-NOT_GATHERED = ("gemma4-vision-experts", "qwen3_vl_moe", "qwen3_vl_moe-some-dense")
+NOT_GATHERED = (
+    "gemma4-vision-experts",
+    "qwen3_vl_moe",
+    "qwen3_vl_moe-some-dense",
+    "mistral3-mistral4",
+)
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 
 
@@ -57,6 +62,9 @@ def wide(case: str, directory: Path) -> Any:
         sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
         sizes["moe_intermediate_size"] = 256
+    if "kv_lora_rank" in changes:
+        sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
+        sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     return saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
 
 
@@ -211,6 +219,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
 ) -> None:
     if case in NOT_GATHERED and form == "compressed-tensors":
         pytest.skip("what transformers would load is tested in `test_mixtures.py`")
+    if "kv_lora_rank" in CASES[case][1] and form == "fp8":
+        pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")

@@ -128,6 +128,13 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "k-exaone": {"qk_norm": True, "layers": (LOCAL, replace(SPARSE, rope=None, experts=SIGMOID))},
     "deepseek v2": {"layers": (PLAIN_QUERIES, replace(PLAIN_QUERIES, experts=SIGMOID)), "attn_scale": 0.09},
+    "mistral small 4": {
+        "query_growth": (0.1, 64),
+        "layers": (
+            LATENT,
+            replace(LATENT, experts=replace(WHOLE_GROUPS, score="softmax", selection_bias=False)),
+        ),
+    },
     "glm 4.7 flash": {"layers": (LATENT, replace(LATENT, experts=WHOLE_GROUPS)), "qkv_bias": True},
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }

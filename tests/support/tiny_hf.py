@@ -604,6 +604,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral3-mistral": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}),
+    "mistral3-mistral4": (
+        "mistral3",
+        {
+            **LATENTS,
+            "model_type": "mistral4",
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+            "first_k_dense_replace": 1,
+        },
+    ),
     "mistral3-ministral3": (
         "mistral3",
         {
@@ -1027,7 +1042,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax-pre": ("hyperclovax", {"use_post_norm": False, "tie_word_embeddings": True}),
     "youtu": ("youtu", {**DENSE_LATENTS, "rope_parameters": YARN}),
     "youtu-plain-queries": ("youtu", {**DENSE_LATENTS, "q_lora_rank": None, "tie_word_embeddings": False}),
-    "flint": ("flint", {**EXPERTS, "head_dim": 8, "sliding_window": 5, "shared_expert_intermediate_size": 32}),
+    "flint": (
+        "flint",
+        {**EXPERTS, "head_dim": 8, "sliding_window": 5, "shared_expert_intermediate_size": 32},
+    ),
     "flint-types": (
         "flint",
         {

@@ -1,6 +1,8 @@
 """Ministral 3 (Mistral AI, 2025): Mistral with YaRN, and queries that grow with the position beyond the
 length of the first training."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from compress.models.arch import MAX_POSITIONS
@@ -12,22 +14,23 @@ from compress.untrusted.fields import Fields
 _GROWTH = "llama_4_scaling_beta"
 _FOREIGN = (_GROWTH, "max_position_embeddings")
 # The growth once more, where vLLM looks for it; exports have both (`export/restated.py`).
-_RESTATED = "llama_4_scaling"
+RESTATED_GROWTH = "llama_4_scaling"
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def _implied(config: Fields) -> dict[str, Any]:
-    """Return the rope, and the growth of queries as a field of the model."""
-    rope = config.mapping("rope_parameters", default=_DEFAULT_ROPE)
+def growing_rope(config: Fields, default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope, by default that of `default`, and the growth of queries as a field of the model."""
+    rope = config.mapping("rope_parameters", default=default)
     plain = {name: value for name, value in rope.items() if name not in _FOREIGN}
     return {"rope_parameters": plain, _GROWTH: rope.get(_GROWTH)}
 
 
-def _facts(config: Fields) -> dict[str, Any]:
+def growth_of_queries(config: Fields) -> dict[str, Any]:
+    """Return the growth of queries by `growing_rope`."""
     num_positions = config.fields("rope_parameters").integer(_ORIGINAL, 1, MAX_POSITIONS)
     growth = config.number(_GROWTH, 0, 1e6), num_positions
-    if config.has(_RESTATED):
-        stated = config.fields(_RESTATED)
+    if config.has(RESTATED_GROWTH):
+        stated = config.fields(RESTATED_GROWTH)
         other = stated.number("beta", 0, 1e6), stated.integer(_ORIGINAL, 1, MAX_POSITIONS)
         if other != growth:
             raise stated.wrong("beta and length", other, f"{growth}, as in rope_parameters")
@@ -50,9 +53,9 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     windows=same_window,
-    facts=_facts,
-    implied=_implied,
-    known_fields=frozenset({"sliding_window", _RESTATED}),
+    facts=growth_of_queries,
+    implied=partial(growing_rope, default=_DEFAULT_ROPE),
+    known_fields=frozenset({"sliding_window", RESTATED_GROWTH}),
     defaults={
         "hidden_act": "silu",
         "tie_word_embeddings": False,
