@@ -184,7 +184,7 @@ def cases_of(family: str, directory: Path) -> Iterator[Case]:
     else:
         few = [each for each in FEW if family not in LATENT or each[0] != "fp8"]
         written += [] if family in STACKED else few
-        written += [] if family in MIXTURES else GRAPHS
+        written += [] if family in (*MIXTURES, *LATENT) else GRAPHS
     for form, scheme in written:
         yield Case(family, form, scheme, directory / f"{family}-{form}-{scheme}")
     if family in MIXTURES:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
@@ -72,6 +73,7 @@ CONFIGS: dict[str, Any] = {
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
+    "kimi_k25": transformers.Kimi_K25Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen2_vl": transformers.Qwen2VLConfig,
     "glm4v": transformers.Glm4vConfig,
@@ -164,6 +166,19 @@ AROUND: dict[str, dict[str, Any]] = {
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,
+    },
+    "kimi_k25": {
+        "vision_config": {
+            "patch_size": 14,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "projection_hidden_size": 32,
+        **_QWEN_IDS,
     },
     "qwen2_5_vl": {
         "vision_config": {
@@ -618,6 +633,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
             "first_k_dense_replace": 1,
         },
+    ),
+    "kimi_k25": (
+        "kimi_k25",
+        {**LATENTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_parameters": YARN},
     ),
     "mistral3-ministral3": (
         "mistral3",
@@ -1234,7 +1253,21 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
     shard = {"max_shard_size": how.pop("max_shard_size")} if "max_shard_size" in how else {}
     model = build(family, changes, **how)
     model.save_pretrained(directory, **shard)
+    if family in SAVED_OTHERWISE:
+        _rename(directory, *SAVED_OTHERWISE[family])
     return model
+
+
+# Names that `transformers` 5.23 saves and no checkpoint has: it takes the layers of the text model for those
+# of the vision tower.
+SAVED_OTHERWISE = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
+
+
+def _rename(directory: Path, saved_prefix: str, prefix: str) -> None:
+    """Give the tensors of a checkpoint of one file other names."""
+    file = directory / "model.safetensors"
+    tensors = {name.replace(saved_prefix, prefix): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def tokens(num_sequences: int, length: int) -> torch.Tensor:
