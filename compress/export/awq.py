@@ -21,7 +21,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
-from compress.export.vllm import on_a_cpu
+from compress.export.vllm import vllm_builds
 from compress.models.arch import MAX_SIZE, Arch
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
@@ -152,8 +152,7 @@ class Awq:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            Consumer("vLLM", loads=True, note="reads awq natively"),
-            on_a_cpu(arch, scheme),
+            *vllm_builds(arch, scheme, "reads awq natively"),
         ]
 
 

@@ -55,9 +55,13 @@ from compress.export.config_groups import (
     group_of,
     read_groups,
 )
-from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
+from compress.export.experts import (
+    has_several_schemes,
+    why_transformers_refuses,
+    with_pattern_of_experts,
+)
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
-from compress.export.vllm import on_a_cpu, on_a_gpu
+from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.codec import (
@@ -338,6 +342,9 @@ class CompressedTensors:
         of_experts = arch.has_experts and not all(each.symmetric for each in scheme.of_layers)
         if of_experts:
             vllm = "takes symmetric codes only in experts"
+        several = has_several_schemes(arch, scheme)
+        if several:
+            vllm = "takes one scheme for all linears of a layer's experts"
         transformers = "decompresses at load: no speed, no memory saved"
         loads = True
         if not all(each.symmetric for each in scheme.all):
@@ -353,8 +360,7 @@ class CompressedTensors:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
-            Consumer("vLLM", loads=not (narrow or ragged or of_experts), note=vllm),
-            on_a_cpu(arch, scheme, refused=vllm if narrow or ragged or of_experts else None),
+            *vllm_builds(arch, scheme, vllm, loads=not (narrow or ragged or of_experts or several)),
         ]
 
 

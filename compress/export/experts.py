@@ -40,6 +40,14 @@ def with_pattern_of_experts(
     ]
 
 
+def has_several_schemes(arch: Arch, scheme: ModelScheme) -> bool:
+    """Return whether the experts of some layer have several schemes, no scheme one of them."""
+    return any(
+        len({scheme.for_linear(f"layers.{idx}.{linear}") for linear in layer.linears if _PART in linear}) > 1
+        for idx, layer in enumerate(arch.layers)
+    )
+
+
 def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str) -> str | None:
     """Return why transformers does not load the mixtures of a checkpoint, or None where it does."""
     family = family_of({"model_type": arch.family}).in_format(quant_method)

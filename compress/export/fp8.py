@@ -28,7 +28,7 @@ from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.config_groups import matches_module
 from compress.export.rules import in_layers, layout_rules, shapes
-from compress.export.vllm import on_a_cpu
+from compress.export.vllm import vllm_builds
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.model_scheme import ModelScheme
@@ -201,8 +201,12 @@ class Fp8:
                 loads=True,
                 note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
             ),
-            Consumer("vLLM", loads=True, note="reads fp8 natively"),
-            on_a_cpu(arch, scheme, refused="its kernel of blocks takes no 16-bit bias" if biased else None),
+            *vllm_builds(
+                arch,
+                scheme,
+                "reads fp8 natively",
+                cpu_refused="its kernel of blocks takes no 16-bit bias" if biased else None,
+            ),
         ]
 
 

@@ -27,7 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
-from compress.export.vllm import on_a_cpu
+from compress.export.vllm import vllm_builds
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -231,8 +231,7 @@ class Gptq:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            Consumer("vLLM", loads=read, note=note),
-            on_a_cpu(arch, scheme, refused=None if read else note),
+            *vllm_builds(arch, scheme, note, loads=read),
         ]
 
 

@@ -17,6 +17,20 @@ LATENTS = "it computes latent attention otherwise than transformers, of dense we
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
 
+UNKNOWN = {"flint": "it knows no model_type flint"}
+"""Families that vLLM 0.32 does not load at all, and why."""
+
+
+def vllm_builds(
+    arch: Arch, scheme: ModelScheme, note: str, *, loads: bool = True, cpu_refused: str | None = None
+) -> tuple[Consumer, Consumer]:
+    """Return how vLLM and its CPU build load a checkpoint. Where `loads` is false, `note` is the reason;
+    `cpu_refused` is one of the CPU build alone."""
+    refused = UNKNOWN.get(arch.family, None if loads else note)
+    on_gpu = Consumer("vLLM", loads=refused is None, note=refused or note)
+    return on_gpu, on_a_cpu(arch, scheme, refused=refused or cpu_refused)
+
+
 def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> Consumer:
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"

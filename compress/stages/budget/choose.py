@@ -111,7 +111,11 @@ def _sensitivities(
             rows = [[*key, {name: factor * each for name, each in losses.items()}] for *key, losses in rows]
         point.save(rows)
     measured = {(layer, tap): losses for layer, tap, losses in rows}
-    return [{**measured[each.layer_idx, each.group.tap], DENSE: 0.0} for each in groups]
+    parts = [[measured[each.layer_idx, group.tap] for group in each.groups] for each in groups]
+    return [
+        {**{name: sum(part[name] for part in of_each) for name in of_each[0]}, DENSE: 0.0}
+        for of_each in parts
+    ]
 
 
 def _facts(
@@ -135,7 +139,7 @@ def _facts(
     for idx, (each, of_group, pick) in enumerate(zip(groups, options, best.picks, strict=True)):
         row: dict[str, Any] = {
             "layer": each.layer_idx,
-            "projection": each.group.name,
+            "projection": each.name,
             "scheme": of_group[pick].scheme,
             "kl": {option.scheme: significant(option.loss) for option in of_group},
             "bytes": {name_of(scheme): each.num_bytes(arch, scheme) for scheme in each.schemes},

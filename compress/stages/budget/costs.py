@@ -18,24 +18,35 @@ TICKS_PER_US = 100
 """Times are whole hundredths of a microsecond where allocations are compared."""
 
 
+_EXPERTS = "experts"
+
+
 @dataclass(frozen=True)
 class GroupSchemes:
-    """The schemes that one linear group of one layer may get; a single one where an override decides."""
+    """The schemes that a linear group of one layer may get, or several groups that get one scheme; a single
+    one where an override decides."""
 
     layer_idx: int
-    group: LinearGroup
+    groups: tuple[LinearGroup, ...]
     schemes: tuple[Scheme | None, ...]
 
     @property
+    def name(self) -> str:
+        """The name of the group, or `experts`."""
+        return self.groups[0].name if len(self.groups) == 1 else _EXPERTS
+
+    @property
     def linears(self) -> list[str]:
-        """Canonical names of the linears of the group."""
-        return [f"layers.{self.layer_idx}.{linear}" for linear in self.group.linears]
+        """Canonical names of the linears of the groups."""
+        return [f"layers.{self.layer_idx}.{linear}" for group in self.groups for linear in group.linears]
 
     def num_bytes(self, arch: Arch, scheme: Scheme | None, *, itemsize: int = 2) -> int:
-        """Return the bytes of the group's weights in a scheme, dense for None; `itemsize` is as in
+        """Return the bytes of the groups' weights in a scheme, dense for None; `itemsize` is as in
         `matrix_bytes`."""
         layer = arch.layers[self.layer_idx]
-        shapes = [layer.linear_shape(linear, arch.hidden_size) for linear in self.group.linears]
+        shapes = [
+            layer.linear_shape(linear, arch.hidden_size) for group in self.groups for linear in group.linears
+        ]
         return sum(matrix_bytes(n, k, scheme, itemsize=itemsize) for n, k in shapes)
 
 
@@ -49,16 +60,17 @@ def matrix_bytes(out_features: int, in_features: int, scheme: Scheme | None, *, 
 
 def schemes_by_group(spec: Mixed, overrides: Mapping[str, Scheme | None], arch: Arch) -> list[GroupSchemes]:
     """Return every linear group of the model with the schemes it may get; `overrides` has the linears that
-    overrides decide.
+    overrides decide. The gates, ups and downs of a layer's experts get one scheme, unless an override decides
+    some of them: vLLM and the fast kernels of this runtime take one for all.
 
     Raises:
         UsageError: overrides decide some linears of a group and not others, or differently.
     """
     choices = tuple(scheme_or_dense(name) for name in spec.schemes)
-    found = []
+    found: list[GroupSchemes] = []
     for layer_idx, layer in enumerate(arch.layers):
         for group in layer.units:
-            each = GroupSchemes(layer_idx, group, choices)
+            each = GroupSchemes(layer_idx, (group,), choices)
             decided = {linear: overrides[linear] for linear in each.linears if linear in overrides}
             if decided and (len(decided) < len(each.linears) or len(set(decided.values())) > 1):
                 raise UsageError(
@@ -67,8 +79,19 @@ def schemes_by_group(spec: Mixed, overrides: Mapping[str, Scheme | None], arch: 
                     f"{', '.join(f'{linear} {name_of(scheme)}' for linear, scheme in decided.items())} only. "
                     "Give all of them one scheme."
                 )
-            found.append(replace(each, schemes=(next(iter(decided.values())),)) if decided else each)
+            last = found[-1] if found else None
+            if decided:
+                found.append(replace(each, schemes=(next(iter(decided.values())),)))
+            elif last is not None and _are_experts(last) and _are_experts(each):
+                found[-1] = replace(last, groups=(*last.groups, group))
+            else:
+                found.append(each)
     return found
+
+
+def _are_experts(each: GroupSchemes) -> bool:
+    """Return whether linears are those of a layer's experts, of which no override decides the scheme."""
+    return each.name.startswith(f"{_EXPERTS}.") and len(each.schemes) > 1
 
 
 @dataclass(frozen=True)
@@ -155,14 +178,18 @@ def _times_of(times: Times, groups: Sequence[GroupSchemes], arch: Arch) -> Costs
     dense = 0
     origins: set[Origin] = set()
     for each in groups:
-        found = {
-            name_of(scheme): times.linear_us(arch, each.group, served, layer_idx=each.layer_idx)
-            for scheme in (*each.schemes, None)
-            for served in (None if each.group.name == ABSORBED_GROUP else scheme,)
-        }
-        origins.update(origin for _, origin in found.values())
-        dense += round(found[name_of(None)][0] * TICKS_PER_US)
-        us.append({name_of(scheme): found[name_of(scheme)][0] for scheme in each.schemes})
+        found: dict[str, float] = {}
+        for scheme in (*each.schemes, None):
+            parts = [
+                times.linear_us(
+                    arch, group, None if group.name == ABSORBED_GROUP else scheme, layer_idx=each.layer_idx
+                )
+                for group in each.groups
+            ]
+            found[name_of(scheme)] = sum(time for time, _ in parts)
+            origins.update(origin for _, origin in parts)
+        dense += round(found[name_of(None)] * TICKS_PER_US)
+        us.append({name_of(scheme): found[name_of(scheme)] for scheme in each.schemes})
     by_group = [{name: round(time * TICKS_PER_US) for name, time in each.items()} for each in us]
     return Costs(by_group, dense, limit=0, us=us, origins=frozenset(origins))
 

@@ -64,7 +64,7 @@ def _spares(spec: Quantize) -> tuple[Port, ...]:
 
 @STAGES.stage(
     "quantize",
-    version=8,
+    version=9,
     takes=(Port.DENSE, Port.CALIB),
     spares=_spares,
     gives=Port.QUANTIZED,

@@ -135,7 +135,7 @@ def test_the_linear_that_decode_absorbs_takes_the_time_of_16_bits_in_any_scheme(
     arch = family_of(config).read_config(config)
     groups = {each.name: each for each in arch.layers[0].attention_groups}
     schemes = (SCHEMES["W4A16_G128"], SCHEMES["FP8_DYNAMIC"], None)
-    own = [GroupSchemes(0, groups[name], schemes) for name in ("kv_up", "o")]
+    own = [GroupSchemes(0, (groups[name],), schemes) for name in ("kv_up", "o")]
     budget = Budget.model_validate({"latency_ratio": 1.0, "device": "NVIDIA H200"})
     times = TableTimes(latency_table("NVIDIA H200"), 1)
     found = costs_of(budget, own, arch, outer_bytes=0, times=times)
