@@ -201,14 +201,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "internlm3": {"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": True},
     "iquestcoder": {"architectures": ["LlamaForCausalLM"]},
-    "hyperclovax": {
-        "architectures": ["HyperCLOVAXForCausalLM"],
-        "embedding_multiplier": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 0.5,
-        "use_post_norm": True,
-    },
     "youtu": {
         "architectures": ["YoutuForCausalLM"],
         **_LATENT_WIDTHS,

@@ -55,11 +55,7 @@ from compress.export.config_groups import (
     group_of,
     read_groups,
 )
-from compress.export.experts import (
-    has_several_schemes,
-    why_transformers_refuses,
-    with_pattern_of_experts,
-)
+from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
@@ -342,9 +338,6 @@ class CompressedTensors:
         of_experts = arch.has_experts and not all(each.symmetric for each in scheme.of_layers)
         if of_experts:
             vllm = "takes symmetric codes only in experts"
-        several = has_several_schemes(arch, scheme)
-        if several:
-            vllm = "takes one scheme for all linears of a layer's experts"
         transformers = "decompresses at load: no speed, no memory saved"
         loads = True
         if not all(each.symmetric for each in scheme.all):
@@ -360,7 +353,7 @@ class CompressedTensors:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
-            *vllm_builds(arch, scheme, vllm, loads=not (narrow or ragged or of_experts or several)),
+            *vllm_builds(arch, scheme, vllm, loads=not (narrow or ragged or of_experts)),
         ]
 
 

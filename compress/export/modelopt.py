@@ -40,7 +40,7 @@ from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.modelopt_nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_leaves
 from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
-from compress.export.vllm import LATENTS
+from compress.export.vllm import LATENTS, why_vllm_refuses
 from compress.models.arch import Arch
 from compress.models.config_file import QUANT_CONFIG_NAME
 from compress.models.layer_shape import LINEAR_GROUPS
@@ -324,6 +324,9 @@ class ModelOpt:
             "SGLang": f"reads {algorithm} by its sources{on_blackwell}; not run here",
         }
         readers = READERS.get(algorithm, ())
+        if refused := why_vllm_refuses(arch, scheme):
+            notes["vLLM"] = refused
+            readers = tuple(each for each in readers if each != "vLLM")
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer(
@@ -341,8 +344,10 @@ class ModelOpt:
             ),
             Consumer(
                 "vLLM on a CPU",
-                loads=algorithm == FP8_ROWS and not arch.has_latents,
-                note=LATENTS
+                loads=algorithm == FP8_ROWS and not (arch.has_latents or refused),
+                note=refused
+                if refused
+                else LATENTS
                 if arch.has_latents
                 else "weights and inputs in FP8, products in wider numbers, in bfloat16 or float16"
                 if algorithm == FP8_ROWS

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from compress.export import Consumer
+from compress.export.experts import has_several_schemes
 from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
@@ -17,8 +18,21 @@ LATENTS = "it computes latent attention otherwise than transformers, of dense we
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
 
-UNKNOWN = {"flint": "it knows no model_type flint"}
-"""Families that vLLM 0.32 does not load at all, and why."""
+UNKNOWN = {
+    "flint": "it knows no model_type flint",
+    "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
+    "iquestcoder": "it knows the model_type iquestcoder by the code of a checkpoint only",
+}
+"""Families of which vLLM 0.32 loads no checkpoint without code of its own, and why."""
+
+
+def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
+    """Return why vLLM does not load a model in any format, None where the format decides."""
+    if arch.family == "afmoe" and arch.qkv_bias:
+        return "its attention of Trinity has no biases"
+    if has_several_schemes(arch, scheme):
+        return "takes one scheme for all linears of a layer's experts"
+    return UNKNOWN.get(arch.family)
 
 
 def vllm_builds(
@@ -26,7 +40,7 @@ def vllm_builds(
 ) -> tuple[Consumer, Consumer]:
     """Return how vLLM and its CPU build load a checkpoint. Where `loads` is false, `note` is the reason;
     `cpu_refused` is one of the CPU build alone."""
-    refused = UNKNOWN.get(arch.family, None if loads else note)
+    refused = why_vllm_refuses(arch, scheme) or (None if loads else note)
     on_gpu = Consumer("vLLM", loads=refused is None, note=refused or note)
     return on_gpu, on_a_cpu(arch, scheme, refused=refused or cpu_refused)
 

@@ -68,11 +68,12 @@ def nothing_implied(config: Fields) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture as data. Bias entries name a boolean config field, or are constants of the
-    architecture. `facts` reads the facts of few families, of which the config's names are in `known_fields`,
-    those that the table reads in addition to the shapes; of each of `fixed_fields` the decoder computes one
-    value only. `spelled` maps standard names of fields to the family's own; `implied` returns the standard
-    fields that follow from older or shorter spellings.
+    """One architecture as data. `other_names` are those of its class in checkpoints that have their own code,
+    and in other programs; a config keeps the one that it states. Bias entries name a boolean config field, or
+    are constants of the architecture. `facts` reads the facts of few families, of which the config's names
+    are in `known_fields`, those that the table reads in addition to the shapes; of each of `fixed_fields` the
+    decoder computes one value only. `spelled` maps standard names of fields to the family's own; `implied`
+    returns the standard fields that follow from older or shorter spellings.
 
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
@@ -92,6 +93,7 @@ class Family:
 
     model_type: str
     architecture: str
+    other_names: tuple[str, ...] = ()
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     ffn_bias: bool | str = False
@@ -244,6 +246,12 @@ class Family:
     def _where(self) -> str:
         return f"config.json of this {self.model_type} model"
 
+    def class_name(self, raw: Mapping[str, Any]) -> str:
+        """Return the name of the class that the config of an export states."""
+        stated = raw.get("architectures")
+        known = [each for each in stated if each in self.other_names] if isinstance(stated, list) else []
+        return known[0] if known else self.architecture
+
     def changed(self, raw: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
         """Return a config with other values of fields of the language model."""
         return {**raw, **fields}
@@ -272,7 +280,7 @@ class Family:
             raise UnsupportedArch(reason)
         config = dict(arch.config)
         config.update(
-            architectures=[self.architecture],
+            architectures=[self.class_name(arch.config)],
             model_type=self.model_type,
             vocab_size=arch.vocab_size,
             hidden_size=arch.hidden_size,
@@ -297,12 +305,13 @@ class Family:
             experts = self.mixture.write([layer.experts for layer in arch.layers], stated)
             used = {name: other for name, other in self.aliases.items() if other in config}
             for name, value in experts.items():
-                by_layer = isinstance(config.get(name), list) and not isinstance(value, list)
-                config[used.get(name, name)] = [value] * arch.num_layers if by_layer else value
+                stated_name = used.get(name, name)
+                by_layer = isinstance(config.get(stated_name), list) and not isinstance(value, list)
+                config[stated_name] = [value] * arch.num_layers if by_layer else value
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:
-            if config.get(name) is not None:
+            if isinstance(config.get(name), list):
                 config[name] = config[name][: arch.num_layers]
         return config
 

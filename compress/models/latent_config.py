@@ -39,7 +39,9 @@ def latent_of(interleaved: bool | str) -> Callable[[Fields], Latent]:
             kv_rank=config.integer("kv_lora_rank", 1, MAX_RANK),
             rope_dim=rope_dim,
             value_dim=config.integer("v_head_dim", 1, MAX_SIZE),
-            interleaved=config.flag(interleaved) if isinstance(interleaved, str) else interleaved,
+            interleaved=(
+                config.flag(interleaved, default=False) if isinstance(interleaved, str) else interleaved
+            ),
         )
 
     return read

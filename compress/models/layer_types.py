@@ -19,8 +19,11 @@ FIELDS_BY_LAYER = (
     "mlp_layer_types",
     "no_rope_layers",
     "layer_rope_theta",
+    "moe_topk",
+    "num_shared_expert",
+    "moe_intermediate_size",
 )
-"""Fields that have an entry for each layer."""
+"""Fields that have an entry for each layer, the last ones in some configs only."""
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""

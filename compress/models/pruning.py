@@ -146,7 +146,9 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     family = family_of({"model_type": arch.family})
     stated = family.completed(arch.config)
     by_layer = {
-        name: [stated[name][idx] for idx in kept] for name in FIELDS_BY_LAYER if stated.get(name) is not None
+        name: [stated[name][idx] for idx in kept]
+        for name in FIELDS_BY_LAYER
+        if isinstance(stated.get(name), list)
     }
     if "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
         by_layer["layer_types"] = [

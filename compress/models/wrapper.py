@@ -51,7 +51,7 @@ class Wrapper(Family):
         written = self._inner(text).write_config(arch.replace(config=text))
         config = {name: value for name, value in arch.config.items() if name not in _SHARED}
         config |= {
-            "architectures": [self.architecture],
+            "architectures": [self.class_name(arch.config)],
             "dtype": arch.dtype,
             "tie_word_embeddings": arch.tied_head,
         }

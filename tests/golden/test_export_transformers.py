@@ -75,7 +75,6 @@ EXPORTED = [
     ("hunyuan_v1_dense", "W4A16_G128"),
     ("internlm3", "W8A16"),
     ("iquestcoder", "FP8_DYNAMIC"),
-    ("hyperclovax", "W4A16_G128"),
     ("youtu", "W4A16_G64"),
     ("llama-gqa", "NVFP4"),
     ("phi3-window-gqa", "NVFP4"),

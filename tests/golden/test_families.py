@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,7 +21,17 @@ from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.stored_tensors import members_of
 from compress.models.weights import build_decoder, parameter_names
-from tests.support.tiny_hf import CASES, LLAMA3, SMALL, TEXT_FAMILIES, build, saved, tokens
+from tests.support.tiny_hf import (
+    CASES,
+    CONFIGS,
+    LLAMA3,
+    NEEDED,
+    SMALL,
+    TEXT_FAMILIES,
+    build,
+    saved,
+    tokens,
+)
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")
@@ -262,6 +273,50 @@ def test_configs_written_before_transformers_5_mean_the_same(spelling: str, tmp_
         actual = build_decoder(source, dtype=torch.float32, device=CPU)(tokens(1, SEQ_LEN))
     assert (actual - expected).abs().max() <= tolerance(expected)
     assert "torch_dtype" not in source.family.write_config(source.arch)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("flint", {"mlp_only_layers": None}),
+        ("hunyuan_v1_moe", {"num_experts_per_tok": 3, "num_local_experts": 5}),
+        ("youtu", {"rope_interleave": None}),
+        (
+            "ministral3",
+            {
+                "rope_parameters": None,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+        ),
+    ],
+)
+def test_other_spellings_of_a_config_mean_what_they_mean_to_transformers(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """The model is built by `transformers` from the config as it is stated."""
+    of_family = CASES[family][1]
+    plain = {**SMALL, **NEEDED.get(family, {}), **of_family}
+    for name in ("num_experts", "moe_topk") if "num_local_experts" in changes else ():
+        del plain[name]
+    config = {**plain, **changes, "model_type": family}
+    written = tmp_path / "config.json"
+    written.write_text(json.dumps(config))
+    stated = CONFIGS[family].from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(stated, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    written.write_text(json.dumps({**config, "dtype": "float32"}))
+    with torch.no_grad():
+        expected = model(tokens(1, SEQ_LEN)).logits
+        actual = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=CPU)(tokens(1, SEQ_LEN))
+    assert (actual - expected).abs().max() <= tolerance(expected)
 
 
 # The defaults of these families are those of a variant that is refused.

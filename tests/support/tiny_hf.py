@@ -64,7 +64,6 @@ CONFIGS: dict[str, Any] = {
     "afmoe": transformers.AfmoeConfig,
     "internlm3": transformers.InternLM3Config,
     "iquestcoder": transformers.IQuestCoderConfig,
-    "hyperclovax": transformers.HyperCLOVAXConfig,
     "youtu": transformers.YoutuConfig,
     "flint": transformers.FlintConfig,
     "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
@@ -247,6 +246,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
+    "kimi_k25": {"num_key_value_heads": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -1049,16 +1049,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "iquestcoder": ("iquestcoder", {"head_dim": 8, "attention_bias": True, "rope_parameters": LLAMA3}),
-    "hyperclovax": (
-        "hyperclovax",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.3,
-        },
-    ),
-    "hyperclovax-pre": ("hyperclovax", {"use_post_norm": False, "tie_word_embeddings": True}),
     "youtu": ("youtu", {**DENSE_LATENTS, "rope_parameters": YARN}),
     "youtu-plain-queries": ("youtu", {**DENSE_LATENTS, "q_lora_rank": None, "tie_word_embeddings": False}),
     "flint": (

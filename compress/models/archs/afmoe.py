@@ -8,7 +8,7 @@ from typing import Any
 from compress.models.arch import MAX_LAYERS, MAX_SIZE
 from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES, Family
-from compress.models.layer_types import every_nth_full, windows_by_layer_type
+from compress.models.layer_types import SLIDING, every_nth_full, layer_types, windows_by_layer_type
 from compress.models.mixture import (
     AS_IN_MEMORY,
     Mixture,
@@ -44,7 +44,11 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
-    return [window is not None for window in windows_by_layer_type(config, num_layers)]
+    """Return which layers encode positions: those of the type with a window, which they need to have."""
+    rotated = [kind == SLIDING for kind in layer_types(config, num_layers)]
+    if any(rotated) and not config.has("sliding_window"):
+        raise config.wrong("sliding_window", None, "a number of positions where layers have a window")
+    return rotated
 
 
 FAMILIES.add(

@@ -8,7 +8,7 @@ from compress.models.arch import MAX_LAYERS
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
 from compress.models.layer_types import FULL, SLIDING, windows_by_layer_type
-from compress.models.mixture import Mixture, sparse_by_step, state_steps
+from compress.models.mixture import AS_IN_MEMORY, Mixture, sparse_by_step, state_steps
 from compress.untrusted.fields import Fields
 
 _SHARED = "shared_expert_intermediate_size"
@@ -22,13 +22,16 @@ _FIELDS = {
 
 
 def _implied(config: Fields) -> dict[str, Any]:
-    """Return the types of the layers where a config states none: all attention is full in the first two, in
-    every fourth after them and in the last."""
-    if config.has("layer_types"):
-        return {}
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    is_full = [idx < 2 or idx % 4 == 1 or idx == num_layers - 1 for idx in range(num_layers)]
-    return {"layer_types": [FULL if full else SLIDING for full in is_full]}
+    """Return what a config does not state: the first two layers are dense, and attention is full in them, in
+    every fourth layer after them and in the last."""
+    implied: dict[str, Any] = {}
+    if not config.has("mlp_only_layers"):
+        implied["mlp_only_layers"] = [0, 1]
+    if not config.has("layer_types"):
+        num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+        is_full = [idx < 2 or idx % 4 == 1 or idx == num_layers - 1 for idx in range(num_layers)]
+        implied["layer_types"] = [FULL if full else SLIDING for full in is_full]
+    return implied
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
@@ -55,6 +58,10 @@ FAMILIES.add(
             "moe.shared.up": "mlp.shared_expert.up_proj",
             "moe.shared.down": "mlp.shared_expert.down_proj",
         },
+        expert_layouts=(
+            QWEN3_MOE.expert_layouts[0],
+            replace(AS_IN_MEMORY, modules={**AS_IN_MEMORY.modules, "attn.sinks": "self_attn.sinks"}),
+        ),
         aliases={},
         known_fields=frozenset(
             {
@@ -76,7 +83,6 @@ FAMILIES.add(
             "moe_intermediate_size": 512,
             _SHARED: 1024,
             "norm_topk_prob": True,
-            "mlp_only_layers": [0, 1],
         },
     ),
 )

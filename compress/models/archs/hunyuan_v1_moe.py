@@ -75,6 +75,7 @@ FAMILIES.add(
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
         known_fields=HUNYUAN_FIELDS | _SAME_IN_ALL.keys(),
         fixed_fields={**HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True},
+        aliases={"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"},
         defaults={**HUNYUAN_DEFAULTS, "num_experts": 1, "moe_topk": 1},
     ),
 )

@@ -24,6 +24,7 @@ FAMILIES.add(
         LLAMA,
         model_type="internlm3",
         architecture="LlamaForCausalLM",
+        other_names=("InternLM3ForCausalLM",),
         facts=_facts,
         implied=implies_own_code("InternLM3Config", "InternLM3Model", "InternLM3ForCausalLM"),
         aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},

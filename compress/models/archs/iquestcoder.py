@@ -13,6 +13,7 @@ FAMILIES.add(
         LLAMA,
         model_type="iquestcoder",
         architecture="LlamaForCausalLM",
+        other_names=("IQuestCoderForCausalLM",),
         implied=implies_own_code("IQuestCoderConfig", "IQuestCoderModel", "IQuestCoderForCausalLM"),
         known_fields=LLAMA.known_fields | {"auto_map"},
         fixed_fields={"clip_qkv": None, "use_sliding_window": False},

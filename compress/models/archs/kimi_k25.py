@@ -15,6 +15,7 @@ FAMILIES.add(
         DEEPSEEK_V3,
         replace(DEEPSEEK_V3, model_type="kimi_k2"),
         ties_by_default=True,
+        other_names=("KimiK25ForConditionalGeneration",),
         **{
             **LLAVA_NAMES,
             # `transformers` saves some names of its modules in memory.

@@ -20,7 +20,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def growing_rope(config: Fields, default: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope, by default that of `default`, and the growth of queries as a field of the model."""
-    rope = config.mapping("rope_parameters", default=default)
+    older = config.mapping("rope_scaling", default=default)
+    rope = config.mapping("rope_parameters", default=older)
     plain = {name: value for name, value in rope.items() if name not in _FOREIGN}
     return {"rope_parameters": plain, _GROWTH: rope.get(_GROWTH)}
 

@@ -60,6 +60,7 @@ MISTRAL4 = Family(
         if name != "moe.selection_bias"
     },
     expert_layouts=(AS_IN_MEMORY, apart("mlp.experts", methods=("compressed-tensors",))),
+    aliases={"n_routed_experts": "num_local_experts"},
     known_fields=MIXTURE_FIELDS | {"attention_bias", "rope_interleave", RESTATED_GROWTH},
     defaults={
         "hidden_act": "silu",

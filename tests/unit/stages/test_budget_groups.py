@@ -10,6 +10,7 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.models.overrides import overridden
+from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.budget.costs import GroupSchemes, costs_of, schemes_by_group
 from compress.stages.budget.spec import Budget, Mixed
@@ -65,19 +66,53 @@ def test_overrides_part_the_experts_that_they_decide_and_the_others() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "scheme_name"),
+    [
+        ("compressed-tensors", "W4A16_G128"),
+        ("fp8", "FP8_BLOCK"),
+        ("gptq", "W4A16_G128"),
+        ("awq", "W4A16_G128_ASYM"),
+        ("modelopt", "FP8_STATIC"),
+    ],
+)
+@pytest.mark.parametrize(
     ("override", "loads"),
     [
         ({"*.moe.experts.*.down": "W8A16"}, False),
         ({"*.moe.experts.*.down": None}, False),
-        ({"*.moe.experts.*": "W8A16"}, True),
         ({"*.moe.experts.*": None}, True),
-        ({"*.attn.o": "W8A16"}, True),
+        ({"*.attn.o": None}, True),
     ],
 )
-def test_vllm_is_stated_to_load_experts_of_one_scheme(override: dict[str, Any], loads: bool) -> None:
+def test_vllm_is_stated_to_load_experts_of_one_scheme(
+    form: str, scheme_name: str, override: dict[str, Any], loads: bool
+) -> None:
     """It raises "All MoE projections need to have same quantization scheme" for others (vLLM 0.32)."""
     arch = arch_of("qwen3-30b-a3b")
     schemes = {name: SCHEMES[each] if each else None for name, each in override.items()}
-    scheme = overridden(SCHEMES["W4A16_G128"], schemes, arch)
+    scheme = overridden(SCHEMES[scheme_name], schemes, arch)
+    stated = {each.name: each for each in FORMATS.get(form).consumers(arch, scheme)}
+    assert stated["vLLM"].loads is loads
+    assert loads or "one scheme" in stated["vLLM"].note
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "loads"),
+    [
+        ("afmoe", {"sliding_window": 8, "head_dim": 8}, True),
+        ("afmoe", {"sliding_window": 8, "head_dim": 8, "attention_bias": True}, False),
+        ("flint", {"sliding_window": 8, "head_dim": 8}, False),
+        ("internlm3", {}, False),
+        ("llama", {}, True),
+    ],
+)
+def test_families_that_vllm_does_not_know_are_stated(
+    model_type: str, fields: dict[str, Any], loads: bool
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    config = {"model_type": model_type, **sizes, **heads, **fields}
+    arch = family_of(config).read_config(config)
+    scheme = ModelScheme(SCHEMES["W4A16_G32"])
     stated = {each.name: each for each in FORMATS.get("compressed-tensors").consumers(arch, scheme)}
     assert stated["vLLM"].loads is loads
