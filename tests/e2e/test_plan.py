@@ -90,7 +90,7 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-r1", 671_026_419_200),
         ("trinity-mini", 26_123_974_400),
-        ("mistral-small-4-119b", 118_435_955_712),
+        ("mistral-small-4-119b-2603", 118_435_955_712),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
