@@ -107,7 +107,7 @@ class Arch:
             )
         if self.rotates_first and (self.whole_qk_norm or self.unit_qk_norm):
             raise UnsupportedArch(
-                "norms of q and k follow the rotation, and are none of single heads by weights."
+                "norms of q and k that follow the rotation are those of single heads, with weights."
             )
         for idx, layer in enumerate(self.layers):
             if (layer.latent is not None) != self.has_latents:

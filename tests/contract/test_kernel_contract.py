@@ -539,7 +539,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 @each_usable(usable("act_mul", n=37))
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid"])
 def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(
     kernel: Kernel, device: str, dtype: str, name: str
 ) -> None:
