@@ -91,7 +91,8 @@ class Wrapper(Family):
             flat = {name: value for name, value in raw.items() if name not in self.outside}
             return {**flat, "model_type": kind, "tie_word_embeddings": self._ties(raw, {})}
         shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
-        return {"model_type": kind, **shared, **stated, "tie_word_embeddings": self._ties(raw, stated)}
+        own = {name: value for name, value in stated.items() if name not in shared or value is not None}
+        return {"model_type": kind, **shared, **own, "tie_word_embeddings": self._ties(raw, stated)}
 
     def _stated_text(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return Fields(raw, self._where, UnsupportedArch).mapping(TEXT_CONFIG, default={})

@@ -26,7 +26,7 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, spli
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, Scheme
-from tests.support.tiny_hf import AROUND, CASES, saved, tokens
+from tests.support.tiny_hf import AROUND, CASES, SMALL, saved, tokens
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
 WIDE: dict[str, Any] = {
@@ -115,6 +115,14 @@ def test_a_flat_config_of_qwen_means_the_same(tmp_path: Path) -> None:
     again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens(1, 12)).logits, model(tokens(1, 12)).logits)
+
+
+@pytest.mark.parametrize("inside", [{"dtype": None}, {}, {"dtype": "float16"}])
+def test_a_text_model_that_states_no_dtype_has_that_of_the_whole(inside: dict[str, Any]) -> None:
+    family, changes = CASES["mistral3-mistral"]
+    text = {**SMALL, **changes, **inside}
+    config = {"model_type": family, "dtype": "bfloat16", "text_config": text, **AROUND[family]}
+    assert family_of(config).read_config(config).dtype == (inside.get("dtype") or "bfloat16")
 
 
 def test_another_text_model_inside_is_refused(tmp_path: Path) -> None:
