@@ -13,7 +13,8 @@ from compress.export import Rule
 from compress.export.refusals import count_changed
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
-from compress.models.layout import keeps_blocks, row_order
+from compress.models.layout import blocks_taken
+from compress.models.stored_tensors import places_of
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import codes_in_whole_words
 from compress.quant.scheme import Scheme, name_of
@@ -140,10 +141,10 @@ def _tensor_rules(arch: Arch, scheme: ModelScheme, family: Family) -> list[Rule]
             own = scheme.for_linear(f"layers.{idx}.{linear}")
             if own is None or own.block_rows == 1 or not members:
                 continue
-            num_rows = layer.linear_shape(linear, arch.hidden_size)[0]
-            order = row_order(layer, linear, num_rows, interleaved=family.interleaved_rotary)
-            crosses = linear != members[-1].split(".", 2)[2] and num_rows % own.block_rows
-            if crosses or (order is not None and not keeps_blocks(order, own.block_rows)):
+            inner = [each.split(".", 2)[2] for each in members]
+            num_rows = [layer.linear_shape(each, arch.hidden_size)[0] for each in inner]
+            places = places_of(family, arch, [f"{each}.weight" for each in members], num_rows)
+            if blocks_taken(places[inner.index(linear)].rows, own.block_rows) is None:
                 rules.setdefault(
                     "whole-blocks-on-disk",
                     Rule(

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import StorageError, UnsupportedArch
+from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
@@ -112,6 +113,11 @@ class Arch:
         for idx, layer in enumerate(self.layers):
             if (layer.latent is not None) != self.has_latents:
                 raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
+            if layer.delta is not None and (self.block != "pre" or self.norm != "rms"):
+                raise UnsupportedArch(
+                    f"layer {idx}: a delta net in a '{self.block}' block with norm '{self.norm}'; the decoder "
+                    "computes it in a 'pre' block with norm 'rms'."
+                )
             if reason := layer.why_unfit():
                 raise UnsupportedArch(f"layer {idx}: {reason}")
             if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
@@ -150,6 +156,11 @@ class Arch:
         """Whether queries, keys and values are linears of latents, in all layers."""
         return self.layers[0].latent is not None
 
+    @cached_property
+    def has_delta_nets(self) -> bool:
+        """Whether some layers have a gated delta net in place of attention."""
+        return any(layer.delta is not None for layer in self.layers)
+
     @property
     def stated_eos(self) -> Any:
         """The end-of-sequence id that the config states: one, a list, or None or `NO_TOKEN` for none."""
@@ -187,11 +198,13 @@ class Arch:
         total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
         for layer in self.layers:
             total += self.num_norms(layer) * self.hidden_size
-            if self.qk_norm:
+            if self.qk_norm and layer.delta is None:
                 total += sum(self.qk_norm_sizes(layer))
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
-            if self.attn_sinks:
+            if layer.delta is not None:
+                total += sum(map(math.prod, layer.delta.dense_shapes(self.hidden_size).values()))
+            elif self.attn_sinks:
                 total += layer.num_heads
             total += self.layer_scalar
             if layer.experts is not None:
@@ -240,7 +253,7 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if linear.endswith("_up") or linear == "attn.gate":
+        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith("delta."):
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents
@@ -277,6 +290,8 @@ class Arch:
                 del layer["latent"]
             if not shape.output_gate:
                 del layer["output_gate"]
+            if shape.delta is None:
+                del layer["delta"]
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -364,6 +379,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
         output_gate=layer.flag("output_gate", default=False),
+        delta=DeltaNet.from_json(layer.fields("delta")) if layer.has("delta") else None,
     )
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.models import causal_gradient
+from compress.models.delta_net import DeltaState
 
 
 class AttentionFn(Protocol):
@@ -123,16 +124,18 @@ class FullAttention:
 
 
 class CachedAttention:
-    """Attention with the keys and values of earlier calls; every sequence of the batch has the same
-    length."""
+    """Attention with the keys and values, and the states of delta nets, of earlier calls; every sequence of the
+    batch has the same length."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, DeltaState] = {}
+        """The state of each layer that has a delta net in place of attention."""
 
     @property
     def length(self) -> int:
         """The number of cached positions."""
-        return self._past[0][0].shape[1] if self._past else 0
+        return next(iter(self._past.values()))[0].shape[1] if self._past else 0
 
     def __call__(
         self,

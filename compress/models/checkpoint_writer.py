@@ -61,7 +61,7 @@ def write_checkpoint(
             value = (
                 expert_stack(places, parts, stored)
                 if all_experts
-                else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
+                else stacked(stored, places, parts)
             )
         if not isinstance(value, QuantizedWeight):
             value = value.unsqueeze(0) if family.is_in_one_row(name) else value

@@ -8,7 +8,8 @@
 q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries
 (arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a
 layer instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output
-by a number. A mixture of experts (`moe.py`) may take the place of the FFN. Linears are separate (q, k, v, o,
+by a number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net
+(`delta_net.py`) that of attention. Linears are separate (q, k, v, o,
 gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward;
 the serving runtime has its own fused step, which is tested against it. Not supported: dropout,
 encoder-decoder.
@@ -29,6 +30,7 @@ from compress.models.attention import AttentionFn, FullAttention
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
 from compress.models.layer_shape import LinearGroup
+from compress.models.linear_attention import GatedDeltaNet
 from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
 from compress.models.self_attention import Attention, LatentAttention
@@ -97,9 +99,12 @@ class DecoderLayer(nn.Module):
 
         self.attn_norm = norm(has_pre)
         latent = self.shape.latent
-        self.attn = (
-            Attention(arch, self.shape) if latent is None else LatentAttention(arch, self.shape, latent)
-        )
+        if self.shape.delta is not None:
+            self.delta = GatedDeltaNet(arch, self.shape, self.shape.delta)
+        elif latent is None:
+            self.attn = Attention(arch, self.shape)
+        else:
+            self.attn = LatentAttention(arch, self.shape, latent)
         self.attn_post_norm = norm(has_post)
         experts = self.shape.experts
         norms_apart = experts is not None and experts.branch_norms
@@ -120,11 +125,16 @@ class DecoderLayer(nn.Module):
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         scale = self.arch.residual_scale
         normed_BSD = self.attn_norm(x_BSD)
-        attended_BSD = self.attn(normed_BSD, positions, attention, self.layer_idx, tap)
+        attended_BSD = self._mixer(normed_BSD, positions, attention, self.layer_idx, tap)
         x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
         ffn = self.ffn if self.shape.experts is None else self.moe
         ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
         return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale))
+
+    @property
+    def _mixer(self) -> Attention | GatedDeltaNet:
+        """The module of the first half, which mixes positions."""
+        return self.attn if self.shape.delta is None else self.delta
 
     def _end(self, x_BSD: Tensor) -> Tensor:
         """Return the output of the layer from the stream after its last half."""
@@ -141,8 +151,8 @@ class DecoderLayer(nn.Module):
         post = self.attn_post_norm
         scale = self.arch.residual_scale
         if self.shape.latent is None:
-            heads = partial(self.attn.heads, layer_idx=self.layer_idx)
-            return HalfLayer(("attn_in", "attn_out"), norm, heads, self.attn.o, post, scale, as_it_is)
+            heads = partial(self._mixer.heads, layer_idx=self.layer_idx)
+            return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, scale, as_it_is)
         first, *up, o = self.shape.attention_groups
 
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
@@ -182,21 +192,28 @@ class DecoderLayer(nn.Module):
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Return the places where a per-channel scale can be moved into the producer without changing the
         function, in execution order."""
-        qkv, *others = self.shape.groups
         before_o = self._latent_pairs() if self.shape.latent is not None else self._value_pairs()
         if self.shape.experts is not None:
-            return self._expert_pairs(before_o)
-        gate_up, down = others[-2:]
+            return [*self._norm_pairs(), *before_o, *self._expert_pairs()]
+        gate_up, down = self.shape.groups[-2:]
         up_to_down = SmoothingPair("ffn.up", down.tap, down.linears)
         if self.arch.block in ("post", "parallel"):
-            # Nothing before q, k and v and before gate and up belongs to one of them alone.
+            # Nothing before gate and up belongs to them alone.
             return [*before_o, up_to_down]
         return [
-            SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset),
+            *self._norm_pairs(),
             *before_o,
             SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset),
             up_to_down,
         ]
+
+    def _norm_pairs(self) -> list[SmoothingPair]:
+        """Return the pair of the norm before attention and its first linears. There is none where something
+        else reads the norm: the other half-layer, or the decay and the beta of a delta net."""
+        if self.arch.block in ("post", "parallel") or self.shape.delta is not None:
+            return []
+        qkv = self.shape.groups[0]
+        return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
 
     def _latent_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of latents: the norm of each and its linear. The values of all heads are some rows
@@ -208,29 +225,23 @@ class DecoderLayer(nn.Module):
 
     def _value_pairs(self) -> list[SmoothingPair]:
         """Return the pair of v and o. There is none where the values are normed, which would undo a part of
-        the scale, or are the keys, too, which would be scaled with them."""
-        if self.shape.keys_are_values or self.arch.v_norm:
+        the scale, or are the keys, too, which would be scaled with them, or are remembered by a delta net, which
+        norms what it reads of them."""
+        if self.shape.keys_are_values or self.arch.v_norm or self.shape.delta is not None:
             return []
         o = self.shape.attention_groups[-1]
         repeat = self.shape.num_heads // self.shape.num_kv_heads
         return [SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat)]
 
-    def _expert_pairs(self, before_o: list[SmoothingPair]) -> list[SmoothingPair]:
+    def _expert_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
         it, too, and its columns would change; nor is an `up` that is clamped."""
-        qkv = self.shape.groups[0]
-        pairs = list(before_o)
-        if self.arch.block not in ("post", "parallel"):
-            pairs.insert(0, SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset))
         if self.arch.activation == "swiglu_clamped":
-            return pairs
+            return []
         downs = [group for group in self.shape.groups if group.name.endswith(".down")]
         return [
-            *pairs,
-            *(
-                SmoothingPair(f"{down.linears[0].removesuffix('.down')}.up", down.tap, down.linears)
-                for down in downs
-            ),
+            SmoothingPair(f"{down.linears[0].removesuffix('.down')}.up", down.tap, down.linears)
+            for down in downs
         ]
 
 

@@ -22,12 +22,14 @@ from compress.models.config_facts import (
 )
 from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
+from compress.models.delta_net import DeltaNet
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FIELDS_BY_LAYER,
     FULL,
+    LINEAR,
     RotatedLayers,
     Windows,
     chunk_of,
@@ -77,7 +79,9 @@ class Family:
 
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
-    `latent` reads the latents of attention, which all layers have (`latent_config.py`).
+    In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
+    `latent` reads the latents of attention, which all layers have (`latent_config.py`), `delta` the delta nets
+    of layers with linear attention (`delta_net_config.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
@@ -108,7 +112,9 @@ class Family:
     full_keys_are_values: bool | str = False
     output_gate: bool | str = False
     dense_size: str = "intermediate_size"
+    rows_in_turns: frozenset[str] = frozenset()
     latent: Callable[[Fields], Latent] | None = None
+    delta: Callable[[Fields], DeltaNet] | None = None
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
@@ -183,13 +189,14 @@ class Family:
                 LayerShape(
                     **own_widths[kind],
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
-                    rope=ropes[kind] if rotates else None,
+                    rope=ropes[kind] if rotates and kind != LINEAR else None,
                     window=window,
                     chunk=chunk_of(config, kind),
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                     latent=latent,
-                    output_gate=_flag(self.output_gate, config),
+                    output_gate=kind != LINEAR and _flag(self.output_gate, config),
+                    delta=self._delta_net(config) if kind == LINEAR else None,
                 )
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
@@ -204,6 +211,11 @@ class Family:
             config=dict(raw),
             **facts,
         )
+
+    def _delta_net(self, config: Fields) -> DeltaNet:
+        if self.delta is None:
+            raise config.wrong("layer_types", LINEAR, f"{FULL} or a type of layer that the family has")
+        return self.delta(config)
 
     def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, int]:
         """Return the widths of attention in layers of a type, given those of the model."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from compress.models.delta_net import DeltaNet
 from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
 from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 
@@ -62,6 +63,11 @@ _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
 _GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
 """The first group of a layer with an output gate."""
+_OF_DELTA_NET = (
+    LinearGroup("qkv", "attn_in", ("delta.q", "delta.k", "delta.v", "delta.gate")),
+    LinearGroup("o", "attn_out", ("delta.o",)),
+)
+"""The linears of a gated delta net."""
 _LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 _Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
@@ -92,7 +98,9 @@ class LayerShape:
     with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
     has no `attn.v`. With a `latent` it has the linears of `latent.py` instead. With an `output_gate`, what
-    attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708)."""
+    attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708). A layer
+    with a `delta` net has it in place of attention, and its heads are those that other layers of the model
+    have."""
 
     num_heads: int
     num_kv_heads: int
@@ -105,11 +113,14 @@ class LayerShape:
     chunk: int | None = None
     latent: Latent | None = None
     output_gate: bool = False
+    delta: DeltaNet | None = None
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
         last `o`."""
+        if self.delta is not None:
+            return _OF_DELTA_NET
         if self.output_gate:
             return _GATED, LINEAR_GROUPS["o"]
         if self.latent is None:
@@ -124,6 +135,10 @@ class LayerShape:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
         if self.output_gate and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
+        if self.delta is not None:
+            if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
+                return "a delta net stands in place of attention, and attention has facts of its own."
+            return self.delta.why_unfit()
         return None if self.latent is None else self._why_latent_unfit(self.latent)
 
     def _why_latent_unfit(self, latent: Latent) -> str | None:
@@ -151,13 +166,21 @@ class LayerShape:
         return None
 
     @property
+    def num_turns(self) -> int:
+        """The turns that rows take in tensors that hold linears of a layer head by head."""
+        return self.num_heads if self.delta is None else self.delta.num_key_heads
+
+    @property
     def value_dim(self) -> int:
         """The dimensions of the values of a head, of which `attn.o` reads those of all heads."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers of one position that a cache holds: keys and values, or latents."""
+        """The numbers of one position that a cache holds: keys and values, or latents; none of a delta net, whose
+        state is the same for sequences of any length."""
+        if self.delta is not None:
+            return 0
         if self.latent is not None:
             return self.latent.cached_width
         return 2 * self.num_kv_heads * self.head_dim
@@ -224,6 +247,8 @@ class LayerShape:
             shared = linear.startswith("moe.shared.")
             width = self.experts.shared_size if shared else self.experts.expert_size
             return (hidden_size, width) if linear.endswith(".down") else (width, hidden_size)
+        if self.delta is not None and linear.startswith("delta."):
+            return self.delta.linear_shapes(hidden_size)[linear]
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         ffn_size = self.intermediate_size

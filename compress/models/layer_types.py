@@ -13,6 +13,7 @@ from compress.untrusted.fields import Fields
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
+LINEAR = "linear_attention"
 FIELDS_BY_LAYER = (
     "layer_types",
     "layers_block_type",
@@ -54,13 +55,13 @@ def same_window(config: Fields, num_layers: int) -> list[int | None]:
     return [one_window(config)] * num_layers
 
 
-def every_nth_full(config: Fields, period: int) -> dict[str, Any]:
-    """Return the `layer_types` of a config, where it states none those of a window in all layers but every
-    `period`-th."""
+def every_nth_full(config: Fields, period: int, others: str = SLIDING) -> dict[str, Any]:
+    """Return the `layer_types` of a config; where it states none, every `period`-th has full attention, and
+    all the `others` have that type."""
     if config.has("layer_types"):
         return {}
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    return {"layer_types": [SLIDING if idx % period else FULL for idx in range(1, num_layers + 1)]}
+    return {"layer_types": [others if idx % period else FULL for idx in range(1, num_layers + 1)]}
 
 
 def rope_by_layer_type(config: Fields, full_theta: float, sliding_theta: float) -> dict[str, Any]:
@@ -98,9 +99,9 @@ def layer_types(config: Fields, num_layers: int) -> list[str]:
     types = config.texts("layer_types", default=())
     if not types:
         return [FULL] * num_layers
-    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED})
+    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED, LINEAR})
     if unknown:
-        known = ", ".join((FULL, SLIDING, CHUNKED))
+        known = ", ".join((FULL, SLIDING, CHUNKED, LINEAR))
         raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {known}.")
     if len(types) < num_layers:
         raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")

@@ -45,16 +45,19 @@ class Place:
             assert isinstance(stored, Tensor)
             return self.matrix_of(stored)
         num_rows = stored.shape[0]
-        value = stored if (self.start, self.stop) == (0, num_rows) else rows(stored, self.start, self.stop)
+        value = stored if (self.start, self.stop) == (0, num_rows) else rows_of(stored, self.start, self.stop)
         return value if self.order is None else reordered(value, self.order)
 
     def matrix_of(self, stored: Tensor) -> Tensor:
         """Return the matrix, or vector, of an expert from the tensor of all experts."""
         return self._rows_of(stored).contiguous()
 
-    def stored(self, value: Value) -> Value:
-        """Return the rows of the tensor that hold a canonical parameter: the inverse of `read`."""
-        return value if self.order is None else reordered(value, torch.argsort(self.order))
+    @property
+    def rows(self) -> Tensor:
+        """The row of the tensor that holds each canonical row."""
+        if self.order is None:
+            return torch.arange(self.start, self.stop)
+        return self.start + self.order
 
     def write_(self, stored: Tensor, value: Tensor) -> None:
         """Put a canonical parameter into the tensor of all experts."""
@@ -82,6 +85,21 @@ def expert_places(
             begin, stop, step = rows_of
             places.append(Place(begin, stop, step=step, expert=expert, transposed=transposed))
             start += size
+    return places
+
+
+def in_turns(num_turns: int, num_rows: Sequence[int], orders: Sequence[Tensor | None]) -> list[Place]:
+    """Return where parameters lie whose rows take turns in a tensor: in each of `num_turns` turns, some rows
+    of the first, then some of the next. `num_rows` is that of each parameter, and `orders` are those of the
+    canonical rows among its own."""
+    total = sum(num_rows)
+    places = []
+    start = 0
+    for size, order in zip(num_rows, orders, strict=True):
+        of_turn = torch.arange(start, start + size // num_turns)
+        own = (torch.arange(0, total, total // num_turns).unsqueeze(1) + of_turn).view(-1)
+        places.append(Place(0, total, own if order is None else own[order]))
+        start += size // num_turns
     return places
 
 
@@ -127,7 +145,7 @@ def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: boo
     return (torch.arange(0, num_rows, head_dim).unsqueeze(1) + order_C).view(-1)
 
 
-def rows(value: Value, start: int, stop: int) -> Value:
+def rows_of(value: Value, start: int, stop: int) -> Value:
     """Return rows of a weight.
 
     Raises:
@@ -170,19 +188,17 @@ def columns(value: Value, start: int, stop: int) -> Value:
 
 
 def reordered(value: Value, order: Tensor) -> Value:
-    """Return a weight with its rows in another order.
+    """Return a weight with its rows, or some of them, in another order.
 
     Raises:
-        UnsupportedFormat: a row would leave the block of rows whose scales it shares.
+        UnsupportedFormat: rows that share scales would no longer be in one block.
     """
     if isinstance(value, Tensor):
         return value[order.to(value.device)]
     order = order.to(value.codes_OI.device)
     block = value.scheme.block_rows
-    scale_OG = value.scale_OG
-    if block == 1:
-        scale_OG = scale_OG[order]
-    elif not keeps_blocks(order, block):
+    blocks = blocks_taken(order, block)
+    if blocks is None:
         raise UnsupportedFormat(
             f"the rows of its heads have another order on disk, and blocks of {block} rows share scales."
         )
@@ -190,22 +206,33 @@ def reordered(value: Value, order: Tensor) -> Value:
     return replace(
         value,
         codes_OI=value.codes_OI[order],
-        scale_OG=scale_OG,
+        scale_OG=value.scale_OG[blocks],
         zero_point_OG=None if zero is None else zero[order],
     )
 
 
-def keeps_blocks(order: Tensor, block: int) -> bool:
-    """Return whether every row stays in its block of `block` rows."""
-    return torch.equal(order // block, torch.arange(len(order), device=order.device) // block)
+def blocks_taken(order: Tensor, block: int) -> Tensor | None:
+    """Return the block of `block` rows that each block of rows in another order consists of, None where rows
+    of several come into one."""
+    block_of_row = order // block
+    firsts = block_of_row[::block]
+    return firsts if torch.equal(block_of_row, firsts.repeat_interleave(block)[: len(order)]) else None
 
 
-def stacked(name: str, values: Sequence[Value]) -> Value:
-    """Return the tensor of several parameters, one below the other.
+def stacked(name: str, places: Sequence[Place], values: Sequence[Value]) -> Value:
+    """Return the tensor that holds several parameters.
 
     Raises:
         UnsupportedFormat: they are of different schemes, or blocks of rows would cross from one to the next.
     """
+    below = _one_below_the_other(name, values)
+    rows = torch.cat([place.rows for place in places])
+    if torch.equal(rows, torch.arange(len(rows))):
+        return below
+    return reordered(below, torch.argsort(rows))
+
+
+def _one_below_the_other(name: str, values: Sequence[Value]) -> Value:
     if len(values) == 1:
         return values[0]
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -1,10 +1,13 @@
 """Tensors on disk that hold several parameters: which ones, in which order, and where in the tensor."""
 
 from collections.abc import Mapping
+from itertools import accumulate
+
+from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.models.family import Family
-from compress.models.layout import Place, expert_places, row_order
+from compress.models.layout import Place, expert_places, in_turns, row_order
 
 
 def members_of(family: Family, arch: Arch, name: str) -> list[str]:
@@ -33,17 +36,22 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
         return expert_places(
             num_experts, of_one, transposed=layout.transposed, interleaved=layout.interleaved
         )
-    places = []
-    start = 0
-    for name, size in zip(names, num_rows, strict=True):
-        order = None
-        if name.startswith("layers."):
-            _, idx, module = name.rpartition(".")[0].split(".", 2)
-            shape = arch.layers[int(idx)]
-            order = row_order(shape, module, size, interleaved=family.interleaved_rotary)
-        places.append(Place(start, start + size, order))
-        start += size
-    return places
+    orders: list[Tensor | None] = [None] * len(names)
+    if names[0].startswith("layers."):
+        _, idx, _ = names[0].split(".", 2)
+        shape = arch.layers[int(idx)]
+        modules = [name.rpartition(".")[0].split(".", 2)[2] for name in names]
+        orders = [
+            row_order(shape, module, size, interleaved=family.interleaved_rotary)
+            for module, size in zip(modules, num_rows, strict=True)
+        ]
+        if family.layer_modules.get(modules[0]) in family.rows_in_turns:
+            return in_turns(shape.num_turns, num_rows, orders)
+    stops = list(accumulate(num_rows))
+    return [
+        Place(stop - size, stop, order)
+        for size, stop, order in zip(num_rows, stops, orders, strict=True)
+    ]
 
 
 def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> Family:

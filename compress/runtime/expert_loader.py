@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.kernels.operands.routing import ExpertWeights
 from compress.models.arch import Arch
 from compress.models.experts import Experts
-from compress.models.layout import Value, columns, rows
+from compress.models.layout import Value, columns, rows_of
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.runtime.deployment import Deployment
@@ -67,7 +67,7 @@ def parts(shared: ExpertWeights, other: ExpertWeights, num_parts: int) -> list[E
         return []
     spans = [(start, start + size) for start in range(0, num_parts * size, size)]
     return [
-        ExpertWeights(rows(shared.gate, *span), rows(shared.up, *span), columns(shared.down, *span))
+        ExpertWeights(rows_of(shared.gate, *span), rows_of(shared.up, *span), columns(shared.down, *span))
         for span in spans
     ]
 

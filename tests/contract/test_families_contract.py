@@ -43,7 +43,7 @@ from compress.quant.scheme import SCHEMES
 from compress.stages.prune.widths import legal_heads
 from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_decoder
-from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, latent_widths, tokens
+from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, inner_widths, tokens
 
 CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
@@ -65,7 +65,7 @@ def arch_of(family: str, **changes: Any) -> Arch:
     family, of_case = CASES[FIRST.get(family, family)]
     of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     widths |= {name: 64 for name in of_experts if name in of_case}
-    widths |= {"head_dim": 16} | latent_widths(of_case, 32)
+    widths |= {"head_dim": 16} | inner_widths(of_case, 32)
     config = build_config(family, {**of_case, **widths, **changes}).to_dict()
     return family_of(config).read_config(config | {"dtype": "float32"})
 

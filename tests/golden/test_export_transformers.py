@@ -35,7 +35,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
-from tests.support.tiny_hf import CASES, SMALL, auto_class, latent_widths, saved, tokens
+from tests.support.tiny_hf import CASES, SMALL, auto_class, inner_widths, saved, tokens
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {
@@ -198,7 +198,7 @@ def quantized(
     """
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
-    sizes = {**WHOLE_GROUPS, **layers, **latent_widths(changes, 128)}
+    sizes = {**WHOLE_GROUPS, **layers, **inner_widths(changes, 128)}
     saved(tmp_path / "source", family, {**changes, **sizes}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")
     (tmp_path / "canonical").mkdir()

@@ -29,7 +29,7 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, auto_class, build, latent_widths, saved, tokens
+from tests.support.tiny_hf import CASES, auto_class, build, inner_widths, saved, tokens
 
 CPU = torch.device("cpu")
 EXPORTED = [
@@ -265,7 +265,7 @@ def rounded(
 ) -> tuple[Rounded, ModelScheme]:
     family, changes = CASES[case]
     sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
-    sizes |= latent_widths(changes, 128)
+    sizes |= inner_widths(changes, 128)
     saved(directory, family, {**changes, **sizes, **more}, dtype=torch.bfloat16)
     source = Checkpoint(directory)
     schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}

@@ -62,6 +62,9 @@ CONFIGS: dict[str, Any] = {
     "mellum": transformers.MellumConfig,
     "flex_olmo": transformers.FlexOlmoConfig,
     "afmoe": transformers.AfmoeConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "internlm3": transformers.InternLM3Config,
     "iquestcoder": transformers.IQuestCoderConfig,
     "youtu": transformers.YoutuConfig,
@@ -79,6 +82,8 @@ CONFIGS: dict[str, Any] = {
     "llava": transformers.LlavaConfig,
     "qwen3_vl": transformers.Qwen3VLConfig,
     "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
+    "qwen3_5": transformers.Qwen3_5Config,
+    "qwen3_5_moe": transformers.Qwen3_5MoeConfig,
     "gemma4_unified": transformers.Gemma4UnifiedConfig,
     "glm46v": transformers.Glm46VConfig,
     "glm4v_moe": transformers.Glm4vMoeConfig,
@@ -225,6 +230,8 @@ AROUND: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}, **_QWEN_IDS},
     "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "qwen3_5": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "qwen3_5_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
 }
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -311,6 +318,28 @@ ROUTED = {
     "moe_intermediate_size": 40,
     "head_dim": 8,
     "partial_rotary_factor": 0.5,
+}
+# Two value heads for each key head, values wider than keys, and attention in every other layer.
+DELTA_NET = {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+# One key head, a short convolution, and attention in the first layer.
+OTHER_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "linear_num_value_heads": 3,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }
 # Values narrower than keys, latents narrower and wider than a head.
 DENSE_LATENTS = {
@@ -1116,6 +1145,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_next": ("qwen3_next", {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56}),
+    "qwen3_next-some-dense": (
+        "qwen3_next",
+        {
+            **EXPERTS,
+            **OTHER_DELTA_NET,
+            "shared_expert_intermediate_size": 40,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5_text-tied": ("qwen3_5_text", OTHER_DELTA_NET),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_5": ("qwen3_5", OTHER_DELTA_NET),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "head_dim": 16},
+    ),
     "helium": ("helium", {}),
     "helium-biases": (
         "helium",
@@ -1171,12 +1223,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def latent_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return widths by which `size` divides what every linear of latent attention with 4 heads reads; none
-    for a case without."""
+def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, or of a
+    delta net, reads; none for a case without."""
+    of_head = size // 4
+    if "linear_value_head_dim" in changes:
+        return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head}
     if "kv_lora_rank" not in changes:
         return {}
-    of_head = size // 4
     return {
         "num_key_value_heads": 4,
         "head_dim": None,

@@ -1,0 +1,11 @@
+"""Qwen3.5 mixtures of experts with their vision tower and the layers that predict further tokens, both of which are untouched."""
+
+from compress.models.archs.qwen3_5_moe_text import QWEN3_5_MOE
+from compress.models.family import FAMILIES
+from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
+
+_NAMES = {**LANGUAGE_MODEL_NAMES, "untouched": (*LANGUAGE_MODEL_NAMES["untouched"], "mtp")}
+FAMILIES.add(
+    "qwen3_5_moe",
+    wrapper("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, **_NAMES),
+)

@@ -1,0 +1,168 @@
+"""The facts and the recurrence of a gated delta net (arXiv 2412.06464): linear attention whose state, a matrix
+for each head, forgets by a gate and replaces what a key holds instead of adding to it.
+
+    q, k, v = silu(conv(linears of x)),  q and k with length 1,  q then divided by sqrt(K)
+    S_t = a_t S_{t-1} + k_t u_t,         u_t = b_t (v_t - k_t (a_t S_{t-1}))
+    o_t = q_t S_t,                       a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)),  b_t = sigmoid(beta(x))
+
+The convolution is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of
+a head are normed, and multiplied by the silu of the gate.
+
+Shapes: B batch, S sequence, H value heads, G key heads, K key dimension, V value dimension, F channels of
+the convolution, W positions of the convolution, N positions of a chunk.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.untrusted.fields import Fields
+
+CHUNK = 64
+"""Positions whose updates are solved for at once."""
+LENGTH_EPS = 1e-6
+"""What the squared length of a query or key is added to before its root divides it, as the published code and
+`transformers` do."""
+MAX_SIZE = 1 << 24
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The widths of one gated delta net. The query and key of a key head serve `num_heads / num_key_heads`
+    neighbouring value heads."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+
+    @property
+    def key_size(self) -> int:
+        """The rows of `delta.q` and of `delta.k`: the keys of all heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """The rows of `delta.v` and of `delta.gate`: the values of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values, side by side."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """The numbers of the states of all heads, which are float32 whatever the dtype of the model."""
+        return self.num_heads * self.key_dim * self.value_dim
+
+    def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """Return [O, I] of the linears that schemes quantize."""
+        return {
+            "delta.q": (self.key_size, hidden_size),
+            "delta.k": (self.key_size, hidden_size),
+            "delta.v": (self.value_size, hidden_size),
+            "delta.gate": (self.value_size, hidden_size),
+            "delta.o": (hidden_size, self.value_size),
+        }
+
+    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the other parameters."""
+        return {
+            "delta.conv.weight": (self.num_channels, 1, self.kernel_size),
+            "delta.beta.weight": (self.num_heads, hidden_size),
+            "delta.decay.weight": (self.num_heads, hidden_size),
+            "delta.dt_bias": (self.num_heads,),
+            "delta.A_log": (self.num_heads,),
+            "delta.norm.weight": (self.value_dim,),
+        }
+
+    def why_unfit(self) -> str | None:
+        """Return why the widths do not fit one another, None where they do."""
+        if self.num_heads % self.num_key_heads:
+            return f"{self.num_key_heads} key heads of a delta net cannot serve {self.num_heads} value heads."
+        return None
+
+    @staticmethod
+    def from_json(stored: Fields) -> "DeltaNet":
+        """Read what a manifest states; `Fields` raises its error for a value that is missing, of another type
+        or out of range."""
+        names = [each.name for each in dataclasses.fields(DeltaNet)]
+        return DeltaNet(**{name: stored.integer(name, 1, MAX_SIZE) for name in names})
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What a sequence leaves for its next position: the last inputs of the convolution [B, W - 1, F], and the
+    states of the heads [B, H, K, V], float32."""
+
+    inputs_BWF: Tensor
+    heads_BHKV: Tensor
+
+
+def convolved(x_BSF: Tensor, weight_FW: Tensor, past_BWF: Tensor | None) -> Tensor:
+    """Return silu of the causal convolution of each channel, [B, S, F]; the inputs before the first are zero
+    where there is no past."""
+    width = weight_FW.shape[1]
+    x_BFS = x_BSF.transpose(1, 2)
+    before = F.pad(x_BFS, (width - 1, 0)) if past_BWF is None else torch.cat((past_BWF.mT, x_BFS), dim=-1)
+    return F.silu(F.conv1d(before, weight_FW.unsqueeze(1), groups=len(weight_FW))).transpose(1, 2)
+
+
+def of_length_one(x: Tensor) -> Tensor:
+    """Return float32 vectors divided by their length."""
+    x = x.to(torch.float32)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def gated_delta_rule(
+    q_BSHK: Tensor,
+    k_BSHK: Tensor,
+    v_BSHV: Tensor,
+    log_decay_BSH: Tensor,
+    beta_BSH: Tensor,
+    state_BHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [B, S, H, V] and the last state [B, H, K, V] of the recurrence, in float32.
+
+    Within a chunk, the updates u solve a triangular system (the WY form of arXiv 2406.06484 with decays), so
+    that the work is matrix products, and one step of the recurrence a chunk.
+    """
+    length = q_BSHK.shape[1]
+    chunk = min(CHUNK, length)
+    rest = -length % chunk
+
+    def chunks(x_BSH: Tensor) -> Tensor:
+        """[B, S, H, ...] -> [B, H, chunks, N, ...], float32, with zeros at the end."""
+        x = x_BSH.to(torch.float32).transpose(1, 2)
+        padded = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, rest))
+        return padded.unflatten(2, (-1, chunk))
+
+    q, k, v, log_decay, beta = map(chunks, (q_BSHK, k_BSHK, v_BSHV, log_decay_BSH, beta_BSH))
+    total = log_decay.cumsum(-1)
+    beta = beta.unsqueeze(-1)
+    ones = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device)
+    between = total.unsqueeze(-1) - total.unsqueeze(-2)
+    kept = between.masked_fill(~ones.tril(), -torch.inf).exp()
+    since_start = total.exp().unsqueeze(-1)
+    system = (beta * kept * (k @ k.mT)).tril(-1) + torch.eye(chunk, device=q.device)
+    both = torch.cat((beta * v, beta * since_start * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    own, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = kept * (q @ k.mT)
+    to_end = k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    state = (
+        q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+        if state_BHKV is None
+        else state_BHKV.to(torch.float32)
+    )
+    outputs = []
+    for idx in range(q.shape[2]):
+        update = own[:, :, idx] - of_state[:, :, idx] @ state
+        outputs.append((q * since_start)[:, :, idx] @ state + scores[:, :, idx] @ update)
+        state = state * since_start[:, :, idx, -1:] + to_end[:, :, idx].mT @ update
+    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2), state

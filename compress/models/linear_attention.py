@@ -1,0 +1,99 @@
+"""The module of a gated delta net (`delta_net.py`), which takes the place of attention in a layer.
+
+Shapes: B batch, S sequence, D hidden, H value heads, V value dimension, F outputs of linears, W positions of
+the convolution.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.attention import AttentionFn, CachedAttention
+from compress.models.delta_net import DeltaNet, DeltaState, convolved, gated_delta_rule, of_length_one
+from compress.models.layer_shape import LayerShape
+from compress.models.linear import linear_of
+from compress.models.norms import Norm
+from compress.models.tap import Tap, no_tap
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention with its linears."""
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    gate: nn.Linear
+    o: nn.Linear
+
+    def __init__(self, arch: Arch, shape: LayerShape, delta: DeltaNet) -> None:
+        super().__init__()
+        self.delta = delta
+        for group in shape.attention_groups:
+            for linear in group.linears:
+                self.add_module(linear.removeprefix("delta."), linear_of(arch, shape, linear))
+        self.beta = nn.Linear(arch.hidden_size, delta.num_heads, bias=False)
+        self.decay = nn.Linear(arch.hidden_size, delta.num_heads, bias=False)
+        channels = delta.num_channels
+        self.conv = nn.Conv1d(channels, channels, delta.kernel_size, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))
+        self.A_log = nn.Parameter(torch.zeros(delta.num_heads))
+        self.norm = Norm(delta.value_dim, arch.norm_eps)
+
+    def forward(
+        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
+    ) -> Tensor:
+        tap("attn_in", x_BSD)
+        out = self.heads(x_BSD, positions, attention, tap, layer_idx=layer_idx)
+        tap("attn_out", out)
+        return self.o(out)
+
+    def heads(
+        self,
+        x_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = no_tap,
+        *,
+        layer_idx: int,
+    ) -> Tensor:
+        """Return the concatenated outputs of all heads, normed and gated: the input of `o`. The state of a
+        cached decode is in its `attention`."""
+        del positions, tap
+        states = attention.states if isinstance(attention, CachedAttention) else {}
+        past = states.get(layer_idx)
+        out_BSHV, states[layer_idx] = self._attended(x_BSD, past)
+        normed_BSF = self.norm(out_BSHV.to(x_BSD.dtype)).flatten(-2)
+        return (normed_BSF * F.silu(self.gate(x_BSD).to(torch.float32))).to(x_BSD.dtype)
+
+    def _attended(self, x_BSD: Tensor, past: DeltaState | None) -> tuple[Tensor, DeltaState]:
+        """Return what the recurrence computes of all positions, [B, S, H, V], and the state after them."""
+        delta = self.delta
+        inputs_BSF = torch.cat((self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)), dim=-1)
+        mixed_BSF = convolved(
+            inputs_BSF, self.conv.weight.squeeze(1), None if past is None else past.inputs_BWF
+        )
+        sizes = [delta.key_size, delta.key_size, delta.value_size]
+        q_BSF, k_BSF, v_BSF = mixed_BSF.split(sizes, dim=-1)
+        repeat = delta.num_heads // delta.num_key_heads
+        q_BSHK, k_BSHK = (
+            of_length_one(each.unflatten(-1, (-1, delta.key_dim))).repeat_interleave(repeat, dim=-2)
+            for each in (q_BSF, k_BSF)
+        )
+        a_BSH = F.softplus(self.decay(x_BSD).to(torch.float32) + self.dt_bias)
+        out_BSHV, state = gated_delta_rule(
+            q_BSHK * delta.key_dim**-0.5,
+            k_BSHK,
+            v_BSF.unflatten(-1, (-1, delta.value_dim)),
+            -self.A_log.to(torch.float32).exp() * a_BSH,
+            torch.sigmoid(self.beta(x_BSD)),
+            None if past is None else past.heads_BHKV,
+        )
+        return out_BSHV, DeltaState(self._last_inputs(inputs_BSF, past), state)
+
+    def _last_inputs(self, inputs_BSF: Tensor, past: DeltaState | None) -> Tensor:
+        """Return the inputs of the last W - 1 positions; those before the first are zero."""
+        kept = self.delta.kernel_size - 1
+        if past is not None:
+            return torch.cat((past.inputs_BWF, inputs_BSF), dim=1)[:, -kept:]
+        return F.pad(inputs_BSF, (0, 0, kept, 0))[:, -kept:]
