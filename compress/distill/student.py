@@ -62,6 +62,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
             "by `prune` instead."
         )
+    if teacher.has_delta_nets:
+        raise UsageError(
+            "student: the teacher has delta nets, from which no student is cut; remove layers or channels of "
+            "the FFN by `prune` instead."
+        )
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),

@@ -51,7 +51,7 @@ def write_format(
             return family.to_memory(family.to_disk(module))
 
         coded = form.quantization_config(
-            with_dense_routers(scheme, source.arch).renamed(config_name),
+            with_dense_matrices(scheme, source.arch).renamed(config_name),
             head=config_name("head"),
             linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
             untouched=[
@@ -74,17 +74,19 @@ def write_format(
         form.write_files(directory, config)
 
 
-def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
-    """Return the schemes with the routers, and the gates of shared experts, among the dense linears, because
-    consumers take them for linears like others."""
-    routers = [
+def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
+    """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
+    take them for linears like others: routers, the gates of shared experts, and the decay and the beta of delta
+    nets."""
+    others = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
-        if layer.experts is not None
-        for name, shape in layer.experts.dense_shapes(arch.hidden_size).items()
+        for part in (layer.delta, layer.experts)
+        if part is not None
+        for name, shape in part.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2
     ]
-    return replace(scheme, exceptions=(*scheme.exceptions, *routers))
+    return replace(scheme, exceptions=(*scheme.exceptions, *others))
 
 
 def dense_experts(scheme: ModelScheme, arch: Arch) -> list[str]:

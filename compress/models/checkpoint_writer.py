@@ -41,7 +41,7 @@ def write_checkpoint(
     arch = source.arch
     family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
-    waiting: dict[str, Tensor | QuantizedWeight] = {}
+    waiting: dict[str, dict[str, Tensor | QuantizedWeight]] = {}
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
         if name.startswith(UNTOUCHED):
@@ -53,10 +53,12 @@ def write_checkpoint(
         members = members_of(family, arch, name)
         all_experts = family.holds_all_experts(module)
         if len(members) > 1 or module.endswith(ROTATED) or all_experts:
-            waiting[name] = value
-            if name != members[-1] or not waiting.keys() >= set(members):
+            found = waiting.setdefault(stored, {})
+            found[name] = value
+            if len(found) < len(members):
                 return
-            parts = [waiting.pop(each) for each in members]
+            del waiting[stored]
+            parts = [found[each] for each in members]
             places = places_of(family, arch, members, [part.shape[0] for part in parts])
             value = (
                 expert_stack(places, parts, stored)

@@ -106,7 +106,7 @@ def eagle3_facts(
     in a mixture of experts, that reads `layer_ids` or the default.
 
     Raises:
-        UsageError: layer ids that the model does not have, or that do not rise.
+        UsageError: layer ids that the model does not have, or that do not rise; no layer has attention.
     """
     ids = default_layer_ids(target.num_layers) if layer_ids is None else tuple(layer_ids)
     if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= target.num_layers:
@@ -114,10 +114,10 @@ def eagle3_facts(
             f"eagle3: layers {list(ids)} of a model that has {target.num_layers}; give numbers from 0 (the "
             "embedding) to that, rising."
         )
-    rope = target.layers[-1].rope
+    last = target.layers[_last_attention(target)]
+    rope = last.rope
     if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
-    last = target.layers[-1]
     ffn_size = last.intermediate_size if last.experts is None else last.experts.active_size
     arch = target.replace(
         family="llama",
@@ -317,7 +317,7 @@ def fresh_eagle3(
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
-    last = target.layer(target.arch.num_layers - 1)
+    last = target.layer(_last_attention(target.arch))
     size = facts.arch.hidden_size
     layer = "layers.0."
     with torch.no_grad():
@@ -352,6 +352,18 @@ def fresh_eagle3(
             dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W]
         )
     return decoder
+
+
+def _last_attention(target: Arch) -> int:
+    """Return the index of the last layer that has attention.
+
+    Raises:
+        UsageError: no layer has.
+    """
+    having = [idx for idx, layer in enumerate(target.layers) if layer.delta is None]
+    if not having:
+        raise UsageError("eagle3: every layer has a delta net, and a head has the attention of a layer.")
+    return having[-1]
 
 
 def _norm_weight(target: Arch, weights: Weights, name: str) -> Tensor:

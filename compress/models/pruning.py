@@ -196,6 +196,8 @@ def fits_consumers(arch: Arch, num_heads: int) -> bool:
 
 def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
+    if arch.has_delta_nets:
+        return f"most layers of this {arch.family} model have delta nets, whose heads are not removed."
     if arch.whole_qk_norm:
         return f"the norms of q and k of a {arch.family} model span all heads, so each head depends on all."
     if family_of({"model_type": arch.family}).heads_span_hidden:

@@ -26,7 +26,7 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, spli
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, Scheme
-from tests.support.tiny_hf import AROUND, CASES, SMALL, saved, tokens
+from tests.support.tiny_hf import AROUND, CASES, SMALL, inner_widths, saved, tokens
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
 WIDE: dict[str, Any] = {
@@ -64,6 +64,8 @@ def wide(case: str, directory: Path) -> Any:
         sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
         sizes["moe_intermediate_size"] = 256
+    if "linear_value_head_dim" in changes:
+        sizes |= inner_widths(changes, 128)
     if "kv_lora_rank" in changes:
         del sizes["head_dim"]
         sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
@@ -174,14 +176,15 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     source = Checkpoint(tmp_path / "model")
     stacked = dense_experts(source, "compressed-tensors")
     experts = decide(dict.fromkeys(stacked), source.arch)
-    other = "layers.0.ffn.down" if "ffn.down" in source.arch.layers[0].linears else "layers.0.attn.o"
-    names: dict[str, Scheme | None] = {**experts, other: SCHEMES["FP8_DYNAMIC"], "layers.1.attn.o": None}
+    last = [f"layers.{idx}.{source.arch.layers[idx].attention_groups[-1].linears[0]}" for idx in (0, 1)]
+    other = "layers.0.ffn.down" if "ffn.down" in source.arch.layers[0].linears else last[0]
+    names: dict[str, Scheme | None] = {**experts, other: SCHEMES["FP8_DYNAMIC"], last[1]: None}
     scheme = with_exceptions(SCHEMES["W4A16_G128"], names)
     (tmp_path / "out").mkdir()
     write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
     opened = open_checkpoint(tmp_path / "out")
     assert opened.schemes[other] == names[other]
-    assert "layers.1.attn.o" not in opened.schemes
+    assert last[1] not in opened.schemes
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
@@ -205,11 +208,11 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
                 theirs = theirs[int(expert)] if part == "down" else halves[part == "up"]
             elif leaf in ("weight", "bias"):
                 members = members_of(opened.family, opened.arch, full)
-                sizes = [theirs.shape[0] // len(members)] * len(members)
+                sizes = [opened.layer(idx)[each.split(".", 2)[2]].shape[0] for each in members]
                 places = places_of(opened.family, opened.arch, members, sizes)
                 theirs = places[members.index(full)].read(theirs)
             assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
-    one_dense = with_exceptions(SCHEMES["W4A16_G128"], {**experts, "layers.1.attn.o": None})
+    one_dense = with_exceptions(SCHEMES["W4A16_G128"], {**experts, last[1]: None})
     with pytest.raises(UnsupportedFormat, match="dense-linears"):
         check_rules("gptq", source.arch, one_dense)
 
@@ -232,6 +235,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         pytest.skip("what transformers would load is tested in `test_mixtures.py`")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
         pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
+    if "linear_value_head_dim" in CASES[case][1] and form == "fp8":
+        pytest.skip("heads rotate in part, so that blocks of their rows are others on disk")
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
@@ -279,8 +284,9 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     errors_BS = (theirs - exact).square().mean(-1)
     # An input rounded to eight bits sends a token to another expert now and then.
     error = errors_BS.median() if source.arch.has_experts else errors_BS.mean()
-    # What latents are made of is rounded, and they are rounded themselves.
-    bound = 0.15 if source.arch.has_latents else 0.1
+    # What latents are made of is rounded, and they are rounded themselves; the norm of a delta net divides by
+    # the size of what a query finds in the state, and magnifies what rounding did to it.
+    bound = 0.15 if source.arch.has_latents else 0.2 if source.arch.has_delta_nets else 0.1
     assert error.sqrt() < bound * exact.square().mean().sqrt()
 
 

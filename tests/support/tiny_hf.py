@@ -1228,7 +1228,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     delta net, reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
-        return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head}
+        shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
+        return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head, **shared}
     if "kv_lora_rank" not in changes:
         return {}
     return {
