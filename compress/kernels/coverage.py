@@ -109,6 +109,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     if mixture is not None:
         rows += _experts(arch, mixture, device)
     rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
+    rows += _delta_nets(arch, device)
     layer = arch.layers[0]
     has_gate = any(each.output_gate for each in arch.layers)
     gated = ("down", "shared.down", "o") if has_gate else ("down", "shared.down")
@@ -172,6 +173,13 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         for op, phase, n, k, schemes in problems
         for scheme in schemes
     ]
+
+
+def _delta_nets(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of gated delta nets: with heads of Qwen3.5's dimensions where a model has none."""
+    dims = {(layer.delta.key_dim, layer.delta.value_dim) for layer in arch.layers if layer.delta is not None}
+    problems = [device.problem("delta_net", n=key_dim, k=value_dim) for key_dim, value_dim in dims or {(128, 128)}]
+    return [_served("delta_net", "decode", [each]) for each in problems]
 
 
 def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:

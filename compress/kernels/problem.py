@@ -15,6 +15,7 @@ Op = Literal[
     "quantize_rows",
     "rope_store",
     "hadamard",
+    "delta_net",
     "latent_store",
     "latent_heads",
     "latent_attention",
@@ -40,6 +41,7 @@ class Problem:
 
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
+        delta_net                        the dimensions of a key, and of a value
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0

@@ -53,3 +53,8 @@ class Features:
         if depth in self.depths:
             start = self.depths.index(depth) * x_TD.shape[1]
             self.rows_TE[:, start : start + x_TD.shape[1]] = x_TD if scale == 1 else x_TD * scale
+
+
+def slots_of(positions_T: Tensor, blocks_B: Tensor, block_size: int) -> Tensor:
+    """Return the slots [T] of positions of a sequence that has these blocks."""
+    return blocks_B[positions_T // block_size] * block_size + positions_T % block_size

@@ -15,11 +15,14 @@ class BlockPool:
     """The blocks but the padding block. The block freed last is reused first, because its lines are the
     likeliest to be in the device's cache.
 
-    `on_eviction` is called with each cached block that is taken for other tokens.
+    `on_eviction` is called with each cached block that is taken for other tokens. With `num_first`, each
+    sequence begins in one of so many blocks, which have the lowest ids and are taken for nothing else.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+    def __init__(self, num_blocks: int, *, num_first: int = 0) -> None:
+        self._last_first = PADDING_BLOCK + num_first
+        self._free = list(range(num_blocks - 1, self._last_first, -1))
+        self._free_first = list(range(self._last_first, PADDING_BLOCK, -1))
         self._holders: dict[int, int] = {}
         self._cached: set[int] = set()
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -28,7 +31,8 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken, the evictable ones among them."""
+        """Number of blocks that can be taken, the evictable ones among them, without those that sequences begin
+        in."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -42,10 +46,13 @@ class BlockPool:
         """
         return sum(block in self._evictable for block in blocks)
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks for new tokens; the caller makes sure that so many are free."""
+    def allocate(self, count: int, *, begins: bool = False) -> list[int]:
+        """Take `count` blocks for new tokens, with which a sequence `begins` or goes on; the caller makes sure
+        that so many are free, and that no more sequences are under way than can begin."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        first = [self._free_first.pop()] if begins and self._last_first > PADDING_BLOCK else []
+        rest = [self._free.pop() if self._free else self._evict() for _ in range(count - len(first))]
+        blocks = first + rest
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
@@ -75,7 +82,9 @@ class BlockPool:
             if self._holders[block]:
                 continue
             del self._holders[block]
-            if block in self._cached:
+            if block <= self._last_first:
+                self._free_first.append(block)
+            elif block in self._cached:
                 self._evictable[block] = None
             else:
                 self._free.append(block)

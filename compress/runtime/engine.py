@@ -36,7 +36,7 @@ from compress.runtime.decode_run import Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
-from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token
+from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token, slot_bytes
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
@@ -88,9 +88,20 @@ class Engine:
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
         )
-        self.max_model_len, num_blocks = config.size_cache(
-            self.arch, self.dtype, device, bytes_per_token=bytes_per_token
+        num_kept = 1 if speculative is None else speculative.k + 1
+        bytes_per_request = slot_bytes(self.arch, num_kept) + (
+            proposer.bytes_per_request if proposer is not None else 0
         )
+        self.max_model_len, num_blocks = config.size_cache(
+            self.arch,
+            self.dtype,
+            device,
+            bytes_per_token=bytes_per_token,
+            bytes_per_request=bytes_per_request,
+        )
+        self._cache_positions = (num_blocks - 1) * self._block_size
+        num_first = config.max_batch_size if bytes_per_request else 0
+        num_blocks += num_first
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,
@@ -98,13 +109,18 @@ class Engine:
             kv_format=self.kv_format,
             device=device,
             static_scales=weights.kv_scales,
+            num_slots=num_first + 1,
+            num_kept=num_kept,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
-        self._pool = BlockPool(num_blocks)
-        self._prefixes = self._prefix_cache(source, proposer) if config.prefix_cache else None
+        self._pool = BlockPool(num_blocks, num_first=num_first)
+        # What another model caches, or the state of a delta net, is in no block that could be shared or moved.
+        blocks_hold_all = num_first == 0 and (proposer is None or not proposer.kv_bytes_per_token)
+        keeps_prefixes = config.prefix_cache and num_first == 0
+        self._prefixes = self._prefix_cache(source, proposer) if keeps_prefixes else None
         self._swap = (
             HostSwap(cache, num_bytes=config.swap_bytes, device=device)
-            if config.swap_bytes and (proposer is None or not proposer.kv_bytes_per_token)
+            if config.swap_bytes and blocks_hold_all
             else None
         )
         self._batching = Batching(
@@ -121,15 +137,14 @@ class Engine:
             short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
-            shares_prompts=proposer is None or not proposer.kv_bytes_per_token,
+            shares_prompts=blocks_hold_all,
             chunk_multiple=chunk_multiple(self.kv_format),
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
-        self._cache_positions = (num_blocks - 1) * self._block_size
         self._speculation: SpeculativeDecoding | None = None
         if speculative is not None and proposer is not None:
-            sizes = CacheSizes(num_blocks, self._block_size, self.max_model_len)
+            sizes = CacheSizes(num_blocks, self._block_size, self.max_model_len, num_first + 1)
             self._speculation = SpeculativeDecoding(
                 speculative, proposer, self.runner, sizes, deployment, self._scheduler
             )

@@ -33,14 +33,15 @@ class EngineConfig:
       those for long ones.
     - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
-    - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
+    - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. The states of delta nets come
+      on top of what is named here. It is never more than a full
       batch of the longest sequences needs.
     - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
       format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
     - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
-      (`prefix_cache.py`). Their logits are those of an engine without it within the tolerance of a prefill in
+      (`prefix_cache.py`); of models with delta nets, whose states are in no block, nothing is kept. Their logits are those of an engine without it within the tolerance of a prefill in
       other chunks.
     - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
     - `order`: whose turn it is among requests of one priority: "arrival", or "shortest" (fewest tokens
@@ -106,9 +107,16 @@ class EngineConfig:
         return self.block_size if self.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
 
     def size_cache(
-        self, arch: Arch, dtype: torch.dtype, device: torch.device, *, bytes_per_token: int
+        self,
+        arch: Arch,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bytes_per_token: int,
+        bytes_per_request: int = 0,
     ) -> tuple[int, int]:
         """Return the model length and the number of cache blocks, the padding block included.
+        `bytes_per_request` are those of states, for which room is left beside a cache without a limit.
 
         Raises:
             UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one
@@ -123,7 +131,9 @@ class EngineConfig:
             limit_bytes = CPU_CACHE_BYTES
             if device.type == "cuda":
                 free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
-                limit_bytes = max(0, free - expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens)))
+                other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
+                other += (self.max_batch_size + 1) * bytes_per_request
+                limit_bytes = max(0, free - other)
         affordable = limit_bytes // (bytes_per_token * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):

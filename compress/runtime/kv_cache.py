@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
+from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_ATTENTION,
@@ -44,10 +45,23 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
         UsageError: the format is unknown, or does not fit the heads or the latents.
     """
     dtype = _storage_dtype(kv_format)
+    if kv_format == FP8_STATIC and arch.has_delta_nets:
+        raise UsageError(
+            f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model with "
+            f"delta nets have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in a "
+            "recipe), which needs none."
+        )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     return sum(
         heads * (numbers * dtype.itemsize + scale_bytes)
         for heads, numbers in (_stored(layer, kv_format) for layer in arch.layers)
+    )
+
+
+def slot_bytes(arch: Arch, num_kept: int) -> int:
+    """Return the bytes of the states of one sequence in all layers that have delta nets."""
+    return sum(
+        DeltaStates.slot_bytes(layer.delta, num_kept) for layer in arch.layers if layer.delta is not None
     )
 
 
@@ -64,6 +78,8 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     Raises:
         UsageError: the format does not fit the layer.
     """
+    if layer.delta is not None:
+        return 0, 0
     if layer.latent is None:
         return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
     if kv_format not in LATENT_FORMATS:
@@ -113,7 +129,10 @@ class KVCache:
     """The tensors of a KV cache. Blocks are addressed by id, positions by slot = block id * block_size +
     offset.
 
-    `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
+    `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs. Layers
+    with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all: the
+    first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of which
+    may not be kept.
 
     Raises:
         UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
@@ -129,6 +148,8 @@ class KVCache:
         kv_format: str,
         device: torch.device,
         static_scales: Sequence[tuple[float, float]] | None = None,
+        num_slots: int | None = None,
+        num_kept: int = 1,
     ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(
@@ -144,8 +165,12 @@ class KVCache:
         self.block_size = block_size
         self.kv_format = kv_format
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
+        self._device = device
+        num_slots = num_blocks if num_slots is None else num_slots
         self._layers = [
             _empty(layer, kv_format, num_blocks, block_size, device, pair)
+            if layer.delta is None
+            else DeltaStates.empty(layer.delta, num_slots, num_kept, device)
             for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
@@ -171,18 +196,18 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second; all are read before any is written."""
-        device = self._layers[0].tensors[0].device
-        sources_N, targets_N = (sent(torch.tensor(blocks), device) for blocks in zip(*pairs, strict=True))
+        sources_N, targets_N = (sent(torch.tensor(blocks), self._device) for blocks in zip(*pairs, strict=True))
         self.write_blocks(targets_N, self.read_blocks(sources_N))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
         for pages in self._layers:
-            for tensor in pages.tensors:
-                yield tensor.view(torch.uint8)
+            if not isinstance(pages, DeltaStates):
+                for tensor in pages.tensors:
+                    yield tensor.view(torch.uint8)
 
-    def layer(self, layer_idx: int) -> Pages:
-        """Return the pages of a layer."""
+    def layer(self, layer_idx: int) -> Pages | DeltaStates:
+        """Return the pages of a layer, or its states."""
         return self._layers[layer_idx]
 
 

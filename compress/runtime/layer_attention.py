@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.tiles import FixedLists
+from compress.kernels.operands.delta_states import DeltaStates, Sequences
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -21,6 +22,7 @@ from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth
 from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
+from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.loader import LayerWeights
@@ -34,17 +36,19 @@ a step of 64 rows of Qwen3-30B-A3B in W4 takes 2.4 % longer with it, and one of 
 @dataclass(frozen=True)
 class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
-    positions, and the slots of the layer's pages that they belong to."""
+    positions, and the slots of the layer's pages that they belong to. Of a delta net a gate follows them, its
+    beta and decay [T, 2 H] are apart, and in place of pages it has states."""
 
     qkv_TF: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    kv: Pages
+    kv: Pages | DeltaStates
+    beta_decay_TH: Tensor | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V]; what the
-cache stores of the rows is in it afterwards."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V], of a delta
+net [T, H V]; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:
@@ -72,18 +76,22 @@ class LayerAttention:
             return BoundKernel.of(problem)
 
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        for key in sorted({_head_key(layer) for layer in arch.layers}):
+        attending = [layer for layer in arch.layers if layer.delta is None]
+        for key in sorted({_head_key(layer) for layer in attending}):
             self._ops["rope_store", key] = bound("rope_store", key)
             self._ops["attention_decode", key] = bound("attention_decode", key)
             self._ops["attention_prefill", key] = bound("attention_prefill", key, "prefill")
             if self._transforms_heads:
                 self._ops["hadamard", key] = bound("hadamard", key)
+        for delta in {layer.delta for layer in arch.layers if layer.delta is not None}:
+            key = delta.key_dim, delta.value_dim
+            self._ops["delta_net", key] = bound("delta_net", key)
         # One position more than a sequence has: a step launched ahead, before the host sees that a request
         # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
             key: cos_sin(*key, positions, deployment.dtype, length=max_model_len)
-            for key in {_rope_key(layer) for layer in arch.layers}
+            for key in {_rope_key(layer) for layer in attending}
         }
         self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._chunk_sizes = chunk_sizes(arch, max_model_len)
@@ -98,10 +106,16 @@ class LayerAttention:
             )
             for chunk in self._chunk_sizes
         }
+        sequences = None
+        if self._arch.has_delta_nets:
+            sequences = Sequences.of_decode(block_table_RB[:, 0], context_lens_R, q_len)
         is_first = True
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             nonlocal is_first
+            if layer.delta is not None:
+                is_first = False
+                return self._recurred(layer.delta, projected, sequences)
             fn, facts = self._kernel("attention_decode", layer)
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS
             q_THC = self.queries(layer, projected, early=gains and not is_first)
@@ -135,7 +149,13 @@ class LayerAttention:
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
         }
 
+        sequences = None
+        if self._arch.has_delta_nets:
+            sequences = Sequences.of_prefill(block_table_RB[:, 0], query_lens, context_lens)
+
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            if layer.delta is not None:
+                return self._recurred(layer.delta, projected, sequences)
             q_THC = self.queries(layer, projected)
             fn, facts = self._kernel("attention_prefill", layer)
             operands = whole
@@ -178,13 +198,28 @@ class LayerAttention:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether prefill attention can be captured in a CUDA graph."""
+        """Whether prefill attention can be captured in a CUDA graph; the rows of sequences that a delta net
+        reads are not in lists yet."""
         kernels = [bound.kernel for (op, _), bound in self._ops.items() if op == "attention_prefill"]
-        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+        if self._chunk_sizes or self._arch.has_delta_nets:
+            return False
+        return all(kernel.takes_lists for kernel in kernels)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
         return [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
+
+    def _recurred(
+        self, delta: DeltaLinears, projected: Projected, sequences: Sequences | None
+    ) -> Tensor:
+        """Return the gated outputs of a delta net [T, H V]."""
+        states = projected.kv
+        assert isinstance(states, DeltaStates)
+        key = states.delta.key_dim, states.delta.value_dim
+        out_TZ: Tensor = self._ops["delta_net", key].kernel.fn(
+            projected.qkv_TF, projected.beta_decay_TH, delta.weights, states, sequences
+        )
+        return out_TZ
 
     def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return the attention kernel of a layer and the facts of the layer that it takes."""

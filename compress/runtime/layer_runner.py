@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
@@ -115,7 +116,7 @@ class LayerRunner:
         stream: Stream,
         positions_T: Tensor,
         slots_T: Tensor,
-        kv: Pages,
+        kv: Pages | DeltaStates,
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,
@@ -127,9 +128,14 @@ class LayerRunner:
         if self._arch.block == "parallel":
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
         else:
-            qkv_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase)
+            # The decay and the beta of a delta net read the rows as they are before they are quantized.
+            first = Reader(layer.attn_norm, layer.qkv if layer.delta is None else None)
+            qkv_rows = self.rows(stream, first, phase)
             ffn_rows = None
         projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
+        if layer.delta is not None:
+            assert isinstance(qkv_rows, Tensor)
+            projected = replace(projected, beta_decay_TH=layer.delta.of_rows(qkv_rows, phase))
         return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
 
     def after_qkv(
@@ -168,7 +174,8 @@ class LayerRunner:
         return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
-        """Return the input of the last linear of attention. The outputs of a gate follow q, k and v."""
+        """Return the input of the last linear of attention, or of a delta net. The outputs of a gate follow q, k
+        and v."""
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
         size = layer.shape.num_heads * layer.shape.head_dim

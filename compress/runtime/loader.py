@@ -26,6 +26,7 @@ from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
+from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
@@ -73,6 +74,7 @@ class LayerWeights:
     shared_gate: FusedLinear | None = None
     scale: float = 1.0
     latent: LatentLinears | None = None
+    delta: DeltaLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -83,7 +85,7 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        own += 0 if self.latent is None else self.latent.weight_bytes
+        own += sum(each.weight_bytes for each in (self.latent, self.delta) if each is not None)
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
@@ -103,7 +105,7 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        rows += [] if self.latent is None else self.latent.report(layer_idx)
+        rows += [row for each in (self.latent, self.delta) if each for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
 
@@ -313,7 +315,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     return LayerWeights(
         shape=shape,
         attn_norm=before("attn_norm"),
-        qk_norm=qk_norm(arch, shape, weights, deployment),
+        qk_norm=None if shape.delta is not None else qk_norm(arch, shape, weights, deployment),
         ffn_norm=before("ffn_norm") or before("moe.shared_norm"),
         qkv=fused.qkv,
         o=fused.o,
@@ -327,6 +329,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
         latent=_latent(shape, weights, deployment),
+        delta=_delta(arch, shape, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
 
@@ -368,6 +371,19 @@ def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> Late
         return fuse((name,), of, deployment)
 
     return LatentLinears.of(shape, one, weights, deployment)
+
+
+def _delta(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> DeltaLinears | None:
+    """Return the parameters of the delta net of a layer, None where it has none."""
+    if shape.delta is None:
+        return None
+
+    def one(name: str, of: Weights) -> FusedLinear:
+        return fuse((name,), of, deployment)
+
+    return DeltaLinears.of(one, weights, arch.norm_eps, deployment)
 
 
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:

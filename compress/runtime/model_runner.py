@@ -22,6 +22,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
@@ -204,7 +205,7 @@ class ModelRunner:
         x_TD: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        pages: Callable[[int], Pages],
+        pages: Callable[[int], Pages | DeltaStates],
         attend: Attend,
         phase: Phase,
         features: Features | None = None,

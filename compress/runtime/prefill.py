@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.host_memory import received, sent
-from compress.runtime.batch import PrefillBatch
+from compress.runtime.batch import PrefillBatch, slots_of
 from compress.runtime.decode_run import FirstTokens, HostResults
 from compress.runtime.generation import Generation
 from compress.runtime.sampler import SampledTokens, sample
@@ -155,8 +155,3 @@ class Prefill:
 
     def _sent(self, tensor: Tensor) -> Tensor:
         return sent(tensor, self._device)
-
-
-def slots_of(positions_T: Tensor, blocks_B: Tensor, block_size: int) -> Tensor:
-    """Return the slots [T] of positions of a sequence that has these blocks."""
-    return blocks_B[positions_T // block_size] * block_size + positions_T % block_size

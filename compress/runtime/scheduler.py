@@ -318,7 +318,7 @@ class Scheduler:
         if not self._fits(generation, found):
             return None
         self._enter(generation, found, num_cached_blocks=generation.num_cached_blocks)
-        generation.blocks += self._pool.allocate(self._num_missing(generation))
+        generation.blocks += self._pool.allocate(self._num_missing(generation), begins=not found)
         generation.num_computed = generation.num_cached_blocks * self._block_size
         if self._swap is not None and self._swap.holds(generation):
             generation.num_computed = generation.prefill_end = self._swap.restore(generation)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
+from compress.models.delta_net import DeltaNet
+from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.latent_attention import LatentAttention
@@ -28,7 +31,7 @@ class ScoringPass:
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    pages: Callable[[int], Pages]
+    pages: Callable[[int], Pages | DeltaStates]
     attend: Attend
     phase: Phase
 
@@ -50,11 +53,12 @@ def scoring_pass(
     """Return the pass over sequences of these lengths, one after the other; `short` ones use the decode
     kernels of the linears."""
     num_columns = -(-max(lens) // block_size)
-    first_block = 1 + torch.arange(len(lens)).unsqueeze(1) * num_columns
-    table_BN = (first_block + torch.arange(num_columns)).to(device)
+    # The first blocks come first: they are the slots of states.
+    table_BN = 1 + torch.arange(num_columns * len(lens)).view(num_columns, -1).t().contiguous()
     positions = [torch.arange(length) for length in lens]
-    slots = [int(first) * block_size + each for first, each in zip(first_block, positions, strict=True)]
-    pages = _ScratchPages(cache, 1 + len(lens) * num_columns, block_size)
+    slots = [slots_of(each, blocks, block_size) for each, blocks in zip(positions, table_BN, strict=True)]
+    pages = _ScratchPages(cache, len(lens), num_columns, block_size)
+    table_BN = table_BN.to(device)
     phase: Phase = "decode" if short else "prefill"
     attend = attention.prefill(table_BN, lens, lens, block_size=block_size, phase=phase)
     return ScoringPass(
@@ -65,15 +69,21 @@ def scoring_pass(
 class _ScratchPages:
     """Pages for one pass in the format of the cache; layers of the same shape share them."""
 
-    def __init__(self, cache: KVCache, num_blocks: int, block_size: int) -> None:
+    def __init__(self, cache: KVCache, num_sequences: int, num_columns: int, block_size: int) -> None:
         self._cache = cache
-        self._num_blocks = num_blocks
+        self._num_sequences = num_sequences
+        self._num_blocks = 1 + num_sequences * num_columns
         self._block_size = block_size
         self._made: dict[tuple[int, int], Pages] = {}
+        self._states: dict[DeltaNet, DeltaStates] = {}
 
-    def layer(self, layer_idx: int) -> Pages:
-        """Return the pages of a layer."""
+    def layer(self, layer_idx: int) -> Pages | DeltaStates:
+        """Return the pages of a layer, or its states."""
         like = self._cache.layer(layer_idx)
+        if isinstance(like, DeltaStates):
+            if like.delta not in self._states:
+                self._states[like.delta] = like.scratch(self._num_sequences)
+            return self._states[like.delta]
         key = like.heads_and_width
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
+from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
@@ -72,6 +73,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gated outputs of attention": {
         "qk_norm": True,
         "layers": (tiny_shape(window=5, output_gate=True), tiny_shape(rope=None, output_gate=True)),
+    },
+    "delta nets": {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None),
+            tiny_shape(output_gate=True),
+            tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None),
+        ),
+    },
+    "a delta net of one key head in a mixture": {
+        "layers": (
+            tiny_shape(),
+            tiny_shape(delta=DeltaNet(3, 1, 16, 8, 2), rope=None, experts=Experts(6, 2, 48)),
+        )
     },
     "experts": {"layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)), tiny_shape())},
     "experts, a shared one and a gate": {

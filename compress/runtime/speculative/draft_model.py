@@ -25,7 +25,7 @@ from compress.models.weights import WeightSource
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token, slot_bytes
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
@@ -71,6 +71,9 @@ class DraftModelProposer:
         self._kv_format = DENSE_FORMATS[setting.deployment.dtype]
         self.weight_bytes = self._weights.weight_bytes
         self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
+        # It reads the last token but one again, and a graph is warmed up by a run that is done again.
+        self._num_kept = setting.k + 2
+        self.bytes_per_request = slot_bytes(source.arch, self._num_kept)
 
     def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
         """Allocate the pages of the draft model.
@@ -91,6 +94,8 @@ class DraftModelProposer:
             block_size=sizes.block_size,
             kv_format=self._kv_format,
             device=device,
+            num_slots=sizes.num_slots,
+            num_kept=self._num_kept,
         )
         self._runner = ModelRunner(self._weights, cache, max_model_len=sizes.max_model_len)
         self._graphs: Graphs[Tensor] = Graphs(device, self._setting.deployment.max_batch_size)

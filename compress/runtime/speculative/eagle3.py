@@ -133,6 +133,7 @@ class Eagle3Proposer:
     """A loaded EAGLE-3 head. Its pages are allocated by `begin`."""
 
     on_device = True
+    bytes_per_request = 0
 
     def __init__(self, head: Eagle3Head, setting: ProposerSetting) -> None:
         deployment = setting.deployment

@@ -51,7 +51,7 @@ class NGram:
 class NGramProposer:
     """Looks up proposals in the tokens of each request. It keeps nothing between steps."""
 
-    weight_bytes = kv_bytes_per_token = 0
+    weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
     on_device = False
 

@@ -42,6 +42,7 @@ class CacheSizes:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_slots: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Proposer(Protocol):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of its own pages for one position."""
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of the states of its own delta nets for one request."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -1,0 +1,302 @@
+"""A gated delta net between its linears in three launches: the convolution of each row, the recurrence of each
+sequence, and the gated norm of each head, which also keeps the inputs of the last positions.
+
+The recurrence is the same program for one row of a sequence and for a whole prompt: a program has some columns
+of the state of a head in registers and goes from row to row. So the bits of a row do not depend on how many
+rows of its sequence a pass has.
+
+Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads, K
+key dimension, V value dimension, W positions of the convolution, N states and M inputs of a slot.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.compilers.triton import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
+from compress.models.delta_net import LENGTH_EPS
+
+MAX_HEAD = 256
+COLUMNS = 8
+"""Columns of a state that one program has."""
+
+
+@jit(varying=("row_stride",))
+def _convolve(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    past_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    of_row_ptr: tl.tensor,
+    mixed_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_sequences: tl.tensor,
+    row_stride: tl.tensor,
+    q_scale: tl.tensor,
+    length_eps: tl.tensor,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row and one head of queries, keys or values: silu of the convolution, q and k with length 1."""
+    launch_dependents(PDL)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    is_value = head >= 2 * G
+    size = tl.where(is_value, V, K)
+    base = tl.where(is_value, 2 * G * K + (head - 2 * G) * V, head * K)
+    d = tl.arange(0, TILE)
+    channel = base + d
+    real = d < size
+    wait(PDL)
+    sequence = tl.load(of_row_ptr + row)
+    start = tl.load(starts_ptr + sequence)
+    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    first = tl.load(context_lens_ptr + sequence) - (stop - start)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    total = tl.zeros([TILE], tl.float32)
+    for tap in tl.static_range(W):
+        source = row - (W - 1) + tap
+        position = first + (source - start)
+        here = tl.load(
+            x_ptr + source.to(tl.int64) * row_stride + channel, mask=real & (source >= start), other=0.0
+        )
+        before = (source < start) & (position >= 0)
+        place = slot * M + tl.maximum(position, 0) % M
+        past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
+        weight = tl.load(conv_ptr + channel * W + tap, mask=real, other=0.0).to(tl.float32)
+        total = total + tl.where(source >= start, here.to(tl.float32), past) * weight
+    rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)
+    mixed = (rounded / (1 + tl.exp(-rounded))).to(x_ptr.dtype.element_ty).to(tl.float32)
+    length = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + length_eps)
+    scale = tl.where(is_value, 1.0, length) * tl.where(head < G, q_scale, 1.0)
+    tl.store(mixed_ptr + row.to(tl.int64) * F + channel, mixed * scale, mask=real)
+
+
+@jit()
+def _recur(
+    mixed_ptr: tl.tensor,
+    beta_decay_ptr: tl.tensor,
+    decay_rate_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_sequences: tl.tensor,
+    beta_stride: tl.tensor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    N: tl.constexpr,
+    K_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Some columns of the state of one head, from the first row of a sequence to its last."""
+    launch_dependents(PDL)
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    k_idx = tl.arange(0, K_TILE)
+    v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    k_real = k_idx < K
+    v_real = v_idx < V
+    decay_rate = tl.load(decay_rate_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head)
+    wait(PDL)
+    start = tl.load(starts_ptr + sequence)
+    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    first = tl.load(context_lens_ptr + sequence) - (stop - start)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64) * N
+    inner = head * K * V + k_idx[:, None] * V + v_idx[None, :]
+    real = k_real[:, None] & v_real[None, :]
+    place = slot + tl.maximum(first - 1, 0) % N
+    state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
+    q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
+    v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
+    beta_at = beta_decay_ptr + start.to(tl.int64) * beta_stride + head
+    out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
+    length = stop - start
+    for idx in range(length):
+        q = tl.load(q_at, mask=k_real, other=0.0)
+        k = tl.load(q_at + G * K, mask=k_real, other=0.0)
+        v = tl.load(v_at, mask=v_real, other=0.0)
+        beta = tl.load(beta_at)
+        decay = tl.load(beta_at + H) + dt_bias
+        softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
+        state = state * tl.exp(decay_rate * softplus)
+        held = tl.sum(state * k[:, None], axis=0)
+        update = (v - held) / (1 + tl.exp(-beta))
+        state = state + k[:, None] * update[None, :]
+        out = tl.sum(state * q[:, None], axis=0)
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
+        if idx >= length - N:
+            kept = slot + tl.maximum(first + idx, 0) % N
+            tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
+        q_at += F
+        v_at += F
+        beta_at += beta_stride
+        out_at += H * V
+
+
+@jit(varying=("row_stride",))
+def _norm_and_keep(
+    x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    past_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    of_row_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_sequences: tl.tensor,
+    row_stride: tl.tensor,
+    eps: tl.tensor,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    V_TILE: tl.constexpr,
+    SHARE: tl.constexpr,
+    SHARE_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row and one head: its output normed and gated, in place, and a share of the row's inputs kept."""
+    launch_dependents(PDL)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, V_TILE)
+    real = d < V
+    weight = tl.load(norm_ptr + d, mask=real, other=0.0).to(tl.float32)
+    wait(PDL)
+    dtype = out_ptr.dtype.element_ty
+    at = out_ptr + row.to(tl.int64) * (H * V) + head * V + d
+    out = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row.to(tl.int64) * row_stride + F + head * V + d, mask=real, other=0.0)
+    gate = gate.to(tl.float32)
+    unit = (out * tl.rsqrt(tl.sum(out * out, axis=0) / V + eps)).to(dtype).to(tl.float32)
+    normed = (unit * weight).to(dtype).to(tl.float32)
+    tl.store(at, (normed * (gate / (1 + tl.exp(-gate)))).to(dtype), mask=real)
+    sequence = tl.load(of_row_ptr + row)
+    start = tl.load(starts_ptr + sequence)
+    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    if row >= stop - M:
+        position = tl.load(context_lens_ptr + sequence) - (stop - row)
+        place = tl.load(slots_ptr + sequence).to(tl.int64) * M + tl.maximum(position, 0) % M
+        part = tl.arange(0, SHARE_TILE)
+        channel = head * SHARE + part
+        kept = (part < SHARE) & (channel < F)
+        x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
+        tl.store(past_ptr + place * F + channel, x, mask=kept)
+
+
+def delta_net(
+    qkv_gate_TF: Tensor,
+    beta_decay_TH: Tensor,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    sequences: Sequences,
+) -> Tensor:
+    """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
+    delta = states.delta
+    num_rows = len(qkv_gate_TF)
+    num_sequences = len(sequences.starts_R)
+    device = qkv_gate_TF.device
+    mixed_TF = torch.empty(num_rows, delta.num_channels, dtype=torch.float32, device=device)
+    out_TZ = torch.empty(num_rows, delta.value_size, dtype=qkv_gate_TF.dtype, device=device)
+    sizes = {"K": delta.key_dim, "V": delta.value_dim, "F": delta.num_channels}
+    heads = {"H": delta.num_heads, "G": delta.num_key_heads}
+    of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
+    counts = num_rows, num_sequences
+    num_inputs = states.inputs.shape[1]
+    options = pdl_options(device)
+    _convolve[(num_rows, 2 * delta.num_key_heads + delta.num_heads)](
+        qkv_gate_TF,
+        weights.conv_FW,
+        states.inputs,
+        *of_sequences,
+        sequences.of_row_T,
+        mixed_TF,
+        *counts,
+        qkv_gate_TF.stride(0),
+        delta.key_dim**-0.5,
+        LENGTH_EPS,
+        G=delta.num_key_heads,
+        W=delta.kernel_size,
+        M=num_inputs,
+        TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
+        num_warps=1,
+        **sizes,
+        **options,
+    )
+    _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
+        mixed_TF,
+        beta_decay_TH,
+        weights.decay_rate_H,
+        weights.dt_bias_H,
+        states.heads,
+        *of_sequences,
+        out_TZ,
+        *counts,
+        beta_decay_TH.stride(0),
+        N=states.num_kept,
+        K_TILE=triton.next_power_of_2(delta.key_dim),
+        COLUMNS=COLUMNS,
+        num_warps=1,
+        **heads,
+        **sizes,
+        **options,
+    )
+    share = triton.cdiv(delta.num_channels, delta.num_heads)
+    _norm_and_keep[(num_rows, delta.num_heads)](
+        qkv_gate_TF,
+        weights.norm_V,
+        states.inputs,
+        *of_sequences,
+        sequences.of_row_T,
+        out_TZ,
+        *counts,
+        qkv_gate_TF.stride(0),
+        weights.norm_eps,
+        H=delta.num_heads,
+        V=delta.value_dim,
+        F=delta.num_channels,
+        M=num_inputs,
+        V_TILE=triton.next_power_of_2(delta.value_dim),
+        SHARE=share,
+        SHARE_TILE=triton.next_power_of_2(share),
+        num_warps=1,
+        **options,
+    )
+    return out_TZ
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.n > MAX_HEAD or problem.k > MAX_HEAD:
+        return f"heads of keys of {problem.n} and values of {problem.k} dimensions, above {MAX_HEAD}."
+    return triton_refusal(problem)
+
+
+register(Kernel("delta_net", "fused", min_sm=80, priority=10, supports=_supports, fn=delta_net))

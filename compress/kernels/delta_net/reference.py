@@ -1,0 +1,96 @@
+"""Reference of a gated delta net (arXiv 2412.06464) between its linears: the convolution, the recurrence over
+the states of sequences, and the gated norm of each head.
+
+Row after row, each with tensors of the same shapes, so that the bits of a row depend on its sequence alone,
+and are the same however many rows a pass has of it. Numbers are rounded where the canonical decoder rounds
+them.
+
+Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads, K
+key dimension, V value dimension, W positions of the convolution.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.rms_norm.reference import rms_norm
+from compress.kernels.select import Kernel, anything, register
+from compress.models.delta_net import of_length_one
+
+
+def delta_net(
+    qkv_gate_TF: Tensor,
+    beta_decay_TH: Tensor,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    sequences: Sequences,
+) -> Tensor:
+    """Return the gated outputs [T, Z] from queries, keys, values and gates [T, F + Z], and from the linears of
+    beta and decay [T, 2 H], float32; the slots of the sequences are written."""
+    out_TZ = torch.empty_like(qkv_gate_TF[:, states.delta.num_channels :])
+    row = 0
+    for idx, length in enumerate(sequences.query_lens):
+        first = sequences.context_lens_R[idx] - length
+        slot = sequences.slots_R[idx]
+        state_HKV = _at(states.heads, slot, first - 1)
+        for offset in range(length):
+            position = first + offset
+            inputs_F, gate_Z = qkv_gate_TF[row].split([states.delta.num_channels, out_TZ.shape[1]])
+            _keep_(states.inputs, slot, position, inputs_F.to(torch.float32))
+            mixed_F = _convolved(weights.conv_FW, states.inputs, slot, position)
+            beta_decay = beta_decay_TH[row].chunk(2)
+            out_HV, state_HKV = _step(states, mixed_F, *beta_decay, weights, state_HKV)
+            _keep_(states.heads, slot, position, state_HKV)
+            normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
+            silu_Z = F.silu(gate_Z.to(torch.float32))
+            out_TZ[row] = (normed_HV.flatten() * silu_Z).to(out_TZ.dtype)
+            row += 1
+    return out_TZ
+
+
+def _convolved(conv_FW: Tensor, inputs: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+    """Return silu of the convolution that ends at a position [F], whose inputs are in the slot."""
+    width = conv_FW.shape[1]
+    total_F = torch.zeros_like(conv_FW[:, 0], dtype=torch.float32)
+    for tap in range(width):
+        past_F = _at(inputs, slot, position - width + 1 + tap)
+        total_F = total_F + past_F * conv_FW[:, tap].to(torch.float32)
+    return F.silu(total_F.to(conv_FW.dtype))
+
+
+def _step(
+    states: DeltaStates,
+    mixed_F: Tensor,
+    beta_H: Tensor,
+    decay_H: Tensor,
+    weights: DeltaWeights,
+    state_HKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of the heads [H, V], float32, and the state after a position."""
+    delta = states.delta
+    q_F, k_F, v_F = mixed_F.split([delta.key_size, delta.key_size, delta.value_size])
+    repeat = delta.num_heads // delta.num_key_heads
+    q_HK, k_HK = (
+        of_length_one(each.view(-1, delta.key_dim)).repeat_interleave(repeat, dim=0) for each in (q_F, k_F)
+    )
+    v_HV = v_F.view(-1, delta.value_dim).to(torch.float32)
+    log_decay_H = weights.decay_rate_H * F.softplus(decay_H + weights.dt_bias_H)
+    state_HKV = state_HKV * log_decay_H.exp().view(-1, 1, 1)
+    held_HV = (state_HKV * k_HK.unsqueeze(-1)).sum(1)
+    update_HV = torch.sigmoid(beta_H).unsqueeze(-1) * (v_HV - held_HV)
+    state_HKV = state_HKV + k_HK.unsqueeze(-1) * update_HV.unsqueeze(1)
+    return (state_HKV * (q_HK * delta.key_dim**-0.5).unsqueeze(-1)).sum(1), state_HKV
+
+
+def _at(kept: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+    """Return what a slot keeps of a position, zeros before the first."""
+    found = kept[slot.long(), (position % kept.shape[1]).long()]
+    return torch.where(position >= 0, found, torch.zeros_like(found))
+
+
+def _keep_(kept: Tensor, slot: Tensor, position: Tensor, value: Tensor) -> None:
+    kept[slot.long(), (position % kept.shape[1]).long()] = value
+
+
+register(Kernel("delta_net", "reference", min_sm=0, priority=0, supports=anything, fn=delta_net))

@@ -1,0 +1,106 @@
+"""Operands of a gated delta net (arXiv 2412.06464) in serving: its parameters, the states of sequences, and the
+rows of a pass.
+
+A sequence has a slot of states, which is its first block of the KV cache. Of the last N positions the slot
+holds the state after each, and of the last M the inputs of the convolution; position p is in place p mod N, or
+p mod M. So rows of proposals that are not kept need no undoing: the next step goes on after the last position
+that was kept, and overwrites what follows it. Slot 0 belongs to no sequence.
+
+Shapes: S slots, N states, M inputs, H value heads, K key dimension, V value dimension, F channels of the
+convolution, W its positions, T rows, R sequences.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.models.delta_net import DeltaNet
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log) and
+    dt_bias [H], float32, and the weight of the norm of a head [V]."""
+
+    conv_FW: Tensor
+    decay_rate_H: Tensor
+    dt_bias_H: Tensor
+    norm_V: Tensor
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class DeltaStates:
+    """The slots of one layer: inputs [S, M, F] and states [S, N, H, K, V], float32 for models of any dtype."""
+
+    delta: DeltaNet
+    inputs: Tensor
+    heads: Tensor
+
+    @staticmethod
+    def empty(
+        delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device
+    ) -> "DeltaStates":
+        """Return zeroed slots for steps of at most `num_kept` rows of a sequence, in which any number of them
+        may be kept."""
+        num_inputs = num_kept + delta.kernel_size - 1
+        widths = delta.num_heads, delta.key_dim, delta.value_dim
+        return DeltaStates(
+            delta,
+            torch.zeros(num_slots, num_inputs, delta.num_channels, dtype=torch.float32, device=device),
+            torch.zeros(num_slots, num_kept, *widths, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def num_kept(self) -> int:
+        """The positions after which a slot has the state."""
+        return self.heads.shape[1]
+
+    @staticmethod
+    def slot_bytes(delta: DeltaNet, num_kept: int) -> int:
+        """Return the bytes of one slot."""
+        numbers = num_kept * delta.state_numbers + (num_kept + delta.kernel_size - 1) * delta.num_channels
+        return numbers * torch.float32.itemsize
+
+    def scratch(self, num_sequences: int) -> "DeltaStates":
+        """Return slots for sequences that one pass begins and ends, after slot 0."""
+        return DeltaStates.empty(self.delta, 1 + num_sequences, 1, self.inputs.device)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The rows of a pass, those of one sequence after another: how many each has, its positions up to its last
+    row [R], its slot [R], its first row [R], and the sequence of each row [T]."""
+
+    query_lens: tuple[int, ...]
+    context_lens_R: Tensor
+    slots_R: Tensor
+    starts_R: Tensor
+    of_row_T: Tensor
+
+    @staticmethod
+    def of_decode(slots_R: Tensor, context_lens_R: Tensor, q_len: int) -> "Sequences":
+        """Return sequences of `q_len` rows each; nothing waits for the host."""
+        num_rows = len(context_lens_R) * q_len
+        rows_T = torch.arange(num_rows, dtype=torch.int32, device=slots_R.device)
+        return Sequences(
+            (q_len,) * len(context_lens_R),
+            context_lens_R,
+            slots_R.contiguous(),
+            torch.arange(0, num_rows, q_len, dtype=torch.int32, device=slots_R.device),
+            rows_T // q_len,
+        )
+
+    @staticmethod
+    def of_prefill(
+        slots_R: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
+    ) -> "Sequences":
+        """Return ragged sequences."""
+        device = slots_R.device
+        lens_R = torch.tensor(query_lens, dtype=torch.int32)
+        starts_R = (lens_R.cumsum(0) - lens_R).to(torch.int32)
+        of_row_T = torch.arange(len(query_lens), dtype=torch.int32).repeat_interleave(lens_R)
+        context_lens_R = torch.tensor(context_lens, dtype=torch.int32)
+        sent = [each.to(device, non_blocking=True) for each in (context_lens_R, starts_R, of_row_T)]
+        return Sequences(query_lens, sent[0], slots_R.contiguous(), *sent[1:])

@@ -1,0 +1,187 @@
+"""Kernels of gated delta nets: every one that runs here against the decoder's own chunks, and the bits of a
+sequence however it is cut, in any company, and after proposals that were not kept. In triton's interpreter those
+are the GPU's kernels, too, on a GPU the same."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.problem import KernelDevice, Problem
+from compress.kernels.select import Kernel, candidates
+from compress.models.delta_net import DeltaNet, convolved, gated_delta_rule, of_length_one
+from compress.models.norms import Norm
+from tests.support.triton_interpreter import INTERPRETED
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SHAPES = {
+    "two value heads a key head": DeltaNet(4, 2, 8, 12, 4),
+    "one key head, wide keys": DeltaNet(3, 1, 24, 8, 2),
+    "as Qwen3.5": DeltaNet(2, 1, 128, 128, 4),
+}
+each_shape = pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
+
+
+def _problem(device: str) -> Problem:
+    of_device = KernelDevice.from_torch(torch.device(device), torch.float32)
+    return replace(of_device, sm=90 if INTERPRETED else of_device.sm).problem("delta_net", n=16, k=16)
+
+
+each_kernel = pytest.mark.parametrize(
+    ("kernel", "device"),
+    [
+        pytest.param(kernel, device, id=f"{kernel.name}-{device}")
+        for kernel in candidates("delta_net")
+        for device in DEVICES
+        if kernel.refusal(_problem(device)) is None
+    ],
+)
+
+
+@dataclass
+class Case:
+    """The rows of one sequence, and the parameters of a delta net."""
+
+    delta: DeltaNet
+    weights: DeltaWeights
+    x_TF: Tensor
+    beta_decay_TH: Tensor
+
+    @staticmethod
+    def of(delta: DeltaNet, length: int, device: str, dtype: torch.dtype, seed: int = 0) -> "Case":
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        weights = DeltaWeights(
+            randn(delta.num_channels, delta.kernel_size).to(device, dtype),
+            -randn(delta.num_heads).exp().to(device),
+            randn(delta.num_heads).to(device),
+            (1 + 0.1 * randn(delta.value_dim)).to(device, dtype),
+            1e-6,
+        )
+        x = randn(length, delta.num_channels + delta.value_size).to(device, dtype)
+        return Case(delta, weights, x, randn(length, 2 * delta.num_heads).to(device))
+
+    def law(self) -> Tensor:
+        """The outputs [T, Z] by the chunks of the decoder, in float32."""
+        delta = self.delta
+        x, z = self.x_TF.float().split([delta.num_channels, delta.value_size], dim=1)
+        mixed = convolved(x.unsqueeze(0), self.weights.conv_FW.float(), None)
+        q, k, v = mixed.split([delta.key_size, delta.key_size, delta.value_size], dim=-1)
+        repeat = delta.num_heads // delta.num_key_heads
+        q, k = (
+            of_length_one(each.unflatten(-1, (-1, delta.key_dim))).repeat_interleave(repeat, dim=-2)
+            for each in (q, k)
+        )
+        beta, decay = self.beta_decay_TH.unsqueeze(0).chunk(2, dim=-1)
+        out, _ = gated_delta_rule(
+            q * delta.key_dim**-0.5,
+            k,
+            v.unflatten(-1, (-1, delta.value_dim)),
+            self.weights.decay_rate_H * F.softplus(decay + self.weights.dt_bias_H),
+            torch.sigmoid(beta),
+        )
+        norm = Norm(delta.value_dim, self.weights.norm_eps)
+        norm.weight = torch.nn.Parameter(self.weights.norm_V.float())
+        with torch.no_grad():
+            return norm(out[0]).flatten(1) * F.silu(z)
+
+
+def slots(delta: DeltaNet, num_kept: int, device: str) -> DeltaStates:
+    """Three slots that hold what no one should read."""
+    states = DeltaStates.empty(delta, 4, num_kept, torch.device(device))
+    for each in (states.inputs, states.heads):
+        each.fill_(torch.nan)
+    return states
+
+
+def run(kernel: Kernel, parts: list[tuple[Case, int, int, int]], states: DeltaStates) -> list[Tensor]:
+    """Run rows begin..end of sequences in one pass; the outputs of each. `parts` are (sequence, slot, begin,
+    end)."""
+    device = states.heads.device
+    x = torch.cat([case.x_TF[begin:end] for case, _, begin, end in parts])
+    beta_decay = torch.cat([case.beta_decay_TH[begin:end] for case, _, begin, end in parts])
+    lens = tuple(end - begin for *_, begin, end in parts)
+    sequences = Sequences.of_prefill(
+        torch.tensor([slot for _, slot, _, _ in parts], device=device), lens, tuple(end for *_, end in parts)
+    )
+    out: Tensor = kernel.fn(x, beta_decay, parts[0][0].weights, states, sequences)
+    return list(out.split(lens))
+
+
+@each_kernel
+@each_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["F32", "F16"])
+def test_outputs_are_those_of_the_decoder(
+    kernel: Kernel, device: str, delta: DeltaNet, dtype: torch.dtype
+) -> None:
+    case = Case.of(delta, 23, device, dtype)
+    (out,) = run(kernel, [(case, 2, 0, 23)], slots(delta, 1, device))
+    expected = case.law()
+    # The norm divides by what a query finds, which may be little; half of the numbers are the measure.
+    error = (out.float() - expected).abs() / expected.abs().clamp_min(0.1)
+    assert error.median() < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert error.quantile(0.99) < (1e-3 if dtype == torch.float32 else 0.3)
+
+
+@each_kernel
+@each_shape
+def test_the_bits_of_a_row_are_the_same_however_its_sequence_is_cut_and_in_any_company(
+    kernel: Kernel, device: str, delta: DeltaNet
+) -> None:
+    case, other = (Case.of(delta, 19, device, torch.float32, seed) for seed in (0, 1))
+    other.weights = case.weights
+    (whole,) = run(kernel, [(case, 1, 0, 19)], slots(delta, 1, device))
+    states = slots(delta, 2, device)
+    cuts = [0, 1, 9, 11, 12, 14, 19]
+    found = []
+    for idx, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        company = [(other, 3, begin, end)] if idx % 2 == 0 or begin > 9 else []
+        parts = [*company, (case, 2, begin, end)]
+        if begin == 9 or idx % 2:
+            parts = [(case, 2, begin, end), (Case.of(delta, 3, device, torch.float32, 7), 1, 0, 3)]
+        outs = run(kernel, parts, states)
+        found.append(outs[[part[0] is case for part in parts].index(True)])
+    assert torch.equal(torch.cat(found), whole)
+
+
+@each_kernel
+@each_shape
+def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str, delta: DeltaNet) -> None:
+    """A step of four rows of which one, three or four are kept, and one that runs twice, as before a graph is
+    captured."""
+    case = Case.of(delta, 17, device, torch.float32)
+    (whole,) = run(kernel, [(case, 1, 0, 17)], slots(delta, 1, device))
+    states = slots(delta, 5, device)
+    (out,) = run(kernel, [(case, 2, 0, 5)], states)
+    assert torch.equal(out, whole[:5])
+    begin = 5
+    for kept in (1, 3, 4, 2):
+        wrong = replace(case, x_TF=case.x_TF.clone())
+        wrong.x_TF[begin + kept : begin + 4] += 1
+        for _ in range(2):
+            (out,) = run(kernel, [(wrong, 2, begin, begin + 4)], states)
+            assert torch.equal(out[:kept], whole[begin : begin + kept])
+        begin += kept
+
+
+@each_kernel
+def test_a_decode_step_is_a_prefill_of_its_rows(kernel: Kernel, device: str) -> None:
+    delta = SHAPES["two value heads a key head"]
+    case = Case.of(delta, 8, device, torch.float32)
+    (whole,) = run(kernel, [(case, 1, 0, 8)], slots(delta, 1, device))
+    states = slots(delta, 2, device)
+    run(kernel, [(case, 1, 0, 6)], states)
+    table = torch.tensor([[1, 3], [0, 0]], device=device)
+    lens = torch.tensor([8, 1], device=device)
+    x = torch.cat((case.x_TF[6:8], case.x_TF[:2]))
+    beta_decay = torch.cat((case.beta_decay_TH[6:8], case.beta_decay_TH[:2]))
+    sequences = Sequences.of_decode(table[:, 0], lens, 2)
+    out: Any = kernel.fn(x, beta_decay, case.weights, states, sequences)
+    assert torch.equal(out[:2], whole[6:])
