@@ -76,8 +76,8 @@ def write_format(
 
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
-    take them for linears like others: routers, the gates of shared experts, and the decay and the beta of delta
-    nets."""
+    take them for linears like others: routers, the gates of shared experts, and the decay and the beta of
+    delta nets."""
     others = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)

@@ -178,7 +178,9 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 def _delta_nets(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of gated delta nets: with heads of Qwen3.5's dimensions where a model has none."""
     dims = {(layer.delta.key_dim, layer.delta.value_dim) for layer in arch.layers if layer.delta is not None}
-    problems = [device.problem("delta_net", n=key_dim, k=value_dim) for key_dim, value_dim in dims or {(128, 128)}]
+    problems = [
+        device.problem("delta_net", n=key_dim, k=value_dim) for key_dim, value_dim in dims or {(128, 128)}
+    ]
     return [_served("delta_net", "decode", [each]) for each in problems]
 
 

@@ -115,8 +115,8 @@ class Arch:
                 raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
             if layer.delta is not None and (self.block != "pre" or self.norm != "rms"):
                 raise UnsupportedArch(
-                    f"layer {idx}: a delta net in a '{self.block}' block with norm '{self.norm}'; the decoder "
-                    "computes it in a 'pre' block with norm 'rms'."
+                    f"layer {idx}: a delta net in a '{self.block}' block with norm '{self.norm}'; the "
+                    "decoder computes it in a 'pre' block with norm 'rms'."
                 )
             if reason := layer.why_unfit():
                 raise UnsupportedArch(f"layer {idx}: {reason}")

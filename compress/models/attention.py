@@ -124,8 +124,8 @@ class FullAttention:
 
 
 class CachedAttention:
-    """Attention with the keys and values, and the states of delta nets, of earlier calls; every sequence of the
-    batch has the same length."""
+    """Attention with the keys and values, and the states of delta nets, of earlier calls; every sequence of
+    the batch has the same length."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[Tensor, Tensor]] = {}

@@ -60,11 +60,7 @@ def write_checkpoint(
             del waiting[stored]
             parts = [found[each] for each in members]
             places = places_of(family, arch, members, [part.shape[0] for part in parts])
-            value = (
-                expert_stack(places, parts, stored)
-                if all_experts
-                else stacked(stored, places, parts)
-            )
+            value = expert_stack(places, parts, stored) if all_experts else stacked(stored, places, parts)
         if not isinstance(value, QuantizedWeight):
             value = value.unsqueeze(0) if family.is_in_one_row(name) else value
             shards.add(

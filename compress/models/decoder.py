@@ -225,8 +225,8 @@ class DecoderLayer(nn.Module):
 
     def _value_pairs(self) -> list[SmoothingPair]:
         """Return the pair of v and o. There is none where the values are normed, which would undo a part of
-        the scale, or are the keys, too, which would be scaled with them, or are remembered by a delta net, which
-        norms what it reads of them."""
+        the scale, or are the keys, too, which would be scaled with them, or are remembered by a delta net,
+        which norms what it reads of them."""
         if self.shape.keys_are_values or self.arch.v_norm or self.shape.delta is not None:
             return []
         o = self.shape.attention_groups[-1]

@@ -1,10 +1,11 @@
-"""The facts and the recurrence of a gated delta net (arXiv 2412.06464): linear attention whose state, a matrix
-for each head, forgets by a gate and replaces what a key holds instead of adding to it.
+"""The facts and the recurrence of a gated delta net (arXiv 2412.06464): linear attention whose state, a
+matrix for each head, forgets by a gate and replaces what a key holds instead of adding to it.
 
     q, k, v = silu(conv(linears of x)),  q and k with length 1,  q then divided by sqrt(K)
     S_t = a_t S_{t-1} + k_t u_t,         u_t = b_t (v_t - k_t (a_t S_{t-1}))
-    o_t = q_t S_t,                       a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)),  b_t = sigmoid(beta(x))
+    o_t = q_t S_t
 
+with a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)) and b_t = sigmoid(beta(x)) for each head.
 The convolution is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of
 a head are normed, and multiplied by the silu of the gate.
 
@@ -24,8 +25,8 @@ from compress.untrusted.fields import Fields
 CHUNK = 64
 """Positions whose updates are solved for at once."""
 LENGTH_EPS = 1e-6
-"""What the squared length of a query or key is added to before its root divides it, as the published code and
-`transformers` do."""
+"""The published code and `transformers` add this to the squared length of a query or a key before they divide
+by its root."""
 MAX_SIZE = 1 << 24
 
 
@@ -97,7 +98,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What a sequence leaves for its next position: the last inputs of the convolution [B, W - 1, F], and the
+    """A sequence leaves this for its next position: the last inputs of the convolution [B, W - 1, F], and the
     states of the heads [B, H, K, V], float32."""
 
     inputs_BWF: Tensor
@@ -137,7 +138,7 @@ def gated_delta_rule(
     rest = -length % chunk
 
     def chunks(x_BSH: Tensor) -> Tensor:
-        """[B, S, H, ...] -> [B, H, chunks, N, ...], float32, with zeros at the end."""
+        """Return [B, S, H, ...] as [B, H, chunks, N, ...], float32, with zeros at the end."""
         x = x_BSH.to(torch.float32).transpose(1, 2)
         padded = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, rest))
         return padded.unflatten(2, (-1, chunk))

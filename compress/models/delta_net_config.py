@@ -1,4 +1,5 @@
-"""Gated delta nets (arXiv 2412.06464) in `config.json`, in the fields of Qwen3-Next, and their names on disk."""
+"""Gated delta nets (arXiv 2412.06464) in `config.json`, in the fields of Qwen3-Next, and their names on
+disk."""
 
 from typing import Any
 
@@ -47,6 +48,6 @@ def delta_net_of(config: Fields) -> DeltaNet:
 
 
 def linear_but_every_nth(config: Fields) -> dict[str, Any]:
-    """Return the `layer_types` of a config; where it states none, every fourth layer, or as it states, has full
-    attention, and the others have delta nets."""
+    """Return the `layer_types` of a config; where it states none, every fourth layer, or as it states, has
+    full attention, and the others have delta nets."""
     return every_nth_full(config, config.integer(_PERIOD, 1, 1 << 12, default=4), LINEAR)

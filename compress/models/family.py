@@ -80,8 +80,8 @@ class Family:
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
     In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
-    `latent` reads the latents of attention, which all layers have (`latent_config.py`), `delta` the delta nets
-    of layers with linear attention (`delta_net_config.py`).
+    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `delta` the delta
+    nets of layers with linear attention (`delta_net_config.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full

@@ -177,8 +177,8 @@ class LayerShape:
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers of one position that a cache holds: keys and values, or latents; none of a delta net, whose
-        state is the same for sequences of any length."""
+        """The numbers of one position that a cache holds: keys and values, or latents; none of a delta net,
+        whose state is the same for sequences of any length."""
         if self.delta is not None:
             return 0
         if self.latent is not None:

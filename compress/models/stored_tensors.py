@@ -49,8 +49,7 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
             return in_turns(shape.num_turns, num_rows, orders)
     stops = list(accumulate(num_rows))
     return [
-        Place(stop - size, stop, order)
-        for size, stop, order in zip(num_rows, stops, orders, strict=True)
+        Place(stop - size, stop, order) for size, stop, order in zip(num_rows, stops, orders, strict=True)
     ]
 
 

@@ -31,8 +31,8 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken, the evictable ones among them, without those that sequences begin
-        in."""
+        """Number of blocks that can be taken, the evictable ones among them, without those that sequences
+        begin in."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -47,8 +47,8 @@ class BlockPool:
         return sum(block in self._evictable for block in blocks)
 
     def allocate(self, count: int, *, begins: bool = False) -> list[int]:
-        """Take `count` blocks for new tokens, with which a sequence `begins` or goes on; the caller makes sure
-        that so many are free, and that no more sequences are under way than can begin."""
+        """Take `count` blocks for new tokens, with which a sequence `begins` or goes on; the caller makes
+        sure that so many are free, and that no more sequences are under way than can begin."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         first = [self._free_first.pop()] if begins and self._last_first > PADDING_BLOCK else []
         rest = [self._free.pop() if self._free else self._evict() for _ in range(count - len(first))]

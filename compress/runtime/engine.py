@@ -114,7 +114,8 @@ class Engine:
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._pool = BlockPool(num_blocks, num_first=num_first)
-        # What another model caches, or the state of a delta net, is in no block that could be shared or moved.
+        # What another model caches, or the state of a delta net, is in no block that could be shared or
+        # moved.
         blocks_hold_all = num_first == 0 and (proposer is None or not proposer.kv_bytes_per_token)
         keeps_prefixes = config.prefix_cache and num_first == 0
         self._prefixes = self._prefix_cache(source, proposer) if keeps_prefixes else None

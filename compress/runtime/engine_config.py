@@ -41,8 +41,8 @@ class EngineConfig:
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
     - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
-      (`prefix_cache.py`); of models with delta nets, whose states are in no block, nothing is kept. Their logits are those of an engine without it within the tolerance of a prefill in
-      other chunks.
+      (`prefix_cache.py`); of models with delta nets, whose states are in no block, nothing is kept. Their
+      logits are those of an engine without it within the tolerance of a prefill in other chunks.
     - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
     - `order`: whose turn it is among requests of one priority: "arrival", or "shortest" (fewest tokens
       first).
@@ -116,7 +116,7 @@ class EngineConfig:
         bytes_per_request: int = 0,
     ) -> tuple[int, int]:
         """Return the model length and the number of cache blocks, the padding block included.
-        `bytes_per_request` are those of states, for which room is left beside a cache without a limit.
+        `bytes_per_request` are those of states, for which a cache without a limit leaves room.
 
         Raises:
             UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one

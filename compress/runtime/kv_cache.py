@@ -47,9 +47,9 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     dtype = _storage_dtype(kv_format)
     if kv_format == FP8_STATIC and arch.has_delta_nets:
         raise UsageError(
-            f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model with "
-            f"delta nets have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in a "
-            "recipe), which needs none."
+            f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model "
+            f"with delta nets have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
+            "a recipe), which needs none."
         )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     return sum(
@@ -129,10 +129,10 @@ class KVCache:
     """The tensors of a KV cache. Blocks are addressed by id, positions by slot = block id * block_size +
     offset.
 
-    `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs. Layers
-    with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all: the
-    first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of which
-    may not be kept.
+    `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
+    Layers with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all:
+    the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of
+    which may not be kept.
 
     Raises:
         UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
@@ -196,7 +196,9 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second; all are read before any is written."""
-        sources_N, targets_N = (sent(torch.tensor(blocks), self._device) for blocks in zip(*pairs, strict=True))
+        sources_N, targets_N = (
+            sent(torch.tensor(blocks), self._device) for blocks in zip(*pairs, strict=True)
+        )
         self.write_blocks(targets_N, self.read_blocks(sources_N))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:

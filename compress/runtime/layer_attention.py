@@ -47,8 +47,8 @@ class Projected:
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V], of a delta
-net [T, H V]; what the cache stores of the rows is in it afterwards."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V], of a
+delta net [T, H V]; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:
@@ -209,9 +209,7 @@ class LayerAttention:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
         return [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
 
-    def _recurred(
-        self, delta: DeltaLinears, projected: Projected, sequences: Sequences | None
-    ) -> Tensor:
+    def _recurred(self, delta: DeltaLinears, projected: Projected, sequences: Sequences | None) -> Tensor:
         """Return the gated outputs of a delta net [T, H V]."""
         states = projected.kv
         assert isinstance(states, DeltaStates)

@@ -174,8 +174,8 @@ class LayerRunner:
         return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
-        """Return the input of the last linear of attention, or of a delta net. The outputs of a gate follow q, k
-        and v."""
+        """Return the input of the last linear of attention, or of a delta net. The outputs of a gate follow
+        q, k and v."""
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
         size = layer.shape.num_heads * layer.shape.head_dim

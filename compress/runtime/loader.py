@@ -373,9 +373,7 @@ def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> Late
     return LatentLinears.of(shape, one, weights, deployment)
 
 
-def _delta(
-    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
-) -> DeltaLinears | None:
+def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> DeltaLinears | None:
     """Return the parameters of the delta net of a layer, None where it has none."""
     if shape.delta is None:
         return None

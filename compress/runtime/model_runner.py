@@ -21,8 +21,8 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.tiles import FixedLists
-from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.delta_states import DeltaStates
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch

@@ -93,7 +93,8 @@ def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
             assert cache.length == begin
             pieces.append(decoder(tokens_BS[:, begin:end], torch.arange(begin, end), cache))
         decoded = _decoded_by_transformers(model, tokens_BS, steps) if "longrope" in case else expected
-    # The norm of a delta net divides by the size of what a query finds in the state, which may be near nothing.
+    # The norm of a delta net divides by the size of what a query finds in the state, which may be near
+    # nothing.
     atol = tolerance(expected) * (4 if "linear_value_head_dim" in CASES[case][1] else 1)
     assert (prefill - expected).abs().max() <= atol
     assert (torch.cat(pieces, dim=1) - decoded).abs().max() <= atol

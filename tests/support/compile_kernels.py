@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.delta_net import fused as delta_net
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
@@ -22,6 +23,7 @@ from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
+from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
@@ -32,6 +34,7 @@ from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
+from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.quant.kv import HADAMARD_HEAD_DIMS
@@ -73,7 +76,7 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
-    for module in (*attentions, *latents, *linears, router, launch, quantize_rows):
+    for module in (*attentions, *latents, *linears, delta_net, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -94,6 +97,7 @@ def compile_all(sm: int) -> list[Any]:
     for kv_format in ("BF16", "F32", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD"):
         for num_heads in (16, 20, 128):
             compile_latents(num_heads, kv_format)
+    compile_delta_net()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -166,6 +170,17 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
     kv = torch.zeros(16, num_heads * 256, dtype=dtype)
     k, v = torch.zeros(2, num_heads, 32, 192, dtype=dtype)[:, :, 16:]
     latent_heads.latent_heads(kv, first[:, -64:], k, v, latent=facts, head_dim=192)
+
+
+def compile_delta_net() -> None:
+    """Compile the kernels of a delta net with the widths of Qwen3.5."""
+    facts = DeltaNet(4, 2, 128, 128, 4)
+    states = DeltaStates.empty(facts, 2, 3, torch.device("cpu"))
+    conv, norm = torch.zeros(facts.num_channels, 4).bfloat16(), torch.zeros(128).bfloat16()
+    weights = DeltaWeights(conv, torch.zeros(4), torch.zeros(4), norm, 1e-6)
+    x = torch.zeros(6, facts.num_channels + facts.value_size).bfloat16()
+    sequences = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
+    delta_net.delta_net(x, torch.zeros(6, 64)[:, :8], weights, states, sequences)
 
 
 LINEARS = (

@@ -1224,8 +1224,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, or of a
-    delta net, reads; none for a case without."""
+    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, or of
+    a delta net, reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}

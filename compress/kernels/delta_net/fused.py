@@ -1,12 +1,12 @@
-"""A gated delta net between its linears in three launches: the convolution of each row, the recurrence of each
-sequence, and the gated norm of each head, which also keeps the inputs of the last positions.
+"""A gated delta net between its linears in three launches: the convolution of each row, the recurrence of
+each sequence, and the gated norm of each head, which also keeps the inputs of the last positions.
 
-The recurrence is the same program for one row of a sequence and for a whole prompt: a program has some columns
-of the state of a head in registers and goes from row to row. So the bits of a row do not depend on how many
-rows of its sequence a pass has.
+The recurrence is the same program for one row of a sequence and for a whole prompt: a program has some
+columns of the state of a head in registers and goes from row to row. So the bits of a row do not depend on
+how many rows of its sequence a pass has.
 
-Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads, K
-key dimension, V value dimension, W positions of the convolution, N states and M inputs of a slot.
+Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
+K key dimension, V value dimension, W positions of the convolution, N states and M inputs of a slot.
 """
 
 import torch
@@ -55,7 +55,8 @@ def _convolve(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row and one head of queries, keys or values: silu of the convolution, q and k with length 1."""
+    """Compute silu of the convolution for one row and one head of queries, keys or values; q and k get
+    length 1."""
     launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -114,7 +115,7 @@ def _recur(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Some columns of the state of one head, from the first row of a sequence to its last."""
+    """Take some columns of the state of one head from the first row of a sequence to its last."""
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -183,7 +184,7 @@ def _norm_and_keep(
     SHARE_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row and one head: its output normed and gated, in place, and a share of the row's inputs kept."""
+    """Norm and gate the output of one head in one row, in place, and keep a share of the row's inputs."""
     launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -200,7 +201,6 @@ def _norm_and_keep(
     normed = (unit * weight).to(dtype).to(tl.float32)
     tl.store(at, (normed * (gate / (1 + tl.exp(-gate)))).to(dtype), mask=real)
     sequence = tl.load(of_row_ptr + row)
-    start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     if row >= stop - M:
         position = tl.load(context_lens_ptr + sequence) - (stop - row)

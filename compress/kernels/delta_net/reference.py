@@ -5,8 +5,8 @@ Row after row, each with tensors of the same shapes, so that the bits of a row d
 and are the same however many rows a pass has of it. Numbers are rounded where the canonical decoder rounds
 them.
 
-Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads, K
-key dimension, V value dimension, W positions of the convolution.
+Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
+K key dimension, V value dimension, W positions of the convolution.
 """
 
 import torch
@@ -26,8 +26,8 @@ def delta_net(
     states: DeltaStates,
     sequences: Sequences,
 ) -> Tensor:
-    """Return the gated outputs [T, Z] from queries, keys, values and gates [T, F + Z], and from the linears of
-    beta and decay [T, 2 H], float32; the slots of the sequences are written."""
+    """Return the gated outputs [T, Z] from queries, keys, values and gates [T, F + Z], and from the linears
+    of beta and decay [T, 2 H], float32; the slots of the sequences are written."""
     out_TZ = torch.empty_like(qkv_gate_TF[:, states.delta.num_channels :])
     row = 0
     for idx, length in enumerate(sequences.query_lens):
@@ -39,8 +39,8 @@ def delta_net(
             inputs_F, gate_Z = qkv_gate_TF[row].split([states.delta.num_channels, out_TZ.shape[1]])
             _keep_(states.inputs, slot, position, inputs_F.to(torch.float32))
             mixed_F = _convolved(weights.conv_FW, states.inputs, slot, position)
-            beta_decay = beta_decay_TH[row].chunk(2)
-            out_HV, state_HKV = _step(states, mixed_F, *beta_decay, weights, state_HKV)
+            beta_H, decay_H = beta_decay_TH[row].chunk(2)
+            out_HV, state_HKV = _step(states, mixed_F, beta_H, decay_H, weights, state_HKV)
             _keep_(states.heads, slot, position, state_HKV)
             normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
             silu_Z = F.silu(gate_Z.to(torch.float32))

@@ -1,10 +1,10 @@
-"""Operands of a gated delta net (arXiv 2412.06464) in serving: its parameters, the states of sequences, and the
-rows of a pass.
+"""Operands of a gated delta net (arXiv 2412.06464) in serving: its parameters, the states of sequences, and
+the rows of a pass.
 
 A sequence has a slot of states, which is its first block of the KV cache. Of the last N positions the slot
-holds the state after each, and of the last M the inputs of the convolution; position p is in place p mod N, or
-p mod M. So rows of proposals that are not kept need no undoing: the next step goes on after the last position
-that was kept, and overwrites what follows it. Slot 0 belongs to no sequence.
+holds the state after each, and of the last M the inputs of the convolution; position p is in place p mod N,
+or p mod M. So rows of proposals that are not kept need no undoing: the next step goes on after the last
+position that was kept, and overwrites what follows it. Slot 0 belongs to no sequence.
 
 Shapes: S slots, N states, M inputs, H value heads, K key dimension, V value dimension, F channels of the
 convolution, W its positions, T rows, R sequences.
@@ -20,8 +20,8 @@ from compress.models.delta_net import DeltaNet
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log) and
-    dt_bias [H], float32, and the weight of the norm of a head [V]."""
+    """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log)
+    and dt_bias [H], float32, and the weight of the norm of a head [V]."""
 
     conv_FW: Tensor
     decay_rate_H: Tensor
@@ -32,16 +32,15 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """The slots of one layer: inputs [S, M, F] and states [S, N, H, K, V], float32 for models of any dtype."""
+    """The slots of one layer: inputs [S, M, F] and states [S, N, H, K, V], float32 for models of any
+    dtype."""
 
     delta: DeltaNet
     inputs: Tensor
     heads: Tensor
 
     @staticmethod
-    def empty(
-        delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device
-    ) -> "DeltaStates":
+    def empty(delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device) -> "DeltaStates":
         """Return zeroed slots for steps of at most `num_kept` rows of a sequence, in which any number of them
         may be kept."""
         num_inputs = num_kept + delta.kernel_size - 1
@@ -70,8 +69,8 @@ class DeltaStates:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The rows of a pass, those of one sequence after another: how many each has, its positions up to its last
-    row [R], its slot [R], its first row [R], and the sequence of each row [T]."""
+    """The rows of a pass, those of one sequence after another: how many each has, its positions up to its
+    last row [R], its slot [R], its first row [R], and the sequence of each row [T]."""
 
     query_lens: tuple[int, ...]
     context_lens_R: Tensor

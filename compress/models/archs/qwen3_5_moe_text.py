@@ -1,6 +1,6 @@
-"""The text model of Qwen3.5's mixtures of experts: Qwen3.5 with many small experts and a shared one. All experts
-of a layer are in one tensor; codes are written for each expert, as vLLM reads them. The weights of the chosen
-experts are always renormalized."""
+"""The text model of Qwen3.5's mixtures of experts: Qwen3.5 with many small experts and a shared one. All
+experts of a layer are in one tensor; codes are written for each expert, as vLLM reads them. The weights of
+the chosen experts are always renormalized."""
 
 from dataclasses import replace
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
@@ -176,7 +177,9 @@ class Eagle3Proposer:
             kv_format=self._kv_format,
             device=device,
         )
-        self._kv = cache.layer(0)
+        pages = cache.layer(0)
+        assert not isinstance(pages, DeltaStates)
+        self._kv = pages
         self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=sizes.max_model_len)
         self._max_rows = max(deployment.max_decode_rows, SHORT_PROMPT_ROWS)
         self._rings_ND = torch.zeros(

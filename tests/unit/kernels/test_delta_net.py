@@ -1,6 +1,6 @@
 """Kernels of gated delta nets: every one that runs here against the decoder's own chunks, and the bits of a
-sequence however it is cut, in any company, and after proposals that were not kept. In triton's interpreter those
-are the GPU's kernels, too, on a GPU the same."""
+sequence however it is cut, in any company, and after proposals that were not kept. In triton's interpreter
+those are the GPU's kernels, too, on a GPU the same."""
 
 from dataclasses import dataclass, replace
 from typing import Any
