@@ -28,6 +28,8 @@ LENGTH_EPS = 1e-6
 """The published code and `transformers` add this to the squared length of a query or a key before they divide
 by its root."""
 MAX_SIZE = 1 << 24
+PLAIN_NORM = "delta.norm.weight"
+"""The norm of a head, to whose weight nothing is added in any family."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class DeltaNet:
             "delta.decay.weight": (self.num_heads, hidden_size),
             "delta.dt_bias": (self.num_heads,),
             "delta.A_log": (self.num_heads,),
-            "delta.norm.weight": (self.value_dim,),
+            PLAIN_NORM: (self.value_dim,),
         }
 
     def why_unfit(self) -> str | None:

@@ -24,7 +24,7 @@ DELTA_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.25,
 }
-"""What the classes of Qwen3-Next and Qwen3.5 have where a config states nothing."""
+"""The classes of Qwen3-Next and Qwen3.5 have these where a config states nothing."""
 DELTA_MODULES = {
     "delta.q": "linear_attn.in_proj_qkv",
     "delta.k": "linear_attn.in_proj_qkv",
@@ -40,6 +40,11 @@ DELTA_MODULES = {
 }
 GATE_AFTER_QUERY = {"attn.gate": "self_attn.q_proj"}
 """The output gate of attention in the tensor of the queries, whose rows take turns by head."""
+
+
+GATE_FIELDS = {"attn_output_gate": True, "output_gate_type": "swish"}
+"""Other programs read these of the gates of attention and of delta nets; `transformers` has their values for
+constants."""
 
 
 def delta_net_of(config: Fields) -> DeltaNet:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.delta_net import PLAIN_NORM
 from compress.models.weights import parameter_names
 from compress.quant.block_inputs import global_scale_of_inputs
 from compress.quant.numerics import nearest_codes, storable
@@ -90,12 +91,12 @@ class RandomSource:
     ) -> Tensor | QuantizedWeight:
         if len(shape) == 2:
             return random_weight((shape[0], shape[1]), scheme, dtype=self._dtype, generator=generator)
-        vector = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return (
-            vector.normal_(0.0, _BIAS_STD, generator=generator)
-            if name.endswith("bias")
-            else vector.fill_(1.0 - self._arch.norm_offset)
-        )
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 3:
+            return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        if name.endswith("bias"):
+            return tensor.normal_(0.0, _BIAS_STD, generator=generator)
+        return tensor.fill_(1.0 if name == PLAIN_NORM else 1.0 - self._arch.norm_offset)
 
     def _generator(self, layer_idx: int) -> torch.Generator:
         return torch.Generator(self._device).manual_seed((self._seed << 20) + layer_idx - _OUTER)

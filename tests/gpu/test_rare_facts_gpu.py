@@ -20,6 +20,7 @@ from compress.kernels.select import select
 from compress.kernels.soft_cap.fused import soft_cap_
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
@@ -136,6 +137,21 @@ FACTS: dict[str, dict[str, Any]] = {
         ),
     },
     "glm 4.7 flash": {"layers": (LATENT, replace(LATENT, experts=WHOLE_GROUPS)), "qkv_bias": True},
+    "qwen 3.5": {
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "layers": (
+            replace(LAYER, rope=None, delta=DeltaNet(8, 4, 128, 128, 4)),
+            replace(
+                LAYER,
+                output_gate=True,
+                rope=Rope(1e7, rotary_dim=32),
+                experts=replace(SIGMOID, shared_gate=True),
+                intermediate_size=176,
+            ),
+            replace(SPARSE, rope=None, delta=DeltaNet(6, 2, 64, 80, 3)),
+        ),
+    },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
@@ -228,7 +244,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str) -> None:
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r", "deepseek v2"])
+@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r", "deepseek v2", "qwen 3.5"])
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])
     requests = make_requests()
@@ -240,7 +256,7 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite", "glm 4.7 flash"])
+@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5"])
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
     arch = arch.replace(layers=tuple(replace(layer, intermediate_size=1024) for layer in arch.layers))

@@ -28,7 +28,8 @@ from compress.models.delta_net import LENGTH_EPS
 
 MAX_HEAD = 256
 COLUMNS = 8
-"""Columns of a state that one program has."""
+WARPS = 1
+"""Columns of a state that one program has, and its warps."""
 
 
 @jit(varying=("row_stride",))
@@ -264,7 +265,7 @@ def delta_net(
         N=states.num_kept,
         K_TILE=triton.next_power_of_2(delta.key_dim),
         COLUMNS=COLUMNS,
-        num_warps=1,
+        num_warps=WARPS,
         **heads,
         **sizes,
         **options,

@@ -10,6 +10,7 @@ from compress.models.delta_net_config import (
     DELTA_FIELDS,
     DELTA_MODULES,
     GATE_AFTER_QUERY,
+    GATE_FIELDS,
     delta_net_of,
     linear_but_every_nth,
 )
@@ -34,7 +35,7 @@ QWEN3_5 = Family(
     rows_in_turns=frozenset(GATE_AFTER_QUERY.values()),
     layer_modules={**LAYER_MODULES, **GATE_AFTER_QUERY, **DELTA_MODULES},
     known_fields=DELTA_FIELDS | {"partial_rotary_factor"},
-    fixed_fields={"attention_bias": False},
+    fixed_fields={"attention_bias": False, **GATE_FIELDS},
     defaults={
         **DELTA_DEFAULTS,
         "hidden_act": "silu",

@@ -10,6 +10,7 @@ from compress.models.delta_net_config import (
     DELTA_FIELDS,
     DELTA_MODULES,
     GATE_AFTER_QUERY,
+    GATE_FIELDS,
     delta_net_of,
     linear_but_every_nth,
 )
@@ -78,7 +79,7 @@ FAMILIES.add(
             "decoder_sparse_step",
             "mlp_only_layers",
         },
-        fixed_fields={"attention_bias": False},
+        fixed_fields={"attention_bias": False, **GATE_FIELDS},
         defaults={
             **DELTA_DEFAULTS,
             "hidden_act": "silu",
