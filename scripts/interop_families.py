@@ -45,6 +45,22 @@ _LATENT = {
     "topk_group": 1,
 }
 _LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 128,  # with the next two: rows take turns by head on disk, and `fp8` has blocks of 128 rows
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+_MANY_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
@@ -309,6 +325,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         **_LOCAL_EXPERTS,
     },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        **_DELTA,
+        **_MANY_EXPERTS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **_DELTA},
+    "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
 }
 MIXTURES = tuple(family for family, own in FAMILIES.items() if any("experts" in name for name in own))
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")

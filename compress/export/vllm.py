@@ -17,7 +17,8 @@ ROUTERS = {
 LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
-
+DELTA_NETS = "gated delta nets in bfloat16 alone"
+"""What its CPU build (0.32) says of another dtype: 'CPU GDN attention requires BF16.'"""
 UNKNOWN = {
     "flint": "it knows no model_type flint",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
@@ -55,9 +56,14 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     if any(each.type == "float" and each.num_bits == 8 and each.block_rows == 1 for each in experts):
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
     found = _linears_on_a_cpu(name, scheme)
-    if experts and found.loads:
-        return replace(found, note=f"{found.note}; experts on a CPU with AMX alone")
-    return found
+    if not found.loads:
+        return found
+    notes = [found.note]
+    if experts:
+        notes.append("experts on a CPU with AMX alone")
+    if arch.has_delta_nets:
+        notes.append(DELTA_NETS)
+    return replace(found, note="; ".join(notes))
 
 
 def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:

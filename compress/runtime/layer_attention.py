@@ -151,7 +151,7 @@ class LayerAttention:
 
         sequences = None
         if self._arch.has_delta_nets:
-            sequences = Sequences.of_prefill(block_table_RB[:, 0], query_lens, context_lens)
+            sequences = _sequences(*whole, lists)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if layer.delta is not None:
@@ -198,12 +198,10 @@ class LayerAttention:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether prefill attention can be captured in a CUDA graph; the rows of sequences that a delta net
-        reads are not in lists yet."""
-        kernels = [bound.kernel for (op, _), bound in self._ops.items() if op == "attention_prefill"]
-        if self._chunk_sizes or self._arch.has_delta_nets:
-            return False
-        return all(kernel.takes_lists for kernel in kernels)
+        """Whether prefill attention can be captured in a CUDA graph."""
+        captured = ("attention_prefill", "delta_net")
+        kernels = [bound.kernel for (op, _), bound in self._ops.items() if op in captured]
+        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
@@ -236,6 +234,20 @@ class LayerAttention:
             return attended_THC
         restored_THC: Tensor = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
         return restored_THC
+
+
+def _sequences(
+    block_table_RB: Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    lists: FixedLists | None,
+) -> Sequences:
+    """Return the sequences of a prefill pass as delta nets read them."""
+    slots_R = block_table_RB[:, 0]
+    if lists is None:
+        return Sequences.of_prefill(slots_R, query_lens, context_lens)
+    context_lens_R, starts_R, of_row_T = lists.sequences()
+    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T)
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -63,6 +63,8 @@ class FixedLists:
         self.context_lens: tuple[int, ...] = ()
         self._tiles: dict[int, Tensor] = {}
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows: Tensor | None = None
+        self._sequences: Tensor | None = None
 
     def load(self, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> None:
         """Bring the lists of these chunks to where those of the last ones were."""
@@ -72,6 +74,18 @@ class FixedLists:
             self._load_tiles(size, tiles)
         for block_size, places in self._blocks.items():
             self._load_blocks(block_size, *places)
+        if self._rows is not None and self._sequences is not None:
+            self._load_sequences(self._rows, self._sequences)
+
+    def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the context lengths and the first rows of the chunks [R], and the chunk of each row [T];
+        after the chunks there are some without a row."""
+        if self._rows is None or self._sequences is None:
+            shape = 2, self._max_sequences
+            self._rows = torch.zeros(1, self._num_rows, dtype=torch.int32, device=self._device)
+            self._sequences = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._load_sequences(self._rows, self._sequences)
+        return self._sequences[0], self._sequences[1], self._rows[0]
 
     def query_tiles(self, size: int) -> Tensor:
         """Return `query_tiles` of the chunks, and after them tiles without a token."""
@@ -98,6 +112,15 @@ class FixedLists:
         blocks, table_RB = dense_blocks(self.context_lens, block_size, torch.device("cpu"))
         _load(blocks_place, blocks)
         _load(table_place, table_RB)
+
+    def _load_sequences(self, rows_place: Tensor, sequences_place: Tensor) -> None:
+        lens = torch.tensor(self.query_lens, dtype=torch.int32)
+        starts = torch.full((self._max_sequences,), self._num_rows, dtype=torch.int32)
+        starts[: len(lens)] = lens.cumsum(0) - lens
+        context_lens = torch.zeros_like(starts)
+        context_lens[: len(lens)] = torch.tensor(self.context_lens)
+        _load(rows_place, torch.arange(len(lens)).repeat_interleave(lens).unsqueeze(0))
+        _load(sequences_place, torch.stack((context_lens, starts)))
 
 
 def _load(place: Tensor, entries: Tensor) -> None:

@@ -41,12 +41,18 @@ def _convolve(
     slots_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     of_row_ptr: tl.tensor,
+    beta_decay_ptr: tl.tensor,
+    decay_rate_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
     mixed_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
     row_stride: tl.tensor,
+    beta_stride: tl.tensor,
     q_scale: tl.tensor,
     length_eps: tl.tensor,
+    H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -57,7 +63,7 @@ def _convolve(
     PDL: tl.constexpr,
 ) -> None:
     """Compute silu of the convolution for one row and one head of queries, keys or values; q and k get
-    length 1."""
+    length 1. With values come the factors of their head: what the state keeps, and how much is replaced."""
     launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -90,14 +96,20 @@ def _convolve(
     length = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + length_eps)
     scale = tl.where(is_value, 1.0, length) * tl.where(head < G, q_scale, 1.0)
     tl.store(mixed_ptr + row.to(tl.int64) * F + channel, mixed * scale, mask=real)
+    if is_value:
+        own = head - 2 * G
+        at = beta_decay_ptr + row.to(tl.int64) * beta_stride + own
+        decay = tl.load(at + H) + tl.load(dt_bias_ptr + own)
+        softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
+        gate_at = gates_ptr + row.to(tl.int64) * (2 * H) + own
+        tl.store(gate_at, tl.exp(tl.load(decay_rate_ptr + own) * softplus))
+        tl.store(gate_at + H, 1 / (1 + tl.exp(-tl.load(at))))
 
 
 @jit()
 def _recur(
     mixed_ptr: tl.tensor,
-    beta_decay_ptr: tl.tensor,
-    decay_rate_ptr: tl.tensor,
-    dt_bias_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
     states_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -105,7 +117,6 @@ def _recur(
     out_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
-    beta_stride: tl.tensor,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -124,41 +135,51 @@ def _recur(
     v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     k_real = k_idx < K
     v_real = v_idx < V
-    decay_rate = tl.load(decay_rate_ptr + head)
-    dt_bias = tl.load(dt_bias_ptr + head)
     wait(PDL)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     first = tl.load(context_lens_ptr + sequence) - (stop - start)
     slot = tl.load(slots_ptr + sequence).to(tl.int64) * N
-    inner = head * K * V + k_idx[:, None] * V + v_idx[None, :]
-    real = k_real[:, None] & v_real[None, :]
+    inner = head * K * V + v_idx[:, None] * K + k_idx[None, :]
+    real = v_real[:, None] & k_real[None, :]
     place = slot + tl.maximum(first - 1, 0) % N
     state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
     q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
     v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
-    beta_at = beta_decay_ptr + start.to(tl.int64) * beta_stride + head
+    gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
     out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
     length = stop - start
+    # The operands of a row are loaded while the row before it is computed.
+    q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0)
+    k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
+    v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0)
+    keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
+    beta_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
     for idx in range(length):
-        q = tl.load(q_at, mask=k_real, other=0.0)
-        k = tl.load(q_at + G * K, mask=k_real, other=0.0)
-        v = tl.load(v_at, mask=v_real, other=0.0)
-        beta = tl.load(beta_at)
-        decay = tl.load(beta_at + H) + dt_bias
-        softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
-        state = state * tl.exp(decay_rate * softplus)
-        held = tl.sum(state * k[:, None], axis=0)
-        update = (v - held) / (1 + tl.exp(-beta))
-        state = state + k[:, None] * update[None, :]
-        out = tl.sum(state * q[:, None], axis=0)
+        q = q_next
+        k = k_next
+        v = v_next
+        keep = keep_next
+        beta = beta_next
+        q_at += F
+        v_at += F
+        gate_at += 2 * H
+        follows = idx + 1 < length
+        q_next = tl.load(q_at, mask=k_real & follows, other=0.0)
+        k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0)
+        v_next = tl.load(v_at, mask=v_real & follows, other=0.0)
+        keep_next = tl.load(gate_at, mask=follows, other=0.0)
+        beta_next = tl.load(gate_at + H, mask=follows, other=0.0)
+        # Both products with the state before the row, so that neither waits for the other.
+        held = tl.sum(state * k[None, :], axis=1) * keep
+        found = tl.sum(state * q[None, :], axis=1) * keep
+        update = (v - held) * beta
+        out = found + update * tl.sum(k * q, axis=0)
+        state = state * keep + update[:, None] * k[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
         if idx >= length - N:
             kept = slot + tl.maximum(first + idx, 0) % N
             tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
-        q_at += F
-        v_at += F
-        beta_at += beta_stride
         out_at += H * V
 
 
@@ -226,6 +247,7 @@ def delta_net(
     num_sequences = len(sequences.starts_R)
     device = qkv_gate_TF.device
     mixed_TF = torch.empty(num_rows, delta.num_channels, dtype=torch.float32, device=device)
+    gates_TH = torch.empty(num_rows, 2 * delta.num_heads, dtype=torch.float32, device=device)
     out_TZ = torch.empty(num_rows, delta.value_size, dtype=qkv_gate_TF.dtype, device=device)
     sizes = {"K": delta.key_dim, "V": delta.value_dim, "F": delta.num_channels}
     heads = {"H": delta.num_heads, "G": delta.num_key_heads}
@@ -239,12 +261,17 @@ def delta_net(
         states.inputs,
         *of_sequences,
         sequences.of_row_T,
+        beta_decay_TH,
+        weights.decay_rate_H,
+        weights.dt_bias_H,
         mixed_TF,
+        gates_TH,
         *counts,
         qkv_gate_TF.stride(0),
+        beta_decay_TH.stride(0),
         delta.key_dim**-0.5,
         LENGTH_EPS,
-        G=delta.num_key_heads,
+        **heads,
         W=delta.kernel_size,
         M=num_inputs,
         TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
@@ -254,14 +281,11 @@ def delta_net(
     )
     _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
         mixed_TF,
-        beta_decay_TH,
-        weights.decay_rate_H,
-        weights.dt_bias_H,
+        gates_TH,
         states.heads,
         *of_sequences,
         out_TZ,
         *counts,
-        beta_decay_TH.stride(0),
         N=states.num_kept,
         K_TILE=triton.next_power_of_2(delta.key_dim),
         COLUMNS=COLUMNS,
@@ -300,4 +324,14 @@ def _supports(problem: Problem) -> str | None:
     return triton_refusal(problem)
 
 
-register(Kernel("delta_net", "fused", min_sm=80, priority=10, supports=_supports, fn=delta_net))
+register(
+    Kernel(
+        "delta_net",
+        "fused",
+        min_sm=80,
+        priority=10,
+        supports=_supports,
+        fn=delta_net,
+        takes_lists=True,
+    )
+)

@@ -33,15 +33,15 @@ def delta_net(
     for idx, length in enumerate(sequences.query_lens):
         first = sequences.context_lens_R[idx] - length
         slot = sequences.slots_R[idx]
-        state_HKV = _at(states.heads, slot, first - 1)
+        state_HVK = _at(states.heads, slot, first - 1)
         for offset in range(length):
             position = first + offset
             inputs_F, gate_Z = qkv_gate_TF[row].split([states.delta.num_channels, out_TZ.shape[1]])
             _keep_(states.inputs, slot, position, inputs_F.to(torch.float32))
             mixed_F = _convolved(weights.conv_FW, states.inputs, slot, position)
             beta_H, decay_H = beta_decay_TH[row].chunk(2)
-            out_HV, state_HKV = _step(states, mixed_F, beta_H, decay_H, weights, state_HKV)
-            _keep_(states.heads, slot, position, state_HKV)
+            out_HV, state_HVK = _step(states, mixed_F, beta_H, decay_H, weights, state_HVK)
+            _keep_(states.heads, slot, position, state_HVK)
             normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
             silu_Z = F.silu(gate_Z.to(torch.float32))
             out_TZ[row] = (normed_HV.flatten() * silu_Z).to(out_TZ.dtype)
@@ -65,7 +65,7 @@ def _step(
     beta_H: Tensor,
     decay_H: Tensor,
     weights: DeltaWeights,
-    state_HKV: Tensor,
+    state_HVK: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads [H, V], float32, and the state after a position."""
     delta = states.delta
@@ -76,11 +76,11 @@ def _step(
     )
     v_HV = v_F.view(-1, delta.value_dim).to(torch.float32)
     log_decay_H = weights.decay_rate_H * F.softplus(decay_H + weights.dt_bias_H)
-    state_HKV = state_HKV * log_decay_H.exp().view(-1, 1, 1)
-    held_HV = (state_HKV * k_HK.unsqueeze(-1)).sum(1)
+    state_HVK = state_HVK * log_decay_H.exp().view(-1, 1, 1)
+    held_HV = (state_HVK * k_HK.unsqueeze(1)).sum(-1)
     update_HV = torch.sigmoid(beta_H).unsqueeze(-1) * (v_HV - held_HV)
-    state_HKV = state_HKV + k_HK.unsqueeze(-1) * update_HV.unsqueeze(1)
-    return (state_HKV * (q_HK * delta.key_dim**-0.5).unsqueeze(-1)).sum(1), state_HKV
+    state_HVK = state_HVK + k_HK.unsqueeze(1) * update_HV.unsqueeze(-1)
+    return (state_HVK * (q_HK * delta.key_dim**-0.5).unsqueeze(1)).sum(-1), state_HVK
 
 
 def _at(kept: Tensor, slot: Tensor, position: Tensor) -> Tensor:

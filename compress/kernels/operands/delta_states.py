@@ -32,7 +32,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """The slots of one layer: inputs [S, M, F] and states [S, N, H, K, V], float32 for models of any
+    """The slots of one layer: inputs [S, M, F] and states [S, N, H, V, K], float32 for models of any
     dtype."""
 
     delta: DeltaNet
@@ -44,7 +44,7 @@ class DeltaStates:
         """Return zeroed slots for steps of at most `num_kept` rows of a sequence, in which any number of them
         may be kept."""
         num_inputs = num_kept + delta.kernel_size - 1
-        widths = delta.num_heads, delta.key_dim, delta.value_dim
+        widths = delta.num_heads, delta.value_dim, delta.key_dim
         return DeltaStates(
             delta,
             torch.zeros(num_slots, num_inputs, delta.num_channels, dtype=torch.float32, device=device),
