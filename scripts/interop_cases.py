@@ -25,7 +25,7 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import DENSE, SCHEMES, QuantizedWeight
-from scripts.interop_families import ALL_FORMATS, FAMILIES, LATENT, MIXTURES, SMALL, STACKED
+from scripts.interop_families import ALL_FORMATS, FAMILIES, MIXTURES, SMALL, STACKED
 
 CPU = torch.device("cpu")
 EVERY_SCHEME = ("llama", "qwen3_moe")
@@ -174,6 +174,14 @@ def every_scheme(family: str) -> Iterator[tuple[str, str]]:
                 yield form, name
 
 
+def holds(family: str, form: str, scheme: str) -> bool:
+    """Return whether a format can hold a family in a scheme."""
+    member, arch = FORMATS.get(form), arch_of(family)
+    if isinstance(member, GraphFormat) and member.broken_facts(arch):
+        return False
+    return not member.broken_rules(arch, ModelScheme(SCHEMES[scheme]))
+
+
 def cases_of(family: str, directory: Path) -> Iterator[Case]:
     """Yield the checkpoints of a family, in folders of a directory."""
     written: list[tuple[str, str]] = []
@@ -182,9 +190,8 @@ def cases_of(family: str, directory: Path) -> Iterator[Case]:
     elif family in ALL_FORMATS:
         written += WRITTEN
     else:
-        few = [each for each in FEW if family not in LATENT or each[0] != "fp8"]
-        written += [] if family in STACKED else few
-        written += [] if family in (*MIXTURES, *LATENT) else GRAPHS
+        written += [] if family in STACKED else [each for each in FEW if holds(family, *each)]
+        written += [] if family in MIXTURES else [each for each in GRAPHS if holds(family, *each)]
     for form, scheme in written:
         yield Case(family, form, scheme, directory / f"{family}-{form}-{scheme}")
     if family in MIXTURES:

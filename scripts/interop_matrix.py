@@ -74,6 +74,11 @@ class Machine:
             return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
         if case.family in LATENT:
             return "from the second token on it computes latent attention otherwise, of dense weights too"
+        if case.arch.has_delta_nets:
+            if case.family.startswith("qwen3_5"):
+                return "its class imports torchvision, which its environment leaves out"
+            if not case.scheme.startswith("W4A16"):
+                return "its delta nets take bfloat16 only, whose last bit decides codes of inputs and experts"
         if case.scheme == "FP8_BLOCK" and not self.has_amx:
             return "its CPU kernel for FP8 blocks needs AMX"
         if case.family in MIXTURES and not case.dense_experts and not self.has_amx:
@@ -90,6 +95,8 @@ def dtype_of(program: str, case: Case) -> str:
     """Return the dtype in which a program computes a case: float32 where it can."""
     if case.form == "onnx-float16" and program in GRAPH_READERS:
         return "float16"
+    if program == "vllm" and case.arch.has_delta_nets:
+        return "bfloat16"  # 'CPU GDN attention requires BF16.'
     if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
         return "float16"  # it takes 16 bits only, and float16 rounds less
     if program == "vllm" and case.form == "fp8":

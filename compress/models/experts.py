@@ -100,8 +100,8 @@ class Experts:
     @property
     def shared_parts(self) -> int:
         """The number of experts of the size of the others that add up to the shared one; 0 where they do not
-        fill it, or where it reads, or is weighted by, something of its own."""
-        apart = self.shared_gate or self.changes_input or self.expert_bias
+        fill it, or where it reads something of its own."""
+        apart = self.changes_input or self.expert_bias
         return 0 if apart or self.shared_size % self.expert_size else self.shared_size // self.expert_size
 
     def expected_hit(self, num_rows: int) -> float:

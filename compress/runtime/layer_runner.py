@@ -201,11 +201,16 @@ class LayerRunner:
         """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
         assert layer.experts is not None
         assert isinstance(rows, Tensor)
+        joins = layer.experts.has_shared(phase)
+        gate_T1 = None
         if layer.shared_gate is not None:
             gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
+        if joins:
+            return layer.experts(rows, phase, residual=residual, shared_weight_T1=gate_T1)
+        if gate_T1 is not None:
             shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
             residual = shared_TD if residual is None else residual + shared_TD
-        elif layer.down is not None and not layer.experts.has_shared(phase):
+        elif layer.down is not None:
             residual = self._ffn(layer, rows, phase, residual=residual)
         return layer.experts(rows, phase, residual=residual)
 

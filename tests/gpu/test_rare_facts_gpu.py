@@ -146,10 +146,10 @@ FACTS: dict[str, dict[str, Any]] = {
                 LAYER,
                 output_gate=True,
                 rope=Rope(1e7, rotary_dim=32),
-                experts=replace(SIGMOID, shared_gate=True),
-                intermediate_size=176,
+                experts=replace(WHOLE_GROUPS, shared_gate=True),
+                intermediate_size=128,
             ),
-            replace(SPARSE, rope=None, delta=DeltaNet(6, 2, 64, 80, 3)),
+            replace(LAYER, rope=None, delta=DeltaNet(6, 2, 64, 64, 3)),
         ),
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
@@ -231,10 +231,11 @@ def test_a_request_has_the_same_bits_alone_and_in_any_order_and_no_reference_ser
 
 
 @each_fact
-def test_scores_are_the_cpus_within_rounding(facts: str) -> None:
+@pytest.mark.parametrize("length", [60, 200], ids=["decode kernels", "prefill kernels"])
+def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     source = make_source(FACTS[facts])
     config = EngineConfig(dtype=torch.float32, kv_cache_bytes=1 << 28)
-    tokens_BS = torch.randint(1013, (2, 200), generator=torch.Generator().manual_seed(2))
+    tokens_BS = torch.randint(1013, (2, length), generator=torch.Generator().manual_seed(2))
     on_cpu = Engine(source, device=torch.device("cpu"), config=config).runner.score(tokens_BS)
     on_gpu = Engine(source, device=CUDA, config=config).runner.score(tokens_BS).cpu()
     depth = sum(
