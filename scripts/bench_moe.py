@@ -49,11 +49,19 @@ from scripts.step_profile import drain, fill
 DENSE = "BF16"
 ADDED = 0.05
 """Factor of the weights that write into the residual stream, `WRITERS`."""
-WRITERS = ("attn.o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_norm.weight")
+WRITERS = ("attn.o.weight", "delta.o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_norm.weight")
 COUNTED_STEPS = 16
 SCORED_AT_ONCE = 8
 
-DECODE_OPS = ("linear", "head_linear", "router", "experts", "attention_decode", "latent_attention")
+DECODE_OPS = (
+    "linear",
+    "head_linear",
+    "router",
+    "experts",
+    "attention_decode",
+    "latent_attention",
+    "delta_net",
+)
 """The ops whose kernels a row names."""
 
 

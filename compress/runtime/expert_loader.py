@@ -1,8 +1,8 @@
 """The experts of a layer as the runtime loads them, the shared one among them where it can be.
 
 A shared expert whose width is that of n others is n experts that every token chooses with the weight one, or
-with that of its gate: its rows of gate and up are cut into n, and its columns of down. Few rows wait for launches and not for bytes, and
-so it costs next to nothing among the others.
+with that of its gate: its rows of gate and up are cut into n, and its columns of down. Few rows wait for
+launches and not for bytes, and so it costs next to nothing among the others.
 """
 
 from torch import Tensor
