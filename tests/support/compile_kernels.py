@@ -81,9 +81,9 @@ def compile_all(sm: int) -> list[Any]:
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
-    units._function = lambda num_experts, deal, device: lambda *args, **kwargs: None  # type:
-    ignore[assignment] units.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment] for products
-    in (general, launch):
+    units._function = lambda num_experts, deal, device: lambda *args, **kwargs: None  # type: ignore[assignment]
+    units.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
+    for products in (general, launch):
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
