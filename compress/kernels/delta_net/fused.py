@@ -27,8 +27,8 @@ from compress.kernels.select import Kernel, register
 from compress.models.delta_net import LENGTH_EPS
 
 MAX_HEAD = 256
-COLUMNS = 8
-WARPS = 1
+COLUMNS = 16
+WARPS = 2
 """Columns of a state that one program has, and its warps."""
 
 
@@ -131,8 +131,9 @@ def _recur(
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    k_idx = tl.arange(0, K_TILE)
-    v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    # Rows and columns of one layout, so that nothing moves between threads but the sums.
+    k_idx = tl.arange(0, K_TILE)[None, :]
+    v_idx = (tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
     k_real = k_idx < K
     v_real = v_idx < V
     wait(PDL)
@@ -140,8 +141,8 @@ def _recur(
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     first = tl.load(context_lens_ptr + sequence) - (stop - start)
     slot = tl.load(slots_ptr + sequence).to(tl.int64) * N
-    inner = head * K * V + v_idx[:, None] * K + k_idx[None, :]
-    real = v_real[:, None] & k_real[None, :]
+    inner = head * K * V + v_idx * K + k_idx
+    real = v_real & k_real
     place = slot + tl.maximum(first - 1, 0) % N
     state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
     q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
@@ -171,11 +172,11 @@ def _recur(
         keep_next = tl.load(gate_at, mask=follows, other=0.0)
         beta_next = tl.load(gate_at + H, mask=follows, other=0.0)
         # Both products with the state before the row, so that neither waits for the other.
-        held = tl.sum(state * k[None, :], axis=1) * keep
-        found = tl.sum(state * q[None, :], axis=1) * keep
+        held = tl.sum(state * k, axis=1, keep_dims=True) * keep
+        found = tl.sum(state * q, axis=1, keep_dims=True) * keep
         update = (v - held) * beta
-        out = found + update * tl.sum(k * q, axis=0)
-        state = state * keep + update[:, None] * k[None, :]
+        out = found + update * tl.sum(k * q, axis=1, keep_dims=True)
+        state = state * keep + update * k
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
         if idx >= length - N:
             kept = slot + tl.maximum(first + idx, 0) % N
