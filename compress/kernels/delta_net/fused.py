@@ -27,8 +27,8 @@ from compress.kernels.select import Kernel, register
 from compress.models.delta_net import LENGTH_EPS
 
 MAX_HEAD = 256
-COLUMNS = 16
-WARPS = 2
+COLUMNS = 8
+WARPS = 1
 """Columns of a state that one program has, and its warps."""
 
 
