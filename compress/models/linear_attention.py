@@ -12,7 +12,7 @@ from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, CachedAttention
 from compress.models.delta_net import DeltaNet, DeltaState, convolved, gated_delta_rule, of_length_one
 from compress.models.layer_shape import LayerShape
-from compress.models.linear import linear_of
+from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm
 from compress.models.tap import Tap, no_tap
 
@@ -32,8 +32,8 @@ class GatedDeltaNet(nn.Module):
         for group in shape.attention_groups:
             for linear in group.linears:
                 self.add_module(linear.removeprefix("delta."), linear_of(arch, shape, linear))
-        self.beta = nn.Linear(arch.hidden_size, delta.num_heads, bias=False)
-        self.decay = nn.Linear(arch.hidden_size, delta.num_heads, bias=False)
+        self.beta = Linear(arch.hidden_size, delta.num_heads, bias=False)
+        self.decay = Linear(arch.hidden_size, delta.num_heads, bias=False)
         channels = delta.num_channels
         self.conv = nn.Conv1d(channels, channels, delta.kernel_size, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))

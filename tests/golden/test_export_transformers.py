@@ -132,6 +132,8 @@ EXPORTED = [
     ("deepseek_v3-dense", "FP8_DYNAMIC"),
     ("helium", "W4A16_G128"),
     ("granite_swa", "FP8_DYNAMIC"),
+    ("qwen3_5_text", "W4A16_G128"),
+    ("qwen3_5", "FP8_DYNAMIC"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),

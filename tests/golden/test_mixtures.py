@@ -47,6 +47,7 @@ EXPORTED = [
     ("glm4_moe_lite", "W4A16_G128"),
     ("afmoe", "W4A16_G128"),
     ("hunyuan_v1_moe", "FP8_DYNAMIC"),
+    ("qwen3_next", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -75,6 +76,7 @@ IN_MEMORY = (
     "afmoe",
     "hunyuan_v1_moe",
     "flint",
+    "qwen3_next",
 )
 
 

@@ -36,6 +36,7 @@ STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
     "attention-sinks": ("granite_swa",),
     "experts": (
+        "qwen3_next",
         "moe",
         "mixtral",
         "olmoe",
@@ -56,7 +57,9 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
     ),
+    "delta-nets": ("qwen3_5_text",),
     "language-model-only": (
+        "qwen3_5",
         "vision",
         "vl",
         "mistral3-",
