@@ -152,6 +152,11 @@ class Arch:
         return sum(layer.cached_numbers for layer in self.layers)
 
     @cached_property
+    def state_numbers(self) -> int:
+        """The numbers of the states of all delta nets, of one sequence."""
+        return sum(layer.delta.state_numbers for layer in self.layers if layer.delta is not None)
+
+    @cached_property
     def has_latents(self) -> bool:
         """Whether queries, keys and values are linears of latents, in all layers."""
         return self.layers[0].latent is not None

@@ -75,6 +75,8 @@ class Engine:
         kv_format = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
+        self.step_state_bytes = 2 * torch.float32.itemsize * self.arch.state_numbers
+        """Bytes of states that a decode step reads and writes for each request."""
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         self.weight_bytes_read = weights.bytes_read
@@ -88,8 +90,7 @@ class Engine:
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
         )
-        num_kept = 1 if speculative is None else speculative.k + 1
-        bytes_per_request = slot_bytes(self.arch, num_kept) + (
+        bytes_per_request = slot_bytes(self.arch, config.num_kept) + (
             proposer.bytes_per_request if proposer is not None else 0
         )
         self.max_model_len, num_blocks = config.size_cache(
@@ -110,7 +111,7 @@ class Engine:
             device=device,
             static_scales=weights.kv_scales,
             num_slots=num_first + 1,
-            num_kept=num_kept,
+            num_kept=config.num_kept,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._pool = BlockPool(num_blocks, num_first=num_first)

@@ -102,6 +102,11 @@ class EngineConfig:
         stored: torch.dtype = getattr(torch, arch.dtype)
         return stored if device.type == "cuda" else torch.float32
 
+    @property
+    def num_kept(self) -> int:
+        """The most rows of a request in a decode step."""
+        return 1 if self.speculative is None else self.speculative.k + 1
+
     def block_size_on(self, device: torch.device) -> int:
         """Return the number of positions of a cache block on this device."""
         return self.block_size if self.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]

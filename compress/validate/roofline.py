@@ -42,6 +42,8 @@ class Work:
     expected_weight_bytes: Callable[[int], int] | None = (
         None  # of a mixture of experts: by a step of so many rows
     )
+    state_bytes: int = 0  # of the delta nets of one sequence, read and written by every step
+    state_flops_per_token: int = 0  # two products with each state, and its update
 
     def step_weight_bytes(self, num_rows: int) -> int:
         """Return the bytes of weights that a step of so many rows reads."""
@@ -58,14 +60,20 @@ def work_of(engine: "Engine") -> Work:
         kv_bytes_per_token=engine.kv_bytes_per_token,
         flops_per_token=2 * arch.num_active_linear_params,
         head_flops=2 * arch.vocab_size * arch.hidden_size,
-        attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
+        attention_flops_per_pair=sum(
+            4 * layer.num_heads * layer.head_dim for layer in arch.layers if layer.delta is None
+        ),
         decode_flops_per_pair=sum(_decode_flops(layer) for layer in arch.layers),
         expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
+        state_bytes=engine.step_state_bytes,
+        state_flops_per_token=6 * arch.state_numbers,
     )
 
 
 def _decode_flops(layer: LayerShape) -> int:
     """Return the FLOPs of one query of all heads against one position of the cache."""
+    if layer.delta is not None:
+        return 0
     if layer.latent is None:
         return 4 * layer.num_heads * layer.head_dim
     return 2 * layer.num_heads * (layer.latent.cached_width + layer.latent.kv_rank)
@@ -97,7 +105,8 @@ def needed(
                 num_tokens * work.flops_per_token + batch_size * work.head_flops,
             ),
             "attention": Needed(
-                num_tokens * work.kv_bytes_per_token, batch_size * pairs * work.attention_flops_per_pair
+                num_tokens * work.kv_bytes_per_token + batch_size * work.state_bytes,
+                batch_size * pairs * work.attention_flops_per_pair + num_tokens * work.state_flops_per_token,
             ),
         }
     return {
@@ -105,8 +114,8 @@ def needed(
             work.step_weight_bytes(batch_size), batch_size * (work.flops_per_token + work.head_flops)
         ),
         "attention": Needed(
-            int(batch_size * context * work.kv_bytes_per_token),
-            int(batch_size * context * work.decode_flops_per_pair),
+            int(batch_size * (context * work.kv_bytes_per_token + work.state_bytes)),
+            int(batch_size * (context * work.decode_flops_per_pair + work.state_flops_per_token)),
         ),
     }
 

@@ -91,6 +91,8 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("deepseek-r1", 671_026_419_200),
         ("trinity-mini", 26_123_974_400),
         ("mistral-small-4-119b-2603", 118_435_955_712),
+        ("qwen3.5-9b", 8_953_803_264),
+        ("qwen3.5-35b-a3b", 34_660_610_688),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
@@ -100,7 +102,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 20
+    assert len(known_models()) == 22
 
 
 @pytest.mark.usefixtures("no_network")

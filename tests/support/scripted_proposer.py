@@ -29,7 +29,7 @@ class Scripted:
 
 
 class ScriptedProposer:
-    weight_bytes = kv_bytes_per_token = 0
+    weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
     on_device = False
 

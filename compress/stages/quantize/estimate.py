@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE
-from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token, slot_bytes
 from compress.stages import Estimate, PlanFacts
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.calibrate import calibration_of
@@ -140,7 +140,9 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
 
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
-    """Return what the runtime caches of a model with latent attention."""
+    """Return what the runtime keeps of a model with latent attention or delta nets."""
+    if arch.has_delta_nets:
+        return (f"delta nets: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
     if not arch.has_latents:
         return ()
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)

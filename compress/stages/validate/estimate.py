@@ -11,7 +11,7 @@ from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
-from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.kv_cache import kv_bytes_per_token, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
@@ -98,8 +98,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    of_token = arch.cached_numbers * width
-    caches = num_models * config.max_batch_size * config.max_model_len * of_token
+    of_request = config.max_model_len * arch.cached_numbers * width + slot_bytes(arch, config.num_kept)
+    caches = num_models * config.max_batch_size * of_request
     absorbed = num_models * absorbed_params(arch)
     peak = (num_params + absorbed) * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]

@@ -43,6 +43,7 @@ class ClockworkEngine:
     clock: Clock = dataclasses.field(default_factory=Clock)
     weight_bytes: int = 1_000_000
     kv_bytes_per_token: int = 100
+    step_state_bytes: int = 0
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     arch: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(has_experts=False))
     seen: list[Request] = dataclasses.field(default_factory=list)
