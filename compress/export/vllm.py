@@ -18,7 +18,7 @@ LATENTS = "it computes latent attention otherwise than transformers, of dense we
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
 DELTA_NETS = "gated delta nets in bfloat16 alone"
-"""What its CPU build (0.32) says of another dtype: 'CPU GDN attention requires BF16.'"""
+"""Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
 UNKNOWN = {
     "flint": "it knows no model_type flint",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
