@@ -84,8 +84,9 @@ def companies(x_TK: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
 def breaches(
     fn: Callable[[Tensor], Tensor], x_TK: Tensor, *, threads: tuple[int, ...] = THREADS
 ) -> list[str]:
-    """Return the companies in which a row of fn(x) has other bits than in fn(x) on one thread."""
-    torch.set_num_threads(1)
+    """Return the companies in which a row of fn(x) has other bits than in fn(x) on the first number of
+    threads."""
+    torch.set_num_threads(threads[0])
     expected = fn(x_TK)
     found = []
     for num_threads in threads:

@@ -90,8 +90,8 @@ class ClearingPool(BlockPool):
 
     cells: Cells
 
-    def allocate(self, count: int) -> list[int]:
-        blocks = super().allocate(count)
+    def allocate(self, count: int, *, begins: bool = False) -> list[int]:
+        blocks = super().allocate(count, begins=begins)
         for place in [(block, idx) for block in blocks for idx in range(BLOCK)]:
             self.cells.cells.pop(place, None)
         return blocks
