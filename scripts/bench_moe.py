@@ -143,7 +143,7 @@ def experts_hit(engine: Engine, batch_sizes: list[int], prompt_tokens: int) -> d
 
 def step_bytes(engine: Engine, hit: float, batch_size: int, context: int) -> float:
     """Return the bytes that a decode step moves, with `hit` experts in every mixture."""
-    of_request = context * engine.kv_bytes_per_token + engine.step_state_bytes
+    of_request = context * engine.kv_bytes_per_token + engine.arch.step_state_bytes
     return engine.weight_bytes_read(hit) + batch_size * of_request
 
 

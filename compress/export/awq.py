@@ -22,7 +22,8 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
 from compress.export.vllm import vllm_builds
-from compress.models.arch import MAX_SIZE, Arch
+from compress.models.arch import Arch
+from compress.models.limits import MAX_SIZE
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import pack, unpack

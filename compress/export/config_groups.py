@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compress.errors import UnsupportedFormat
-from compress.models.arch import MAX_SIZE
+from compress.models.limits import MAX_SIZE
 from compress.quant.scheme import SCHEMES, Scheme, known_scheme, weight_only_scheme
 from compress.untrusted.fields import Fields
 from compress.untrusted.pattern import compile_pattern

@@ -28,8 +28,9 @@ from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
 from compress.export.vllm import vllm_builds
-from compress.models.arch import MAX_SIZE, Arch
+from compress.models.arch import Arch
 from compress.models.family import family_of
+from compress.models.limits import MAX_SIZE
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.packing import num_words, pack, unpack

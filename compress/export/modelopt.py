@@ -382,8 +382,7 @@ def _split_groups(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     rules: dict[str, Rule] = {}
     for idx, layer in enumerate(arch.layers):
         has_own = "attn.q_down" in layer.linears or layer.delta is not None
-        own = (layer.attention_groups[0],) if has_own else ()
-        for group in (*LINEAR_GROUPS.values(), *own):
+        for group in (*LINEAR_GROUPS.values(), *layer.attention_groups[:has_own]):
             names = [each for each in group.linears if each in layer.linears]
             schemes = {scheme.for_linear(f"layers.{idx}.{each}") for each in names}
             if len(schemes) > 1:

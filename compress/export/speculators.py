@@ -24,12 +24,13 @@ from compress.artifact.tensors import load_tensors, save_tensors
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, codecs
 from compress.export.refusals import check_rules
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch
+from compress.models.arch import DTYPES, Arch
 from compress.models.checkpoint_writer import with_shared_scales
 from compress.models.config_file import CONFIG_NAME, read_config
 from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabulary_tensors
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import QuantizedWeight

@@ -13,31 +13,17 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import StorageError, UnsupportedArch
-from compress.models.delta_net import DeltaNet
-from compress.models.experts import Experts
-from compress.models.latent import Latent
-from compress.models.layer_shape import LayerShape, Rope
+from compress.models.layer_manifest import layer_from_json, layer_to_json
+from compress.models.layer_shape import LayerShape
+from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped")
 NORMS = ("rms", "layer")
 BLOCKS = ("pre", "post", "sandwich", "parallel")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-MAX_SIZE = 1 << 24
-"""Largest width, number of heads, and vocabulary that is read: 100 times those of the largest models, and
-small enough that no product of two overflows."""
 NO_TOKEN = -1
 """The id by which some configs state that there is no such token."""
-MAX_LAYERS = 4096
-MAX_POSITIONS = 1 << 31
-THETAS = (1.01, 1e15)
-FACTORS = (1.0, 1e6)
-"""Ranges of a rope's base and of the factor that its positions are stretched by."""
-FREQUENCY_FACTORS = (1e-6, 1e6)
-SCALES = (-1e6, 1e6)
-"""Ranges of the factors of single frequencies (`longrope`), and of scales and caps."""
-RARE_ROPE_FIELDS = ("rotary_dim", "short_factors", "long_factors")
 
 
 @dataclass(frozen=True)
@@ -155,6 +141,11 @@ class Arch:
     def state_numbers(self) -> int:
         """The numbers of the states of all delta nets, of one sequence."""
         return sum(layer.delta.state_numbers for layer in self.layers if layer.delta is not None)
+
+    @property
+    def step_state_bytes(self) -> int:
+        """The bytes of float32 states that a decode step reads and writes for each sequence."""
+        return 2 * 4 * self.state_numbers
 
     @cached_property
     def has_latents(self) -> bool:
@@ -281,27 +272,7 @@ class Arch:
             for field in dataclasses.fields(self)
             if field.name != "layers" and not _is_default(field, getattr(self, field.name))
         }
-        layers = [dataclasses.asdict(layer) for layer in self.layers]
-        for shape, layer in zip(self.layers, layers, strict=True):
-            if shape.experts is None:
-                del layer["experts"]
-            else:
-                layer["experts"] = shape.experts.to_json()
-            if not shape.keys_are_values:
-                del layer["keys_are_values"]
-            if shape.chunk is None:
-                del layer["chunk"]
-            if shape.latent is None:
-                del layer["latent"]
-            if not shape.output_gate:
-                del layer["output_gate"]
-            if shape.delta is None:
-                del layer["delta"]
-            if layer["rope"] is not None:
-                for name in RARE_ROPE_FIELDS:
-                    if not layer["rope"][name]:
-                        del layer["rope"][name]
-        return {**facts, "config": dict(self.config)}, layers
+        return {**facts, "config": dict(self.config)}, [layer_to_json(layer) for layer in self.layers]
 
     @staticmethod
     def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
@@ -327,7 +298,7 @@ class Arch:
         model.mapping("config")
         rare = _rare_facts(model)
         return Arch(
-            **{**facts, **rare}, layers=tuple(_layer_of(layer, idx) for idx, layer in enumerate(layers))
+            **{**facts, **rare}, layers=tuple(layer_from_json(layer, idx) for idx, layer in enumerate(layers))
         )
 
 
@@ -367,45 +338,3 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
     return rare
-
-
-def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
-    """Return the shape of a layer that a manifest states."""
-    layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
-    return LayerShape(
-        num_heads=layer.integer("num_heads", 1, MAX_SIZE),
-        num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
-        head_dim=layer.integer("head_dim", 1, MAX_SIZE),
-        intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
-        rope=_rope_of(layer) if layer.has("rope") else None,
-        window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
-        experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
-        keys_are_values=layer.flag("keys_are_values", default=False),
-        chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
-        latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
-        output_gate=layer.flag("output_gate", default=False),
-        delta=DeltaNet.from_json(layer.fields("delta")) if layer.has("delta") else None,
-    )
-
-
-def _rope_of(layer: Fields) -> Rope:
-    """Return the rope of a layer that a manifest states."""
-    rope = layer.fields("rope")
-    if odd := sorted(set(rope) - {field.name for field in dataclasses.fields(Rope)}):
-        raise StorageError(f"{rope.where} has unknown fields: {', '.join(odd)}.")
-    if rope.text("kind") not in ROPE_KINDS:
-        raise rope.wrong("kind", rope.text("kind"), f"one of {', '.join(ROPE_KINDS)}")
-    rope.number("theta", *THETAS)
-    stated = set(rope)
-    whole = {"original_max_position": MAX_POSITIONS, "rotary_dim": MAX_SIZE}
-    for name in stated - {"kind", "theta", "truncate", "short_factors", "long_factors", *whole}:
-        rope.number(name, 0, FACTORS[1])
-    for name in stated & whole.keys():
-        rope.integer(name, 0, whole[name])
-    if "truncate" in stated:
-        rope.flag("truncate")
-    factors = {
-        name: tuple(rope.numbers(name, *FREQUENCY_FACTORS))
-        for name in stated & {"short_factors", "long_factors"}
-    }
-    return Rope(**{**layer.mapping("rope"), **factors})

@@ -1,6 +1,7 @@
 """Values that `config.json` states in more than one way, the same for all families."""
 
-from compress.models.arch import MAX_SIZE, NO_TOKEN
+from compress.models.arch import NO_TOKEN
+from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
 SAME_ACTIVATIONS = {

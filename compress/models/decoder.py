@@ -35,6 +35,7 @@ from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
 from compress.models.self_attention import Attention, LatentAttention
 from compress.models.tap import Tap, no_tap
+from compress.models.token_mixer import TokenMixer
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class DecoderLayer(nn.Module):
         return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale))
 
     @property
-    def _mixer(self) -> Attention | GatedDeltaNet:
+    def _mixer(self) -> TokenMixer:
         """The module of the first half, which mixes positions."""
         return self.attn if self.shape.delta is None else self.delta
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
 CHUNK = 64
@@ -27,7 +28,6 @@ CHUNK = 64
 LENGTH_EPS = 1e-6
 """The published code and `transformers` add this to the squared length of a query or a key before they divide
 by its root."""
-MAX_SIZE = 1 << 24
 PLAIN_NORM = "delta.norm.weight"
 """The norm of a head, to whose weight nothing is added in any family."""
 

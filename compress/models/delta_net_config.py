@@ -3,8 +3,9 @@ disk."""
 
 from typing import Any
 
-from compress.models.delta_net import MAX_SIZE, DeltaNet
+from compress.models.delta_net import DeltaNet
 from compress.models.layer_types import LINEAR, every_nth_full
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.untrusted.fields import Fields
 
 _PERIOD = "full_attention_interval"
@@ -55,4 +56,4 @@ def delta_net_of(config: Fields) -> DeltaNet:
 def linear_but_every_nth(config: Fields) -> dict[str, Any]:
     """Return the `layer_types` of a config; where it states none, every fourth layer, or as it states, has
     full attention, and the others have delta nets."""
-    return every_nth_full(config, config.integer(_PERIOD, 1, 1 << 12, default=4), LINEAR)
+    return every_nth_full(config, config.integer(_PERIOD, 1, MAX_LAYERS, default=4), LINEAR)

@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from compress.artifact.manifest import Artifact
 from compress.artifact.tensors import save_tensors
 from compress.errors import StorageError, UnsupportedFormat, UsageError
-from compress.models.arch import MAX_LAYERS, MAX_SIZE, PLAIN_FACTS, Arch
+from compress.models.arch import PLAIN_FACTS, Arch
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
 from compress.models.ffn import Ffn
 from compress.models.initialise import INIT_STD
 from compress.models.layer_shape import Rope
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.linear import Linear
 from compress.models.norms import Norm
 from compress.models.random_source import random_weight

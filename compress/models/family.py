@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch
+from compress.models.arch import DTYPES, Arch
 from compress.models.config_facts import (
     HONOURED_FIELDS,
     IDLE_FIELDS,
@@ -37,6 +37,7 @@ from compress.models.layer_types import (
     layer_types,
     no_window,
 )
+from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
 from compress.models.rope_config import (

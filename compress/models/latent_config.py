@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from compress.models.arch import MAX_SIZE
 from compress.models.latent import MAX_RANK, Latent
+from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
 LATENT_FIELDS = frozenset(

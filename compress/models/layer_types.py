@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_LAYERS, MAX_POSITIONS
+from compress.models.limits import MAX_LAYERS, MAX_POSITIONS
 from compress.untrusted.fields import Fields
 
 FULL = "full_attention"

@@ -15,16 +15,16 @@ from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm
 from compress.models.tap import Tap, no_tap
+from compress.models.token_mixer import TokenMixer
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(TokenMixer):
     """Linear attention with its linears."""
 
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
     gate: nn.Linear
-    o: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape, delta: DeltaNet) -> None:
         super().__init__()
@@ -39,14 +39,6 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))
         self.A_log = nn.Parameter(torch.zeros(delta.num_heads))
         self.norm = Norm(delta.value_dim, arch.norm_eps)
-
-    def forward(
-        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
-    ) -> Tensor:
-        tap("attn_in", x_BSD)
-        out = self.heads(x_BSD, positions, attention, tap, layer_idx=layer_idx)
-        tap("attn_out", out)
-        return self.o(out)
 
     def heads(
         self,
@@ -94,6 +86,7 @@ class GatedDeltaNet(nn.Module):
     def _last_inputs(self, inputs_BSF: Tensor, past: DeltaState | None) -> Tensor:
         """Return the inputs of the last W - 1 positions; those before the first are zero."""
         kept = self.delta.kernel_size - 1
+        before_BWF = F.pad(inputs_BSF, (0, 0, kept, 0))
         if past is not None:
-            return torch.cat((past.inputs_BWF, inputs_BSF), dim=1)[:, -kept:]
-        return F.pad(inputs_BSF, (0, 0, kept, 0))[:, -kept:]
+            before_BWF = torch.cat((past.inputs_BWF, inputs_BSF), dim=1)
+        return before_BWF[:, before_BWF.shape[1] - kept :]

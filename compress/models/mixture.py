@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_LAYERS
 from compress.models.experts import MAX_EXPERT_SIZE, MAX_EXPERTS, MAX_SCALE, Experts, checked
+from compress.models.limits import MAX_LAYERS
 from compress.untrusted.fields import Fields
 
 EXPERT = "moe.experts.*."

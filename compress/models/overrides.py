@@ -119,6 +119,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
     for disk_name, canonical_name in (
         ("model.", ""),
         ("self_attn", "attn"),
+        ("linear_attn", "delta"),
         ("mlp", "ffn"),
         ("_proj", ""),
     ):  # as checkpoints have them

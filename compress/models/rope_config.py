@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
 from compress.models.config_fields import field_name
 from compress.models.layer_shape import Rope
+from compress.models.limits import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
 from compress.untrusted.fields import Fields
 
 ROPE_FIELDS = frozenset(

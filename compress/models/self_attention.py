@@ -18,9 +18,10 @@ from compress.models.linear import linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
 from compress.models.rope import cos_sin, rotate
 from compress.models.tap import Tap, no_tap
+from compress.models.token_mixer import TokenMixer
 
 
-class Attention(nn.Module):
+class Attention(TokenMixer):
     """Attention with its linears; `v` is absent where the keys are the values, and `gate` where outputs have
     none."""
 
@@ -28,7 +29,6 @@ class Attention(nn.Module):
     k: nn.Linear
     v: nn.Linear
     gate: nn.Linear
-    o: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
         super().__init__()
@@ -43,14 +43,6 @@ class Attention(nn.Module):
         if arch.attn_sinks:
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch
-
-    def forward(
-        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
-    ) -> Tensor:
-        tap("attn_in", x_BSD)
-        out = self.heads(x_BSD, positions, attention, tap, layer_idx=layer_idx)
-        tap("attn_out", out)
-        return self.o(out)
 
     def heads(
         self,

@@ -75,8 +75,6 @@ class Engine:
         kv_format = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
-        self.step_state_bytes = 2 * torch.float32.itemsize * self.arch.state_numbers
-        """Bytes of states that a decode step reads and writes for each request."""
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         self.weight_bytes_read = weights.bytes_read
@@ -90,19 +88,19 @@ class Engine:
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
         )
-        bytes_per_request = slot_bytes(self.arch, config.num_kept) + (
-            proposer.bytes_per_request if proposer is not None else 0
+        state_bytes = slot_bytes(self.arch, config.num_kept) + (
+            0 if proposer is None else proposer.bytes_per_request
         )
         self.max_model_len, num_blocks = config.size_cache(
             self.arch,
             self.dtype,
             device,
             bytes_per_token=bytes_per_token,
-            bytes_per_request=bytes_per_request,
+            state_bytes=state_bytes,
         )
-        self._cache_positions = (num_blocks - 1) * self._block_size
-        num_first = config.max_batch_size if bytes_per_request else 0
+        num_first = config.max_batch_size if state_bytes else 0
         num_blocks += num_first
+        self._cache_positions = (num_blocks - 1) * self._block_size
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,

@@ -33,9 +33,9 @@ class EngineConfig:
       those for long ones.
     - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
-    - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. The states of delta nets come
-      on top of what is named here. It is never more than a full
-      batch of the longest sequences needs.
+    - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
+      batch of the longest sequences needs. What a model with delta nets keeps for each request, its states
+      and one block, comes on top of what is named here.
     - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
       format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
@@ -52,8 +52,8 @@ class EngineConfig:
     - `itl_target_ms`: the time between tokens that prompts must not stretch: they are cut into chunks that
       fit
       (`step_budget.py`). None: chunks fill `max_step_tokens`.
-    - `swap_bytes`: host memory for the keys and values of requests that lose their blocks; what does not fit
-      is recomputed. 0: all are recomputed.
+    - `swap_bytes` (not used for models with delta nets): host memory for the keys and values of requests that
+      lose their blocks; what does not fit is recomputed. 0: all are recomputed.
 
     Raises:
         UsageError: the sizes contradict one another.
@@ -118,10 +118,11 @@ class EngineConfig:
         device: torch.device,
         *,
         bytes_per_token: int,
-        bytes_per_request: int = 0,
+        state_bytes: int = 0,
     ) -> tuple[int, int]:
-        """Return the model length and the number of cache blocks, the padding block included.
-        `bytes_per_request` are those of states, for which a cache without a limit leaves room.
+        """Return the model length and the number of cache blocks, the padding block included. `state_bytes`
+        are those of a request: a cache without a limit leaves room for them, and for the block that each
+        request then begins in.
 
         Raises:
             UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one
@@ -137,9 +138,18 @@ class EngineConfig:
             if device.type == "cuda":
                 free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
-                other += (self.max_batch_size + 1) * bytes_per_request
+                if state_bytes:
+                    of_requests = (self.max_batch_size + 1) * (state_bytes + bytes_per_token * block_size)
+                    if of_requests > free:
+                        raise UsageError(
+                            f"the states of {self.max_batch_size} requests are {of_requests:,} bytes, more "
+                            f"than the {free:,} that are free for a cache. Lower max_batch_size, or the "
+                            "number of tokens that speculation proposes."
+                        )
+                    other += of_requests
                 limit_bytes = max(0, free - other)
-        affordable = limit_bytes // (bytes_per_token * block_size) - 1
+        # A model of delta nets alone caches nothing; its blocks are slots of states.
+        affordable = limit_bytes // (max(1, bytes_per_token) * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):
             raise UsageError(

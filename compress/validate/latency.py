@@ -241,7 +241,7 @@ class _Runs:
         conditions = self._conditions
         context = conditions.prompt_tokens + conditions.output_tokens / 2
         weight_bytes = self._engine.expected_weight_bytes(self._batch_size)
-        of_request = context * self._engine.kv_bytes_per_token + self._engine.step_state_bytes
+        of_request = context * self._engine.kv_bytes_per_token + self._engine.arch.step_state_bytes
         step_bytes = int(weight_bytes + self._batch_size * of_request)
         floor_ms = step_bytes / conditions.bandwidth_bytes_per_s * 1e3
         times = _Times.of(self._repeats)

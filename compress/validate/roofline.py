@@ -65,7 +65,7 @@ def work_of(engine: "Engine") -> Work:
         ),
         decode_flops_per_pair=sum(_decode_flops(layer) for layer in arch.layers),
         expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
-        state_bytes=engine.step_state_bytes,
+        state_bytes=arch.step_state_bytes,
         state_flops_per_token=6 * arch.state_numbers,
     )
 

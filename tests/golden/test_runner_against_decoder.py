@@ -83,6 +83,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None),
         ),
     },
+    "delta nets alone": {"layers": (tiny_shape(delta=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2},
     "a delta net of one key head in a mixture": {
         "layers": (
             tiny_shape(),

@@ -5,10 +5,10 @@ of the router with a bias that their weights do not have."""
 from functools import partial
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS, MAX_SIZE
 from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import SLIDING, every_nth_full, layer_types, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.mixture import (
     AS_IN_MEMORY,
     Mixture,

@@ -3,8 +3,8 @@ dimensions of a head rotate as a pair, and the logits have a factor."""
 
 from typing import Any
 
-from compress.models.arch import SCALES
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import SCALES
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 

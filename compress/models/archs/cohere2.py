@@ -3,9 +3,9 @@ others do not encode positions."""
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS, SCALES
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import every_nth_full, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS, SCALES
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 

@@ -3,9 +3,9 @@ of each four sees everything."""
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import FULL, SLIDING, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS
 from compress.untrusted.fields import Fields
 
 _PERIOD = 4

@@ -5,8 +5,8 @@ the softmax of the router and a bias that their weights do not have. The layers 
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import MAX_LAYERS
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one, shared_of
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

@@ -3,9 +3,9 @@ model, the layers without a window do not encode positions."""
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import every_nth_full, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS
 from compress.models.module_names import POST_NORM_MODULES
 from compress.untrusted.fields import Fields
 

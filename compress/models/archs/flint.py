@@ -4,10 +4,10 @@ through, attention sinks, and positions encoded in layers with a window only."""
 from dataclasses import replace
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
 from compress.models.layer_types import FULL, SLIDING, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS
 from compress.models.mixture import AS_IN_MEMORY, Mixture, sparse_by_step, state_steps
 from compress.untrusted.fields import Fields
 

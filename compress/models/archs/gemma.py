@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from compress.models.arch import MAX_SIZE
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
 

@@ -3,9 +3,9 @@ every other layer, and soft caps of attention scores and logits."""
 
 from typing import Any
 
-from compress.models.arch import MAX_SIZE, SCALES
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import every_nth_full, windows_by_layer_type
+from compress.models.limits import MAX_SIZE, SCALES
 from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields
 

@@ -3,9 +3,9 @@ with a window to one without, and a rope of their own for each."""
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS, MAX_SIZE, SCALES, THETAS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import every_nth_full, rope_by_layer_type, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES, THETAS
 from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields
 

@@ -9,9 +9,9 @@ keys and values: no decoder here computes these, and their configs are refused.
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.family import FAMILIES, PER_LAYER, Family
 from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields, shown

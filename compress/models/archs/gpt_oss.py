@@ -4,9 +4,9 @@ read as the bfloat16 numbers that their blocks encode."""
 
 from typing import Any
 
-from compress.models.arch import MAX_POSITIONS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import windows_by_layer_type
+from compress.models.limits import MAX_POSITIONS
 from compress.models.mixture import Mixture, in_one
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

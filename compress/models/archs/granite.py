@@ -3,8 +3,8 @@ adds, and a divisor of the logits."""
 
 from typing import Any
 
-from compress.models.arch import SCALES
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import SCALES
 from compress.untrusted.fields import Fields
 
 

@@ -4,10 +4,10 @@ a window, but for every fourth. Layers may encode no positions."""
 from dataclasses import replace
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS, THETAS
 from compress.models.archs.granite import GRANITE
 from compress.models.family import FAMILIES
 from compress.models.layer_types import FULL, SLIDING, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS, THETAS
 from compress.untrusted.fields import Fields
 
 THETA_BY_LAYER = "layer_rope_theta"

@@ -3,8 +3,8 @@ chosen ones."""
 
 from typing import Any
 
-from compress.models.arch import SCALES
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import SCALES
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, in_one
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

@@ -3,10 +3,10 @@ of q and k after they are rotated, and a rope whose base is stretched by a const
 
 from typing import Any
 
-from compress.models.arch import MAX_SIZE
 from compress.models.config_facts import only_own_code
 from compress.models.config_values import head_dim_of
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import MAX_SIZE
 from compress.models.module_names import LAYER_MODULES
 from compress.models.rope_config import rope_of_alpha
 from compress.untrusted.fields import Fields

@@ -3,7 +3,6 @@ that every token goes through, all of one width."""
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS
 from compress.models.archs.hunyuan_v1_dense import (
     HUNYUAN_DEFAULTS,
     HUNYUAN_FIELDS,
@@ -13,6 +12,7 @@ from compress.models.archs.hunyuan_v1_dense import (
 )
 from compress.models.experts import MAX_EXPERT_SIZE, MAX_EXPERTS
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import MAX_LAYERS
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart
 from compress.untrusted.fields import Fields
 

@@ -5,9 +5,9 @@ one expert and multiplies its input by the router's score; every token also goes
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS, MAX_POSITIONS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import CHUNKED, FULL
+from compress.models.limits import MAX_LAYERS, MAX_POSITIONS
 from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

@@ -4,9 +4,9 @@ layers that predict further tokens are not read."""
 
 from typing import Any
 
-from compress.models.arch import MAX_SIZE
 from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import MAX_SIZE
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

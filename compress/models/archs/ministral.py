@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from compress.models.arch import MAX_LAYERS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import FULL, SLIDING, windows_by_layer_type
+from compress.models.limits import MAX_LAYERS
 from compress.untrusted.fields import Fields
 
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from compress.models.arch import MAX_POSITIONS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import same_window
+from compress.models.limits import MAX_POSITIONS
 from compress.untrusted.fields import Fields
 
 # Fields of its `rope_parameters` that are not the rope's; the second one nobody reads.

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import MAX_SIZE
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.archs.ministral3 import RESTATED_GROWTH, growing_rope, growth_of_queries
 from compress.models.family import Family
 from compress.models.latent_config import LATENT_MODULES, head_dim_of_latents, latent_of
+from compress.models.limits import MAX_SIZE
 from compress.models.mixture import AS_IN_MEMORY, apart
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from compress.models.arch import THETAS
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import every_nth_full, rope_by_layer_type, windows_by_layer_type
+from compress.models.limits import THETAS
 from compress.models.module_names import POST_NORM_MODULES
 from compress.untrusted.fields import Fields
 

@@ -17,6 +17,27 @@ def _windows(config: Fields, num_layers: int) -> list[int | None]:
     return [one_window(config) if idx % 2 == 0 and idx < stop else None for idx in range(num_layers)]
 
 
+SHARED_EXPERT_MODULES = {
+    "moe.router": "mlp.gate",
+    "moe.shared.gate": "mlp.shared_expert.gate_proj",
+    "moe.shared.up": "mlp.shared_expert.up_proj",
+    "moe.shared.down": "mlp.shared_expert.down_proj",
+    "moe.shared_gate": "mlp.shared_expert_gate",
+}
+QWEN2_MIXTURE = Mixture(
+    {
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_size": "moe_intermediate_size",
+        "shared_size": "shared_expert_intermediate_size",
+        "renormalize": "norm_topk_prob",
+    },
+    facts={"shared_gate": True},
+    is_sparse=sparse_by_step,
+    state_sparse=state_steps,
+)
+MIXTURE_FIELDS = frozenset({*QWEN2_MIXTURE.fields.values(), "decoder_sparse_step", "mlp_only_layers"})
+
 FAMILIES.add(
     "qwen2_moe",
     Family(
@@ -24,43 +45,11 @@ FAMILIES.add(
         architecture="Qwen2MoeForCausalLM",
         qkv_bias="qkv_bias",
         windows=_windows,
-        mixture=Mixture(
-            {
-                "num_experts": "num_experts",
-                "top_k": "num_experts_per_tok",
-                "expert_size": "moe_intermediate_size",
-                "shared_size": "shared_expert_intermediate_size",
-                "renormalize": "norm_topk_prob",
-            },
-            facts={"shared_gate": True},
-            is_sparse=sparse_by_step,
-            state_sparse=state_steps,
-        ),
-        layer_modules={
-            **LAYER_MODULES,
-            "moe.router": "mlp.gate",
-            "moe.shared.gate": "mlp.shared_expert.gate_proj",
-            "moe.shared.up": "mlp.shared_expert.up_proj",
-            "moe.shared.down": "mlp.shared_expert.down_proj",
-            "moe.shared_gate": "mlp.shared_expert_gate",
-        },
+        mixture=QWEN2_MIXTURE,
+        layer_modules={**LAYER_MODULES, **SHARED_EXPERT_MODULES},
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=frozenset(
-            {
-                "qkv_bias",
-                "sliding_window",
-                "use_sliding_window",
-                "max_window_layers",
-                "layer_types",
-                "num_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "shared_expert_intermediate_size",
-                "norm_topk_prob",
-                "decoder_sparse_step",
-                "mlp_only_layers",
-            }
-        ),
+        known_fields=MIXTURE_FIELDS
+        | {"qkv_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,

@@ -4,17 +4,12 @@ the chosen experts are always renormalized."""
 
 from dataclasses import replace
 
+from compress.models.archs.qwen2_moe import QWEN2_MIXTURE, SHARED_EXPERT_MODULES
 from compress.models.archs.qwen3_5_text import QWEN3_5
-from compress.models.archs.qwen3_next import SHARED_EXPERT_MODULES
 from compress.models.family import FAMILIES
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart
 
-_FIELDS = {
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-    "shared_size": "shared_expert_intermediate_size",
-}
+_FIELDS = {fact: name for fact, name in QWEN2_MIXTURE.fields.items() if fact != "renormalize"}
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",

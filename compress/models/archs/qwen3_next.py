@@ -5,6 +5,7 @@ untouched."""
 
 from typing import Any
 
+from compress.models.archs.qwen2_moe import MIXTURE_FIELDS, QWEN2_MIXTURE, SHARED_EXPERT_MODULES
 from compress.models.delta_net_config import (
     DELTA_DEFAULTS,
     DELTA_FIELDS,
@@ -15,88 +16,58 @@ from compress.models.delta_net_config import (
     linear_but_every_nth,
 )
 from compress.models.family import FAMILIES, Family
-from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_by_step, state_steps
+from compress.models.mixture import AS_IN_MEMORY, apart
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
-SHARED_EXPERT_MODULES = {
-    "moe.router": "mlp.gate",
-    "moe.shared.gate": "mlp.shared_expert.gate_proj",
-    "moe.shared.up": "mlp.shared_expert.up_proj",
-    "moe.shared.down": "mlp.shared_expert.down_proj",
-    "moe.shared_gate": "mlp.shared_expert_gate",
-}
 _IN_TURNS = {
     **dict.fromkeys(("delta.q", "delta.k", "delta.v", "delta.gate"), "linear_attn.in_proj_qkvz"),
     **dict.fromkeys(("delta.beta", "delta.decay"), "linear_attn.in_proj_ba"),
 }
 
 
-def zero_centered_norms(config: Fields) -> dict[str, Any]:
+def _zero_centered_norms(config: Fields) -> dict[str, Any]:
     """Return the facts of families whose checkpoints store the weights of norms less 1."""
     return {"norm_offset": 1.0}
 
 
-FAMILIES.add(
-    "qwen3_next",
-    Family(
-        model_type="qwen3_next",
-        architecture="Qwen3NextForCausalLM",
-        qk_norm=True,
-        output_gate=True,
-        facts=zero_centered_norms,
-        implied=linear_but_every_nth,
-        delta=delta_net_of,
-        rows_in_turns=frozenset({*GATE_AFTER_QUERY.values(), *_IN_TURNS.values()}),
-        mixture=Mixture(
-            {
-                "num_experts": "num_experts",
-                "top_k": "num_experts_per_tok",
-                "expert_size": "moe_intermediate_size",
-                "shared_size": "shared_expert_intermediate_size",
-                "renormalize": "norm_topk_prob",
-            },
-            facts={"shared_gate": True},
-            is_sparse=sparse_by_step,
-            state_sparse=state_steps,
-        ),
-        layer_modules={
-            **LAYER_MODULES,
-            **GATE_AFTER_QUERY,
-            **DELTA_MODULES,
-            **_IN_TURNS,
-            **SHARED_EXPERT_MODULES,
-        },
-        expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=DELTA_FIELDS
-        | {
-            "partial_rotary_factor",
-            "num_experts",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "norm_topk_prob",
-            "decoder_sparse_step",
-            "mlp_only_layers",
-        },
-        fixed_fields={"attention_bias": False, **GATE_FIELDS},
-        defaults={
-            **DELTA_DEFAULTS,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "intermediate_size": 5632,
-            "max_position_embeddings": 32768,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-        },
-        untouched=("mtp",),
-    ),
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    qk_norm=True,
+    output_gate=True,
+    facts=_zero_centered_norms,
+    implied=linear_but_every_nth,
+    delta=delta_net_of,
+    rows_in_turns=frozenset({*GATE_AFTER_QUERY.values(), *_IN_TURNS.values()}),
+    mixture=QWEN2_MIXTURE,
+    layer_modules={
+        **LAYER_MODULES,
+        **GATE_AFTER_QUERY,
+        **DELTA_MODULES,
+        **_IN_TURNS,
+        **SHARED_EXPERT_MODULES,
+    },
+    expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+    known_fields=DELTA_FIELDS | MIXTURE_FIELDS | {"partial_rotary_factor"},
+    fixed_fields={"attention_bias": False, **GATE_FIELDS},
+    defaults={
+        **DELTA_DEFAULTS,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 32768,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    untouched=("mtp",),
 )
+FAMILIES.add("qwen3_next", QWEN3_NEXT)

@@ -1,7 +1,7 @@
 """The cost of a pruned model: parameters, or the time of one decode step in 16 bits.
 
-The time is that of the linear groups of all layers, of the head, and of reading a cache of `context`
-positions.
+The time is that of the linear groups of all layers, of the head, of reading a cache of `context` positions,
+and of reading and writing the states of delta nets.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,11 @@ def costs_of(widths: Sequence[Widths], budget: PruningBudget, arch: Arch, ctx: C
 
 
 def _step_us(arch: Arch, budget: PruningBudget, times: Times) -> float:
-    shape = arch.layers[0]
-    kv_bytes = 2 * shape.cached_numbers * budget.rows * budget.context
-    head_us = 2 * arch.vocab_size * arch.hidden_size / times.bytes_per_us
-    linears_us = sum(times.linear_us(arch, group, None)[0] for group in shape.groups)
-    return arch.num_layers * (linears_us + kv_bytes / times.bytes_per_us) + head_us
+    of_request = 2 * arch.cached_numbers * budget.context + arch.step_state_bytes
+    num_bytes = 2 * arch.vocab_size * arch.hidden_size + budget.rows * of_request
+    linears_us = sum(
+        times.linear_us(arch, group, None, layer_idx=idx)[0]
+        for idx, shape in enumerate(arch.layers)
+        for group in shape.groups
+    )
+    return linears_us + num_bytes / times.bytes_per_us

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
+from compress.runtime.kv_cache import slot_bytes
 from compress.runtime.latent_linears import absorbed_params
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
@@ -129,4 +130,5 @@ def _shared_params(arch: Arch) -> int:
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:
     config = spec.engine_config(speculates=False)
     assert config.max_model_len is not None
-    return config.max_batch_size * config.max_model_len * arch.cached_numbers * width
+    of_request = config.max_model_len * arch.cached_numbers * width + slot_bytes(arch, config.num_kept)
+    return config.max_batch_size * of_request

@@ -106,7 +106,7 @@ def _kind(name: str) -> str:
         return "embedding and head"
     if "norm" in name:
         return "norms"
-    return "attention" if "attn" in name else "ffn"
+    return "attention" if "attn" in name or ".delta." in name else "ffn"
 
 
 def calibration_facts(

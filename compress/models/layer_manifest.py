@@ -1,0 +1,83 @@
+"""The shape of a layer as the manifest of an artifact states it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from compress.errors import StorageError
+from compress.models.delta_net import DeltaNet
+from compress.models.experts import Experts
+from compress.models.latent import Latent
+from compress.models.layer_shape import LayerShape, Rope
+from compress.models.limits import (
+    FACTORS,
+    FREQUENCY_FACTORS,
+    MAX_POSITIONS,
+    MAX_SIZE,
+    ROPE_KINDS,
+    THETAS,
+)
+from compress.untrusted.fields import Fields
+
+_RARE_ROPE_FIELDS = ("rotary_dim", "short_factors", "long_factors")
+
+
+def layer_to_json(shape: LayerShape) -> dict[str, Any]:
+    """Return the facts of a layer; those of few models are left out where a layer does not have them."""
+    layer = dataclasses.asdict(shape)
+    if shape.experts is not None:
+        layer["experts"] = shape.experts.to_json()
+    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "delta"):
+        if not getattr(shape, name):
+            del layer[name]
+    if layer["rope"] is not None:
+        for name in _RARE_ROPE_FIELDS:
+            if not layer["rope"][name]:
+                del layer["rope"][name]
+    return layer
+
+
+def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
+    """Read what `layer_to_json` wrote.
+
+    Raises:
+        StorageError: a value is missing, unknown, of another type or out of range.
+    """
+    layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
+    return LayerShape(
+        num_heads=layer.integer("num_heads", 1, MAX_SIZE),
+        num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
+        head_dim=layer.integer("head_dim", 1, MAX_SIZE),
+        intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
+        rope=_rope_of(layer) if layer.has("rope") else None,
+        window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
+        experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
+        keys_are_values=layer.flag("keys_are_values", default=False),
+        chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
+        latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
+        output_gate=layer.flag("output_gate", default=False),
+        delta=DeltaNet.from_json(layer.fields("delta")) if layer.has("delta") else None,
+    )
+
+
+def _rope_of(layer: Fields) -> Rope:
+    """Return the rope of a layer that a manifest states."""
+    rope = layer.fields("rope")
+    if odd := sorted(set(rope) - {field.name for field in dataclasses.fields(Rope)}):
+        raise StorageError(f"{rope.where} has unknown fields: {', '.join(odd)}.")
+    if rope.text("kind") not in ROPE_KINDS:
+        raise rope.wrong("kind", rope.text("kind"), f"one of {', '.join(ROPE_KINDS)}")
+    rope.number("theta", *THETAS)
+    stated = set(rope)
+    whole = {"original_max_position": MAX_POSITIONS, "rotary_dim": MAX_SIZE}
+    for name in stated - {"kind", "theta", "truncate", "short_factors", "long_factors", *whole}:
+        rope.number(name, 0, FACTORS[1])
+    for name in stated & whole.keys():
+        rope.integer(name, 0, whole[name])
+    if "truncate" in stated:
+        rope.flag("truncate")
+    factors = {
+        name: tuple(rope.numbers(name, *FREQUENCY_FACTORS))
+        for name in stated & {"short_factors", "long_factors"}
+    }
+    return Rope(**{**layer.mapping("rope"), **factors})
