@@ -1,4 +1,4 @@
-"""The kinds and ranges of numbers that are read of a model, whoever states them."""
+"""The kinds and ranges of numbers that are read of a model, from a config or a manifest."""
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 MAX_SIZE = 1 << 24

@@ -43,9 +43,8 @@ class ClockworkEngine:
     clock: Clock = dataclasses.field(default_factory=Clock)
     weight_bytes: int = 1_000_000
     kv_bytes_per_token: int = 100
-    step_state_bytes: int = 0
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    arch: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(has_experts=False))
+    arch: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(has_experts=False, step_state_bytes=3000))
     seen: list[Request] = dataclasses.field(default_factory=list)
     waiting: list[tuple[Request, float]] = dataclasses.field(default_factory=list)
 
@@ -154,10 +153,10 @@ def test_times_are_those_of_the_engines_clock() -> None:
         assert row.output_tokens_per_s == pytest.approx(num * 10 / (0.007 * num + 9 * 0.001 * num))
 
 
-def test_the_floor_is_bytes_over_bandwidth_at_the_mean_context() -> None:
+def test_the_floor_is_bytes_of_weights_caches_and_states_over_bandwidth_at_the_mean_context() -> None:
     one, four = measure(ClockworkEngine())
-    assert one.step_bytes == 1_000_000 + 100 * 25
-    assert four.step_bytes == 1_000_000 + 4 * 100 * 25
+    assert one.step_bytes == 1_000_000 + 100 * 25 + 3000
+    assert four.step_bytes == 1_000_000 + 4 * (100 * 25 + 3000)
     assert four.floor_ms == pytest.approx(four.step_bytes / 2e9 * 1e3)
     assert four.floor_frac == pytest.approx(four.floor_ms / 4.0)
 
@@ -368,7 +367,7 @@ def test_the_roofline_of_a_mixture_reads_the_experts_that_its_rows_are_expected_
 
 
 def test_rows_of_a_mixture_state_that_their_floor_assumes_uniform_routing() -> None:
-    mixture = ClockworkEngine(arch=SimpleNamespace(has_experts=True))
+    mixture = ClockworkEngine(arch=SimpleNamespace(has_experts=True, step_state_bytes=0))
     _, row = measure(mixture)
     assert row.step_bytes == 4_000_000 + 4 * 100 * 25
     assert row.as_json()["uniform_routing"] is True
