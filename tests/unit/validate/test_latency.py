@@ -44,7 +44,9 @@ class ClockworkEngine:
     weight_bytes: int = 1_000_000
     kv_bytes_per_token: int = 100
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    arch: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(has_experts=False, step_state_bytes=3000))
+    arch: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(has_experts=False, step_state_bytes=3000)
+    )
     seen: list[Request] = dataclasses.field(default_factory=list)
     waiting: list[tuple[Request, float]] = dataclasses.field(default_factory=list)
 
