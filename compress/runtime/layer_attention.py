@@ -17,6 +17,7 @@ from compress.kernels.operands.delta_states import DeltaStates, Sequences
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
+from compress.models.delta_net import CHUNK
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth
@@ -247,7 +248,8 @@ def _sequences(
     if lists is None:
         return Sequences.of_prefill(slots_R, query_lens, context_lens)
     context_lens_R, starts_R, of_row_T = lists.sequences()
-    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T)
+    chunks_C4 = lists.query_tiles(CHUNK)
+    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, chunks_C4)
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

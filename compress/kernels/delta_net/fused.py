@@ -21,10 +21,12 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
+from compress.kernels.delta_net import chunks
 from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.delta_net import LENGTH_EPS
+from compress.models.limits import MAX_SIZE
 
 MAX_HEAD = 256
 COLUMNS = 8
@@ -63,7 +65,8 @@ def _convolve(
     PDL: tl.constexpr,
 ) -> None:
     """Compute silu of the convolution for one row and one head of queries, keys or values; q and k get
-    length 1. With values come the factors of their head: what the state keeps, and how much is replaced."""
+    length 1. With values come the gates of their head: the log of what the state keeps, and how much of it
+    is replaced."""
     launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -102,7 +105,7 @@ def _convolve(
         decay = tl.load(at + H) + tl.load(dt_bias_ptr + own)
         softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
         gate_at = gates_ptr + row.to(tl.int64) * (2 * H) + own
-        tl.store(gate_at, tl.exp(tl.load(decay_rate_ptr + own) * softplus))
+        tl.store(gate_at, tl.load(decay_rate_ptr + own) * softplus)
         tl.store(gate_at + H, 1 / (1 + tl.exp(-tl.load(at))))
 
 
@@ -125,9 +128,11 @@ def _recur(
     N: tl.constexpr,
     K_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Take some columns of the state of one head from the first row of a sequence to its last."""
+    """Take some columns of the state of one head from the first row of a sequence to its last; of a sequence
+    with more than MOST rows, none."""
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -149,7 +154,7 @@ def _recur(
     v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
     gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
     out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
-    length = stop - start
+    length = tl.where(stop - start > MOST, 0, stop - start)
     # The operands of a row are loaded while the row before it is computed.
     q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0)
     k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
@@ -160,7 +165,7 @@ def _recur(
         q = q_next
         k = k_next
         v = v_next
-        keep = keep_next
+        keep = tl.exp(keep_next)
         beta = beta_next
         q_at += F
         v_at += F
@@ -256,6 +261,7 @@ def delta_net(
     counts = num_rows, num_sequences
     num_inputs = states.inputs.shape[1]
     options = pdl_options(device)
+    by_chunks = sequences.chunks_C4 is not None and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
     _convolve[(num_rows, 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,
         weights.conv_FW,
@@ -290,11 +296,14 @@ def delta_net(
         N=states.num_kept,
         K_TILE=triton.next_power_of_2(delta.key_dim),
         COLUMNS=COLUMNS,
+        MOST=chunks.FEW_ROWS if by_chunks else MAX_SIZE,
         num_warps=WARPS,
         **heads,
         **sizes,
         **options,
     )
+    if by_chunks:
+        chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
     share = triton.cdiv(delta.num_channels, delta.num_heads)
     _norm_and_keep[(num_rows, delta.num_heads)](
         qkv_gate_TF,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.models.delta_net import DeltaNet
+from compress.kernels.attention_prefill.tiles import query_tiles
+from compress.models.delta_net import CHUNK, DeltaNet
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,15 @@ class DeltaStates:
 @dataclass(frozen=True)
 class Sequences:
     """The rows of a pass, those of one sequence after another: how many each has, its positions up to its
-    last row [R], its slot [R], its first row [R], and the sequence of each row [T]."""
+    last row [R], its slot [R], its first row [R], and the sequence of each row [T]. Prompts also have their
+    chunks of `CHUNK` rows [C, 4] (`attention_prefill/tiles.py`); a decode step has none."""
 
     query_lens: tuple[int, ...]
     context_lens_R: Tensor
     slots_R: Tensor
     starts_R: Tensor
     of_row_T: Tensor
+    chunks_C4: Tensor | None = None
 
     @staticmethod
     def of_decode(slots_R: Tensor, context_lens_R: Tensor, q_len: int) -> "Sequences":
@@ -102,4 +105,5 @@ class Sequences:
         of_row_T = torch.arange(len(query_lens), dtype=torch.int32).repeat_interleave(lens_R)
         context_lens_R = torch.tensor(context_lens, dtype=torch.int32)
         sent = [each.to(device, non_blocking=True) for each in (context_lens_R, starts_R, of_row_T)]
-        return Sequences(query_lens, sent[0], slots_R.contiguous(), *sent[1:])
+        chunks_C4 = query_tiles(query_lens, context_lens, CHUNK, device)
+        return Sequences(query_lens, sent[0], slots_R.contiguous(), *sent[1:], chunks_C4)

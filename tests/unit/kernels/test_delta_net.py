@@ -172,6 +172,44 @@ def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str
 
 
 @each_kernel
+@each_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["F32", "F16"])
+def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
+    kernel: Kernel, device: str, delta: DeltaNet, dtype: torch.dtype
+) -> None:
+    """Passes of a long part, of a long one with a short one of another sequence, of a short part, and of one
+    row, against the law; the states between them have a place of their own."""
+    case, other = (Case.of(delta, 181, device, dtype, seed) for seed in (3, 4))
+    other.weights = case.weights
+    states = slots(delta, 3, device)
+    found = run(kernel, [(case, 2, 0, 70)], states)
+    of_other, part = run(kernel, [(other, 1, 0, 20), (case, 2, 70, 170)], states)
+    found += [part]
+    found += run(kernel, [(case, 2, 170, 180), (other, 1, 20, 25)], states)[:1]
+    found += run(kernel, [(case, 2, 180, 181)], states)
+    for out, law in ((torch.cat(found), case.law()), (of_other, other.law()[:20])):
+        error = (out.float() - law).abs() / law.abs().clamp_min(0.1)
+        assert error.median() < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert error.quantile(0.99) < (1e-3 if dtype == torch.float32 else 0.3)
+
+
+@each_kernel
+def test_keys_that_are_all_the_same_are_solved_for(kernel: Kernel, device: str) -> None:
+    """A state that forgets little and is replaced as a whole by each row: the powers of such a system grow
+    beyond float32, and its inverse has ones and nothing else."""
+    delta = SHAPES["as Qwen3.5"]
+    case = Case.of(delta, 130, device, torch.float32)
+    case.x_TF[:, : delta.num_channels - delta.value_size] = case.x_TF[0, : delta.key_size * 2]
+    case.beta_decay_TH[:, :2] = 8
+    case.beta_decay_TH[:, 2:] = -12
+    (out,) = run(kernel, [(case, 1, 0, 130)], slots(delta, 1, device))
+    law = case.law()
+    error = (out - law).abs() / law.abs().clamp_min(0.1)
+    assert error.median() < 1e-5
+    assert error.quantile(0.99) < 1e-3
+
+
+@each_kernel
 def test_a_decode_step_is_a_prefill_of_its_rows(kernel: Kernel, device: str) -> None:
     delta = SHAPES["two value heads a key head"]
     case = Case.of(delta, 8, device, torch.float32)
