@@ -9,7 +9,6 @@ Shapes: T rows, F channels of the convolution, H value heads, G key heads, K key
 N rows of a chunk, C chunks.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +25,20 @@ BOX = 64
 """Columns that one product of the first launch has."""
 COLUMNS = 32
 """Columns of a state that one program of the second launch has."""
+MODEL_DTYPE = False
+SOLVED = "tf32x3"
 SOLVE_WARPS = 4
 SOLVE_STAGES = 2
 WARPS = 4
 STAGES = 2
+
+
+@jit()
+def _rounded(x: tl.tensor, dtype: tl.constexpr, TF32: tl.constexpr) -> tl.tensor:
+    """Round numbers to the dtype of products, or to TF32, to which tensor cores cut them off."""
+    if TF32:
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @jit()
@@ -41,6 +50,9 @@ def _solve(
     own_ptr: tl.tensor,
     of_state_ptr: tl.tensor,
     scores_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
     H: tl.constexpr,
@@ -52,19 +64,20 @@ def _solve(
     LEVELS: tl.constexpr,
     FEW: tl.constexpr,
     K_TILE: tl.constexpr,
-    K_BOX: tl.constexpr,
-    V_BOX: tl.constexpr,
+    V_TILE: tl.constexpr,
+    BOX: tl.constexpr,
     SOLVED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute what the updates of a chunk are without a state, what the state before the chunk takes from
-    them, and the scores of its queries; all by row and head."""
+    """Compute what a chunk of a head asks of the state before it, and gives to the one after it."""
     launch_dependents(PDL)
     head = tl.program_id(1)
     chunk_at = chunks_ptr + tl.program_id(0) * 4
     idx = tl.arange(0, N)
-    k_idx = tl.arange(0, K_TILE)
+    k_idx = tl.arange(0, K_TILE)[None, :]
+    row = idx[:, None]
+    column = idx[None, :]
     wait(PDL)
     first_row = tl.load(chunk_at)
     size = tl.load(chunk_at + 1)
@@ -72,22 +85,32 @@ def _solve(
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     if (size > 0) & (stop - start > FEW):
+        TF32: tl.constexpr = MULTIPLIED == "tf32"
         dtype = of_state_ptr.dtype.element_ty
+        place = ((start // N + sequence + (first_row - start) // N) * H + head).to(tl.int64)
         rows = (first_row + idx).to(tl.int64)
         real = idx < size
-        key_at = mixed_ptr + rows[:, None] * F + head // (H // G) * K + k_idx[None, :]
-        key_real = real[:, None] & (k_idx[None, :] < K)
+        mixed_at = mixed_ptr + rows[:, None] * F
+        key_at = mixed_at + head // (H // G) * K
         gate_at = gates_ptr + rows * (2 * H) + head
-        q = tl.load(key_at, mask=key_real, other=0.0).to(dtype)
-        k = tl.load(key_at + G * K, mask=key_real, other=0.0).to(dtype)
-        total = tl.cumsum(tl.load(gate_at, mask=real, other=0.0), axis=0)
+        decay = tl.load(gate_at, mask=real, other=0.0)
         beta = tl.load(gate_at + H, mask=real, other=0.0)
-        row = idx[:, None]
-        column = idx[None, :]
+        total = tl.cumsum(decay, axis=0)
+        whole = tl.sum(decay, axis=0)
+        tl.store(kept_ptr + place, tl.exp(whole))
+        key_real = real[:, None] & (k_idx < K)
+        q = tl.load(key_at + k_idx, mask=key_real, other=0.0)
+        k = tl.load(key_at + G * K + k_idx, mask=key_real, other=0.0)
+        within = place * (N * K_TILE) + row * K_TILE + k_idx
+        tl.store(query_ptr + within, _rounded(q * tl.exp(total)[:, None], dtype, TF32))
+        to_end = k * tl.exp(tl.minimum(whole - total, 0.0))[:, None]
+        turned = place * (N * K_TILE) + k_idx * N + row
+        tl.store(key_ptr + turned, _rounded(to_end, dtype, TF32))
+        q = _rounded(q, dtype, TF32)
+        k = _rounded(k, dtype, TF32)
         kept = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
         scores = tl.dot(q, tl.trans(k), input_precision=MULTIPLIED) * kept
-        scores_at = scores_ptr + (rows[:, None] * H + head) * N + column
-        tl.store(scores_at, scores.to(dtype), mask=real[:, None])
+        tl.store(scores_ptr + place * (N * N) + row * N + column, _rounded(scores, dtype, TF32))
         alike = tl.dot(k, tl.trans(k), input_precision=MULTIPLIED) * kept
         system = tl.where(row > column, alike * beta[:, None], 0.0)
         # The inverse of 1 + system, whose diagonal blocks grow by two: [[a, 0], [-b s a, b]] of each pair.
@@ -101,31 +124,31 @@ def _solve(
             else:
                 right = tl.dot(between, inverse, input_precision=SOLVED)
                 inverse = inverse - tl.dot(inverse, right, input_precision=SOLVED)
-        inverse = inverse.to(dtype)
-        for begin in tl.static_range(0, K, K_BOX):
-            d = begin + tl.arange(0, K_BOX)[None, :]
-            box_real = real[:, None] & (d < K)
-            at = mixed_ptr + rows[:, None] * F + (G + head // (H // G)) * K + d
-            box = tl.load(at, mask=box_real, other=0.0) * (beta * tl.exp(total))[:, None]
-            solved = tl.dot(inverse, box.to(dtype), input_precision=MULTIPLIED)
-            at = of_state_ptr + (rows[:, None] * H + head) * K + d
-            tl.store(at, solved.to(dtype), mask=box_real)
-        for begin in tl.static_range(0, V, V_BOX):
-            d = begin + tl.arange(0, V_BOX)[None, :]
-            box_real = real[:, None] & (d < V)
-            at = mixed_ptr + rows[:, None] * F + 2 * G * K + head * V + d
-            box = tl.load(at, mask=box_real, other=0.0) * beta[:, None]
-            solved = tl.dot(inverse, box.to(dtype), input_precision=MULTIPLIED)
-            tl.store(own_ptr + (rows[:, None] * H + head) * V + d, solved, mask=box_real)
+        inverse = _rounded(inverse, dtype, TF32)
+        for begin in tl.static_range(0, K_TILE, BOX):
+            d = begin + tl.arange(0, BOX)[None, :]
+            box = tl.load(key_at + G * K + d, mask=real[:, None] & (d < K), other=0.0)
+            box = _rounded(box * (beta * tl.exp(total))[:, None], dtype, TF32)
+            solved = tl.dot(inverse, box, input_precision=MULTIPLIED)
+            at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + d
+            tl.store(at, _rounded(solved, dtype, TF32))
+        for begin in tl.static_range(0, V_TILE, BOX):
+            d = begin + tl.arange(0, BOX)[None, :]
+            at = mixed_at + 2 * G * K + head * V + d
+            box = tl.load(at, mask=real[:, None] & (d < V), other=0.0)
+            box = _rounded(box * beta[:, None], dtype, TF32)
+            solved = tl.dot(inverse, box, input_precision=MULTIPLIED)
+            tl.store(own_ptr + place * (N * V_TILE) + row * V_TILE + d, solved)
 
 
 @jit()
 def _advance(
-    mixed_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
     own_ptr: tl.tensor,
     of_state_ptr: tl.tensor,
     scores_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     states_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -134,14 +157,13 @@ def _advance(
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
     H: tl.constexpr,
-    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    F: tl.constexpr,
     N: tl.constexpr,
     FEW: tl.constexpr,
     KEPT: tl.constexpr,
     K_TILE: tl.constexpr,
+    V_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     MULTIPLIED: tl.constexpr,
     PDL: tl.constexpr,
@@ -150,66 +172,62 @@ def _advance(
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    idx = tl.arange(0, N)
-    k_idx = tl.arange(0, K_TILE)
+    row = tl.arange(0, N)[:, None]
+    column = tl.arange(0, N)[None, :]
+    k_row = tl.arange(0, K_TILE)[:, None]
+    k_column = tl.arange(0, K_TILE)[None, :]
     v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     wait(PDL)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     length = stop - start
     if length > FEW:
+        TF32: tl.constexpr = MULTIPLIED == "tf32"
         dtype = of_state_ptr.dtype.element_ty
         last = tl.load(context_lens_ptr + sequence) - 1
         first = last + 1 - length
         slot = tl.load(slots_ptr + sequence).to(tl.int64) * KEPT
-        inner = head * K * V + v_idx * K + k_idx[:, None]
-        state_real = (k_idx[:, None] < K) & (v_idx < V)
-        place = slot + tl.maximum(first - 1, 0) % KEPT
-        state_at = states_ptr + place * (H * K * V) + inner
-        state = tl.load(state_at, mask=state_real & (first > 0), other=0.0)
+        inner = head * K * V + v_idx * K + k_row
+        real = (k_row < K) & (v_idx < V)
+        before = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
+        state = tl.load(before + inner, mask=real & (first > 0), other=0.0)
+        place = ((start // N + sequence) * H + head).to(tl.int64)
+        of_state_at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + k_column
+        query_at = query_ptr + place * (N * K_TILE) + row * K_TILE + k_column
+        key_at = key_ptr + place * (N * K_TILE) + k_row * N + column
+        scores_at = scores_ptr + place * (N * N) + row * N + column
+        own_at = own_ptr + place * (N * V_TILE) + row * V_TILE + v_idx
+        kept_at = kept_ptr + place
+        out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
         for begin in range(0, length, N):
-            real = idx < length - begin
-            rows = (start + begin + idx).to(tl.int64)
-            key_real = real[:, None] & (k_idx[None, :] < K)
-            key_at = mixed_ptr + rows[:, None] * F + head // (H // G) * K + k_idx[None, :]
-            of_state_at = of_state_ptr + (rows[:, None] * H + head) * K + k_idx[None, :]
-            own_at = own_ptr + (rows[:, None] * H + head) * V + v_idx
-            scores_at = scores_ptr + (rows[:, None] * H + head) * N + idx[None, :]
-            of_state = tl.load(of_state_at, mask=key_real, other=0.0)
-            own = tl.load(own_at, mask=real[:, None] & (v_idx < V), other=0.0)
-            scores = tl.load(scores_at, mask=real[:, None], other=0.0)
-            q = tl.load(key_at, mask=key_real, other=0.0)
-            k = tl.load(key_at + G * K, mask=key_real, other=0.0)
-            decay = tl.load(gates_ptr + rows * (2 * H) + head, mask=real, other=0.0)
-            total = tl.cumsum(decay, axis=0)
-            whole = tl.sum(decay, axis=0)
-            before = state.to(dtype)
-            update = own - tl.dot(of_state, before, input_precision=MULTIPLIED)
-            out = tl.dot((q * tl.exp(total)[:, None]).to(dtype), before, input_precision=MULTIPLIED)
-            update = update.to(dtype)
-            out += tl.dot(scores, update, input_precision=MULTIPLIED)
-            to_end = (k * tl.exp(tl.minimum(whole - total, 0.0))[:, None]).to(dtype)
-            state = state * tl.exp(whole)
-            state += tl.dot(tl.trans(to_end), update, input_precision=MULTIPLIED)
-            out_at = out_ptr + rows[:, None] * (H * V) + head * V + v_idx
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (v_idx < V))
-        place = slot + last % KEPT
-        tl.store(states_ptr + place * (H * K * V) + inner, state, mask=state_real)
+            of_state = tl.load(of_state_at)
+            query = tl.load(query_at)
+            key = tl.load(key_at)
+            scores = tl.load(scores_at)
+            own = tl.load(own_at)
+            kept = tl.load(kept_at)
+            found = _rounded(state, dtype, TF32)
+            update = own - tl.dot(of_state, found, input_precision=MULTIPLIED)
+            update = _rounded(update, dtype, TF32)
+            out = tl.dot(query, found, input_precision=MULTIPLIED)
+            out = tl.dot(scores, update, out, input_precision=MULTIPLIED)
+            state = tl.dot(key, update, state * kept, input_precision=MULTIPLIED)
+            out_real = (row < length - begin) & (v_idx < V)
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_real)
+            of_state_at += H * N * K_TILE
+            query_at += H * N * K_TILE
+            key_at += H * N * K_TILE
+            scores_at += H * N * N
+            own_at += H * N * V_TILE
+            kept_at += H
+            out_at += N * H * V
+        after = states_ptr + (slot + last % KEPT) * (H * K * V)
+        tl.store(after + inner, state, mask=real)
 
 
 def fit(delta: DeltaNet) -> bool:
     """Return whether the products of a head fit a multiprocessor."""
     return delta.key_dim <= MAX_KEY
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the first launch leaves for the second: the updates of the rows without a state [T, H, V], what a
-    state takes from them [T, H, K], and the scores of queries within their chunk [T, H, N]."""
-
-    own: Tensor
-    of_state: Tensor
-    scores: Tensor
 
 
 def recur(
@@ -223,33 +241,41 @@ def recur(
     """Write the outputs of sequences with more than `FEW_ROWS` rows in the pass, and the states after them.
 
     `mixed_TF` are queries, keys and values, `gates_TH` the log of what a state keeps and the factor of
-    updates [T, 2 H], all float32. Products are of numbers in the dtype of the outputs, float32 in TF32's
-    precision at least; sums and states are float32.
+    updates [T, 2 H], all float32. Products are of numbers in TF32, of float32 in models of that dtype; sums
+    and states are float32.
     """
     assert sequences.chunks_C4 is not None
     delta = states.delta
     device = mixed_TF.device
-    dtype = out_TZ.dtype
+    is_wide = out_TZ.dtype == torch.float32
+    dtype = MODEL_DTYPE and out_TZ.dtype or torch.float32
     num_rows, num_heads = len(mixed_TF), delta.num_heads
-    per_head = num_rows, num_heads
-    prepared = Prepared(
-        torch.empty(*per_head, delta.value_dim, dtype=torch.float32, device=device),
-        torch.empty(*per_head, delta.key_dim, dtype=dtype, device=device),
-        torch.empty(*per_head, CHUNK, dtype=dtype, device=device),
-    )
-    counts = num_rows, len(sequences.starts_R)
-    is_wide = dtype == torch.float32
+    num_sequences = len(sequences.starts_R)
     k_tile = max(16, triton.next_power_of_2(delta.key_dim))
+    v_tile = max(COLUMNS, triton.next_power_of_2(delta.value_dim))
+    # Chunk c of sequence r is in place starts[r] // N + r + c, which no other chunk has.
+    places = num_rows // CHUNK + num_sequences, num_heads
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*places, *shape, dtype=dtype, device=device)
+
+    prepared = (
+        empty(CHUNK, v_tile, dtype=torch.float32),
+        empty(CHUNK, k_tile),
+        empty(CHUNK, CHUNK),
+        empty(CHUNK, k_tile),
+        empty(k_tile, CHUNK),
+        empty(dtype=torch.float32),
+    )
     shared = {
         "H": num_heads,
-        "G": delta.num_key_heads,
         "K": delta.key_dim,
         "V": delta.value_dim,
-        "F": delta.num_channels,
         "N": CHUNK,
         "FEW": FEW_ROWS,
         "K_TILE": k_tile,
-        "MULTIPLIED": "ieee" if is_wide else "tf32",
+        "V_TILE": v_tile,
+        "MULTIPLIED": "ieee" if is_wide or MODEL_DTYPE else "tf32",
         **options,
     }
     _solve[(len(sequences.chunks_C4), num_heads)](
@@ -257,30 +283,27 @@ def recur(
         gates_TH,
         sequences.starts_R,
         sequences.chunks_C4,
-        prepared.own,
-        prepared.of_state,
-        prepared.scores,
-        *counts,
+        *prepared,
+        num_rows,
+        num_sequences,
+        G=delta.num_key_heads,
+        F=delta.num_channels,
         LEVELS=CHUNK.bit_length() - 1,
-        K_BOX=min(BOX, k_tile),
-        V_BOX=min(BOX, max(16, triton.next_power_of_2(delta.value_dim))),
-        SOLVED="ieee" if is_wide else "tf32x3",
+        BOX=min(BOX, k_tile, v_tile),
+        SOLVED="ieee" if is_wide else SOLVED,
         num_warps=SOLVE_WARPS,
         num_stages=SOLVE_STAGES,
         **shared,
     )
-    _advance[(len(sequences.starts_R), num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
-        mixed_TF,
-        gates_TH,
-        prepared.own,
-        prepared.of_state,
-        prepared.scores,
+    _advance[(num_sequences, num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
+        *prepared,
         states.heads,
         sequences.context_lens_R,
         sequences.slots_R,
         sequences.starts_R,
         out_TZ,
-        *counts,
+        num_rows,
+        num_sequences,
         KEPT=states.num_kept,
         COLUMNS=COLUMNS,
         num_warps=WARPS,

@@ -32,6 +32,10 @@ MAX_HEAD = 256
 COLUMNS = 8
 WARPS = 1
 """Columns of a state that one program has, and its warps."""
+SHORT_ROWS = 128
+PROMPT_ROWS = 16
+PROMPT_WARPS = 4
+"""Rows and warps of a program of the other launches in a pass of more than `SHORT_ROWS` rows."""
 
 
 @jit(varying=("row_stride",))
@@ -62,27 +66,29 @@ def _convolve(
     W: tl.constexpr,
     M: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute silu of the convolution for one row and one head of queries, keys or values; q and k get
+    """Compute silu of the convolution for some rows and one head of queries, keys or values; q and k get
     length 1. With values come the gates of their head: the log of what the state keeps, and how much of it
     is replaced."""
     launch_dependents(PDL)
-    row = tl.program_id(0)
     head = tl.program_id(1)
     is_value = head >= 2 * G
     size = tl.where(is_value, V, K)
     base = tl.where(is_value, 2 * G * K + (head - 2 * G) * V, head * K)
-    d = tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, TILE)[None, :]
     channel = base + d
-    real = d < size
+    in_pass = row < num_rows
+    real = in_pass & (d < size)
     wait(PDL)
-    sequence = tl.load(of_row_ptr + row)
+    sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     first = tl.load(context_lens_ptr + sequence) - (stop - start)
     slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    total = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([ROWS, TILE], tl.float32)
     for tap in tl.static_range(W):
         source = row - (W - 1) + tap
         position = first + (source - start)
@@ -92,21 +98,22 @@ def _convolve(
         before = (source < start) & (position >= 0)
         place = slot * M + tl.maximum(position, 0) % M
         past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
-        weight = tl.load(conv_ptr + channel * W + tap, mask=real, other=0.0).to(tl.float32)
+        weight = tl.load(conv_ptr + channel * W + tap, mask=d < size, other=0.0).to(tl.float32)
         total = total + tl.where(source >= start, here.to(tl.float32), past) * weight
     rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)
     mixed = (rounded / (1 + tl.exp(-rounded))).to(x_ptr.dtype.element_ty).to(tl.float32)
-    length = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + length_eps)
+    length = tl.rsqrt(tl.sum(mixed * mixed, axis=1, keep_dims=True) + length_eps)
     scale = tl.where(is_value, 1.0, length) * tl.where(head < G, q_scale, 1.0)
     tl.store(mixed_ptr + row.to(tl.int64) * F + channel, mixed * scale, mask=real)
     if is_value:
         own = head - 2 * G
         at = beta_decay_ptr + row.to(tl.int64) * beta_stride + own
-        decay = tl.load(at + H) + tl.load(dt_bias_ptr + own)
+        decay = tl.load(at + H, mask=in_pass, other=0.0) + tl.load(dt_bias_ptr + own)
         softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
         gate_at = gates_ptr + row.to(tl.int64) * (2 * H) + own
-        tl.store(gate_at, tl.load(decay_rate_ptr + own) * softplus)
-        tl.store(gate_at + H, 1 / (1 + tl.exp(-tl.load(at))))
+        tl.store(gate_at, tl.load(decay_rate_ptr + own) * softplus, mask=in_pass)
+        beta = tl.load(at, mask=in_pass, other=0.0)
+        tl.store(gate_at + H, 1 / (1 + tl.exp(-beta)), mask=in_pass)
 
 
 @jit()
@@ -210,34 +217,36 @@ def _norm_and_keep(
     V_TILE: tl.constexpr,
     SHARE: tl.constexpr,
     SHARE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Norm and gate the output of one head in one row, in place, and keep a share of the row's inputs."""
+    """Norm and gate the output of one head in some rows, in place, and keep a share of the inputs."""
     launch_dependents(PDL)
-    row = tl.program_id(0)
     head = tl.program_id(1)
-    d = tl.arange(0, V_TILE)
-    real = d < V
-    weight = tl.load(norm_ptr + d, mask=real, other=0.0).to(tl.float32)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, V_TILE)[None, :]
+    in_pass = row < num_rows
+    real = in_pass & (d < V)
+    weight = tl.load(norm_ptr + d, mask=d < V, other=0.0).to(tl.float32)
     wait(PDL)
     dtype = out_ptr.dtype.element_ty
     at = out_ptr + row.to(tl.int64) * (H * V) + head * V + d
     out = tl.load(at, mask=real, other=0.0).to(tl.float32)
     gate = tl.load(x_ptr + row.to(tl.int64) * row_stride + F + head * V + d, mask=real, other=0.0)
     gate = gate.to(tl.float32)
-    unit = (out * tl.rsqrt(tl.sum(out * out, axis=0) / V + eps)).to(dtype).to(tl.float32)
+    square = tl.sum(out * out, axis=1, keep_dims=True)
+    unit = (out * tl.rsqrt(square / V + eps)).to(dtype).to(tl.float32)
     normed = (unit * weight).to(dtype).to(tl.float32)
     tl.store(at, (normed * (gate / (1 + tl.exp(-gate)))).to(dtype), mask=real)
-    sequence = tl.load(of_row_ptr + row)
+    sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    if row >= stop - M:
-        position = tl.load(context_lens_ptr + sequence) - (stop - row)
-        place = tl.load(slots_ptr + sequence).to(tl.int64) * M + tl.maximum(position, 0) % M
-        part = tl.arange(0, SHARE_TILE)
-        channel = head * SHARE + part
-        kept = (part < SHARE) & (channel < F)
-        x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
-        tl.store(past_ptr + place * F + channel, x, mask=kept)
+    position = tl.load(context_lens_ptr + sequence) - (stop - row)
+    place = tl.load(slots_ptr + sequence).to(tl.int64) * M + tl.maximum(position, 0) % M
+    part = tl.arange(0, SHARE_TILE)[None, :]
+    channel = head * SHARE + part
+    kept = in_pass & (row >= stop - M) & (part < SHARE) & (channel < F)
+    x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
+    tl.store(past_ptr + place * F + channel, x, mask=kept)
 
 
 def delta_net(
@@ -262,7 +271,9 @@ def delta_net(
     num_inputs = states.inputs.shape[1]
     options = pdl_options(device)
     by_chunks = sequences.chunks_C4 is not None and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
-    _convolve[(num_rows, 2 * delta.num_key_heads + delta.num_heads)](
+    # Some rows a program where the bits of a row may depend on its company.
+    rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if num_rows > SHORT_ROWS else (1, 1)
+    _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,
         weights.conv_FW,
         states.inputs,
@@ -282,7 +293,8 @@ def delta_net(
         W=delta.kernel_size,
         M=num_inputs,
         TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
-        num_warps=1,
+        ROWS=rows,
+        num_warps=warps,
         **sizes,
         **options,
     )
@@ -305,7 +317,7 @@ def delta_net(
     if by_chunks:
         chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
     share = triton.cdiv(delta.num_channels, delta.num_heads)
-    _norm_and_keep[(num_rows, delta.num_heads)](
+    _norm_and_keep[(triton.cdiv(num_rows, rows), delta.num_heads)](
         qkv_gate_TF,
         weights.norm_V,
         states.inputs,
@@ -322,7 +334,8 @@ def delta_net(
         V_TILE=triton.next_power_of_2(delta.value_dim),
         SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share),
-        num_warps=1,
+        ROWS=rows,
+        num_warps=warps,
         **options,
     )
     return out_TZ

@@ -177,15 +177,14 @@ def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str
 def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
     kernel: Kernel, device: str, delta: DeltaNet, dtype: torch.dtype
 ) -> None:
-    """Passes of a long part, of a long one with a short one of another sequence, of a short part, and of one
-    row, against the law; the states between them have a place of their own."""
+    """Passes of a long part, of a long one with a short one of another sequence, and of single rows, against the law; the states between them have a place of their own."""
     case, other = (Case.of(delta, 181, device, dtype, seed) for seed in (3, 4))
     other.weights = case.weights
     states = slots(delta, 3, device)
     found = run(kernel, [(case, 2, 0, 70)], states)
-    of_other, part = run(kernel, [(other, 1, 0, 20), (case, 2, 70, 170)], states)
+    of_other, part = run(kernel, [(other, 1, 0, 20), (case, 2, 70, 179)], states)
     found += [part]
-    found += run(kernel, [(case, 2, 170, 180), (other, 1, 20, 25)], states)[:1]
+    found += run(kernel, [(case, 2, 179, 180), (other, 1, 20, 25)], states)[:1]
     found += run(kernel, [(case, 2, 180, 181)], states)
     for out, law in ((torch.cat(found), case.law()), (of_other, other.law()[:20])):
         error = (out.float() - law).abs() / law.abs().clamp_min(0.1)
