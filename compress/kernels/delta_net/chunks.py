@@ -25,8 +25,6 @@ BOX = 64
 """Columns that one product of the first launch has."""
 COLUMNS = 32
 """Columns of a state that one program of the second launch has."""
-MODEL_DTYPE = False
-SOLVED = "tf32x3"
 SOLVE_WARPS = 4
 SOLVE_STAGES = 2
 WARPS = 4
@@ -34,11 +32,11 @@ STAGES = 2
 
 
 @jit()
-def _rounded(x: tl.tensor, dtype: tl.constexpr, TF32: tl.constexpr) -> tl.tensor:
-    """Round numbers to the dtype of products, or to TF32, to which tensor cores cut them off."""
+def _rounded(x: tl.tensor, TF32: tl.constexpr) -> tl.tensor:
+    """Round numbers to TF32, to which tensor cores cut them off."""
     if TF32:
         return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+    return x
 
 
 @jit()
@@ -66,8 +64,7 @@ def _solve(
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     BOX: tl.constexpr,
-    SOLVED: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute what a chunk of a head asks of the state before it, and gives to the one after it."""
@@ -85,7 +82,7 @@ def _solve(
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     if (size > 0) & (stop - start > FEW):
-        TF32: tl.constexpr = MULTIPLIED == "tf32"
+        TF32: tl.constexpr = PRECISION == "tf32"
         dtype = of_state_ptr.dtype.element_ty
         place = ((start // N + sequence + (first_row - start) // N) * H + head).to(tl.int64)
         rows = (first_row + idx).to(tl.int64)
@@ -102,16 +99,16 @@ def _solve(
         q = tl.load(key_at + k_idx, mask=key_real, other=0.0)
         k = tl.load(key_at + G * K + k_idx, mask=key_real, other=0.0)
         within = place * (N * K_TILE) + row * K_TILE + k_idx
-        tl.store(query_ptr + within, _rounded(q * tl.exp(total)[:, None], dtype, TF32))
+        tl.store(query_ptr + within, (q * tl.exp(total)[:, None]).to(dtype))
         to_end = k * tl.exp(tl.minimum(whole - total, 0.0))[:, None]
         turned = place * (N * K_TILE) + k_idx * N + row
-        tl.store(key_ptr + turned, _rounded(to_end, dtype, TF32))
-        q = _rounded(q, dtype, TF32)
-        k = _rounded(k, dtype, TF32)
+        tl.store(key_ptr + turned, to_end.to(dtype))
+        q = q.to(dtype)
+        k = k.to(dtype)
         kept = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
-        scores = tl.dot(q, tl.trans(k), input_precision=MULTIPLIED) * kept
-        tl.store(scores_ptr + place * (N * N) + row * N + column, _rounded(scores, dtype, TF32))
-        alike = tl.dot(k, tl.trans(k), input_precision=MULTIPLIED) * kept
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * kept
+        tl.store(scores_ptr + place * (N * N) + row * N + column, scores.to(dtype))
+        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * kept
         system = tl.where(row > column, alike * beta[:, None], 0.0)
         # The inverse of 1 + system, whose diagonal blocks grow by two: [[a, 0], [-b s a, b]] of each pair.
         inverse = tl.where(row == column, 1.0, 0.0)
@@ -122,22 +119,23 @@ def _solve(
             if level == 0:
                 inverse = inverse - between
             else:
-                right = tl.dot(between, inverse, input_precision=SOLVED)
-                inverse = inverse - tl.dot(inverse, right, input_precision=SOLVED)
-        inverse = _rounded(inverse, dtype, TF32)
+                factor = inverse.to(dtype)
+                right = tl.dot(between.to(dtype), factor, input_precision=PRECISION)
+                inverse -= tl.dot(factor, right.to(dtype), input_precision=PRECISION)
+        factor = inverse.to(dtype)
         for begin in tl.static_range(0, K_TILE, BOX):
             d = begin + tl.arange(0, BOX)[None, :]
             box = tl.load(key_at + G * K + d, mask=real[:, None] & (d < K), other=0.0)
-            box = _rounded(box * (beta * tl.exp(total))[:, None], dtype, TF32)
-            solved = tl.dot(inverse, box, input_precision=MULTIPLIED)
+            box = (box * (beta * tl.exp(total))[:, None]).to(dtype)
+            solved = tl.dot(factor, box, input_precision=PRECISION)
             at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + d
-            tl.store(at, _rounded(solved, dtype, TF32))
+            tl.store(at, solved.to(dtype))
         for begin in tl.static_range(0, V_TILE, BOX):
             d = begin + tl.arange(0, BOX)[None, :]
             at = mixed_at + 2 * G * K + head * V + d
             box = tl.load(at, mask=real[:, None] & (d < V), other=0.0)
-            box = _rounded(box * beta[:, None], dtype, TF32)
-            solved = tl.dot(inverse, box, input_precision=MULTIPLIED)
+            box = _rounded(box * beta[:, None], TF32)
+            solved = tl.dot(factor.to(tl.float32), box, input_precision=PRECISION)
             tl.store(own_ptr + place * (N * V_TILE) + row * V_TILE + d, solved)
 
 
@@ -165,7 +163,7 @@ def _advance(
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MULTIPLIED: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first chunk of a sequence to its last."""
@@ -182,8 +180,7 @@ def _advance(
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     length = stop - start
     if length > FEW:
-        TF32: tl.constexpr = MULTIPLIED == "tf32"
-        dtype = of_state_ptr.dtype.element_ty
+        TF32: tl.constexpr = PRECISION == "tf32"
         last = tl.load(context_lens_ptr + sequence) - 1
         first = last + 1 - length
         slot = tl.load(slots_ptr + sequence).to(tl.int64) * KEPT
@@ -200,18 +197,18 @@ def _advance(
         kept_at = kept_ptr + place
         out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
         for begin in range(0, length, N):
-            of_state = tl.load(of_state_at)
-            query = tl.load(query_at)
-            key = tl.load(key_at)
-            scores = tl.load(scores_at)
+            of_state = tl.load(of_state_at).to(tl.float32)
+            query = tl.load(query_at).to(tl.float32)
+            key = tl.load(key_at).to(tl.float32)
+            scores = tl.load(scores_at).to(tl.float32)
             own = tl.load(own_at)
             kept = tl.load(kept_at)
-            found = _rounded(state, dtype, TF32)
-            update = own - tl.dot(of_state, found, input_precision=MULTIPLIED)
-            update = _rounded(update, dtype, TF32)
-            out = tl.dot(query, found, input_precision=MULTIPLIED)
-            out = tl.dot(scores, update, out, input_precision=MULTIPLIED)
-            state = tl.dot(key, update, state * kept, input_precision=MULTIPLIED)
+            found = _rounded(state, TF32)
+            update = own - tl.dot(of_state, found, input_precision=PRECISION)
+            update = _rounded(update, TF32)
+            out = tl.dot(query, found, input_precision=PRECISION)
+            out = tl.dot(scores, update, out, input_precision=PRECISION)
+            state = tl.dot(key, update, state * kept, input_precision=PRECISION)
             out_real = (row < length - begin) & (v_idx < V)
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_real)
             of_state_at += H * N * K_TILE
@@ -248,7 +245,7 @@ def recur(
     delta = states.delta
     device = mixed_TF.device
     is_wide = out_TZ.dtype == torch.float32
-    dtype = MODEL_DTYPE and out_TZ.dtype or torch.float32
+    dtype = torch.float32 if is_wide else torch.float16
     num_rows, num_heads = len(mixed_TF), delta.num_heads
     num_sequences = len(sequences.starts_R)
     k_tile = max(16, triton.next_power_of_2(delta.key_dim))
@@ -275,7 +272,7 @@ def recur(
         "FEW": FEW_ROWS,
         "K_TILE": k_tile,
         "V_TILE": v_tile,
-        "MULTIPLIED": "ieee" if is_wide or MODEL_DTYPE else "tf32",
+        "PRECISION": "ieee" if is_wide else "tf32",
         **options,
     }
     _solve[(len(sequences.chunks_C4), num_heads)](
@@ -290,7 +287,6 @@ def recur(
         F=delta.num_channels,
         LEVELS=CHUNK.bit_length() - 1,
         BOX=min(BOX, k_tile, v_tile),
-        SOLVED="ieee" if is_wide else SOLVED,
         num_warps=SOLVE_WARPS,
         num_stages=SOLVE_STAGES,
         **shared,
