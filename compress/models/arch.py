@@ -97,6 +97,11 @@ class Arch:
                 "norms of q and k that follow the rotation are those of single heads, with weights."
             )
         for idx, layer in enumerate(self.layers):
+            if self.norms_rotated and layer.leading_dim:
+                raise UnsupportedArch(
+                    f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
+                    "its heads; those norms are for the halves of whole heads."
+                )
             if (layer.latent is not None) != self.has_latents:
                 raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
             if layer.delta is not None and (self.block != "pre" or self.norm != "rms"):

@@ -19,7 +19,7 @@ from compress.models.limits import (
 )
 from compress.untrusted.fields import Fields
 
-_RARE_ROPE_FIELDS = ("rotary_dim", "short_factors", "long_factors")
+_RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
 
 def layer_to_json(shape: LayerShape) -> dict[str, Any]:
@@ -70,12 +70,13 @@ def _rope_of(layer: Fields) -> Rope:
     rope.number("theta", *THETAS)
     stated = set(rope)
     whole = {"original_max_position": MAX_POSITIONS, "rotary_dim": MAX_SIZE}
-    for name in stated - {"kind", "theta", "truncate", "short_factors", "long_factors", *whole}:
+    flags = {"truncate", "leading"}
+    for name in stated - {"kind", "theta", "short_factors", "long_factors", *flags, *whole}:
         rope.number(name, 0, FACTORS[1])
     for name in stated & whole.keys():
         rope.integer(name, 0, whole[name])
-    if "truncate" in stated:
-        rope.flag("truncate")
+    for name in sorted(stated & flags):
+        rope.flag(name)
     factors = {
         name: tuple(rope.numbers(name, *FREQUENCY_FACTORS))
         for name in stated & {"short_factors", "long_factors"}

@@ -13,7 +13,9 @@ from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 class Rope:
     """Rotary position embedding (arXiv 2104.09864) of one layer and the rescaling of its frequencies.
 
-    `rotary_dim` dimensions of a head rotate, 0 for all; the others have frequency zero. `linear` divides
+    `rotary_dim` dimensions of a head rotate, 0 for all; the others have frequency zero. Where these are
+    `leading`, they are the first of a head as linears return it, and their two halves turn with one another;
+    elsewhere linears return the two halves of the whole head that do (`rope.py`). `linear` divides
     every frequency by `factor` (arXiv 2306.15595); `llama3` and `yarn` (arXiv 2309.00071) rescale each
     dimension by its wavelength against `original_max_position`; `longrope` (arXiv 2402.13753) divides each by
     its own of `short_factors`, or of `long_factors` once a sequence is longer than `original_max_position`;
@@ -31,6 +33,7 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
     rotary_dim: int = 0
+    leading: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -139,7 +142,22 @@ class LayerShape:
             if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
                 return "a delta net stands in place of attention, and attention has facts of its own."
             return self.delta.why_unfit()
+        if self.rope is not None and (reason := self._why_rope_unfit(self.rope)):
+            return reason
         return None if self.latent is None else self._why_latent_unfit(self.latent)
+
+    def _why_rope_unfit(self, rope: Rope) -> str | None:
+        if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
+            return (
+                f"its rope rotates {rope.rotary_dim} of the {self.head_dim} dimensions of a head, and must "
+                "rotate an even number of them."
+            )
+        if rope.leading and (not rope.rotary_dim or rope.kind == "proportional" or self.latent is not None):
+            return (
+                "the dimensions that rotate lead its heads, which is for heads that rotate in part, without "
+                f"latents; its rope is '{rope.kind}' with rotary_dim {rope.rotary_dim}."
+            )
+        return None
 
     def _why_latent_unfit(self, latent: Latent) -> str | None:
         still_dim = self.head_dim - latent.rope_dim
@@ -169,6 +187,12 @@ class LayerShape:
     def num_turns(self) -> int:
         """The turns that rows take in tensors that hold linears of a layer head by head."""
         return self.num_heads if self.delta is None else self.delta.num_key_heads
+
+    @property
+    def leading_dim(self) -> int:
+        """The first dimensions of heads of q and k whose two halves turn with one another, 0 where the halves
+        of the whole head do."""
+        return self.rope.rotary_dim if self.rope is not None and self.rope.leading else 0
 
     @property
     def value_dim(self) -> int:

@@ -3,9 +3,10 @@
 Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
 `gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:
 the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while a checkpoint may take
-neighbours, or may rotate a part of each head only. Experts may be matrices of one tensor of three dimensions,
-transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a weight, so
-export restores the tensors of the source exactly.
+neighbours, or may rotate a part of each head only. Heads that rotate in part and are wider than a block of
+rows that share scales keep their order (`Rope.leading`). Experts may be matrices of one tensor of three
+dimensions, transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a
+weight, so export restores the tensors of the source exactly.
 
 Shapes: O rows of a tensor, C head dimension.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.models.layer_shape import LayerShape
+from compress.models.rope import halves
 from compress.quant.global_scale import with_one_global_scale
 from compress.quant.scheme import QuantizedWeight
 
@@ -136,12 +138,13 @@ def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: boo
         return None
     head_dim = shape.head_dim
     rotary_dim = rope.rotary_dim or head_dim
-    if rotary_dim == head_dim and not interleaved:
+    if not interleaved and (rotary_dim == head_dim or rope.leading):
         return None
-    rotated = torch.arange(rotary_dim)
-    first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.chunk(2)
-    still = torch.arange(rotary_dim, head_dim).chunk(2) if rotary_dim < head_dim else (rotated[:0],) * 2
-    order_C = torch.cat((first, still[0], second, still[1]))
+    order_C = torch.arange(head_dim)
+    if interleaved:
+        order_C[:rotary_dim] = torch.cat((order_C[:rotary_dim:2], order_C[1:rotary_dim:2]))
+    if not rope.leading:
+        order_C = halves(order_C, rotary_dim)
     return (torch.arange(0, num_rows, head_dim).unsqueeze(1) + order_C).view(-1)
 
 

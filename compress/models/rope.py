@@ -2,8 +2,10 @@
 
 Head dimension c is rotated with its partner c + C/2 by the angle position * inv_freq[c] ("rotate half"
 layout). Checkpoints with neighbours as partners, and those that rotate a part of each head, are brought to
-this layout on import (`layout.py`): dimensions that do not rotate have frequency zero. Angles, cosines and
-sines are float32 and are cast to the activation dtype at the end, as `transformers` does.
+this layout on import (`layout.py`): dimensions that do not rotate have frequency zero. Heads wider than a
+block of rows that share scales keep the order of the checkpoint where they rotate in part (`Rope.leading`);
+`halves` brings them to this layout before each rotation. Angles, cosines and sines are float32 and are cast
+to the activation dtype at the end, as `transformers` does.
 
 LongRoPE has other frequencies for long sequences. `transformers` chooses by the longest position of a call,
 so that cached keys change their meaning when a sequence grows past the limit; the serving runtime chooses
@@ -102,6 +104,17 @@ def cos_sin(
         cos = torch.cat((cos[..., :num_rotated] * rope.attention_factor, cos[..., num_rotated:]), dim=-1)
         sin = sin * rope.attention_factor
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((sin, sin), dim=-1).to(dtype)
+
+
+def halves(x: Tensor, leading_dim: int) -> Tensor:
+    """Return heads [..., C] in the order that `rotate` reads, of those whose first `leading_dim` dimensions
+    turn half with half, and whose others do not turn; 0 for heads that are in that order."""
+    if not leading_dim:
+        return x
+    first, second = x[..., :leading_dim].chunk(2, dim=-1)
+    still_dim = (x.shape[-1] - leading_dim) // 2
+    still = x[..., leading_dim:].split([still_dim, still_dim], dim=-1)
+    return torch.cat((first, still[0], second, still[1]), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from compress.errors import UnsupportedArch
 from compress.models.config_fields import field_name
 from compress.models.layer_shape import Rope
 from compress.models.limits import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
+from compress.quant.scheme import SCHEMES
 from compress.untrusted.fields import Fields
 
 ROPE_FIELDS = frozenset(
@@ -42,6 +43,7 @@ YARN_FACTOR_NOTE = (
     f"config.json has {YARN_FACTOR} in its rope, which multiplies YaRN's factor of cos and sin, as in YaRN's "
     "own program and vLLM; transformers does not read it, and computes another function."
 )
+_BLOCK_ROWS = SCHEMES["FP8_BLOCK"].block_rows
 _TURNS = (1e-6, 1e6)
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
@@ -100,7 +102,8 @@ def check_one_rope(raw: Mapping[str, Any], where: str) -> None:
 
 def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     """Read the rope of one layer from `rope_parameters` (flat, or one mapping per layer type) or the older
-    `rope_theta` + `rope_scaling`.
+    `rope_theta` + `rope_scaling`. Of heads wider than a block of rows that share scales the dimensions that
+    rotate lead, as they do on disk: in another order, blocks would hold rows of several on disk.
 
     Raises:
         UnsupportedArch: a field is missing, unknown, of another type or out of range.
@@ -139,6 +142,7 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
         truncate=rope.flag("truncate", default=True),
         attention_factor=_attention_factor(kind, rope, config, original),
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        leading=rotary_dim < head_dim and head_dim > _BLOCK_ROWS and kind != "proportional",
         short_factors=_frequency_factors(kind, rope, "short_factor", rotary_dim),
         long_factors=_frequency_factors(kind, rope, "long_factor", rotary_dim),
     )

@@ -193,6 +193,7 @@ class LayerAttention:
             growth_P=self._growth_P if self._arch.queries_grow(shape) else None,
             v_norm=self._arch.v_norm,
             hadamard=self._transforms_heads,
+            leading_dim=shape.leading_dim,
             early=early,
         )
         return q_THC

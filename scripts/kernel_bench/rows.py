@@ -143,7 +143,12 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
         kernel = select(problem)
         reference = KERNELS["rope_store"].get("reference")
         for m in bench.rows:
-            facts: dict[str, Any] = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": bench.arch.norm_eps}
+            facts: dict[str, Any] = {
+                "num_heads": num_heads,
+                "qk_norm": qk_norm,
+                "eps": bench.arch.norm_eps,
+                "leading_dim": layer.leading_dim,
+            }
             slots_T = positions_T[:m] + block_size
             shape = (num_kv_heads, -(-m // block_size) + 1, block_size, head_dim)
             expected_kv = empty_pages(kv_format, shape, bench.device)

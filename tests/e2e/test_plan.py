@@ -132,6 +132,24 @@ stages:
 
 
 @pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("model", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
+@pytest.mark.parametrize("form", ["fp8", "compressed-tensors"])
+def test_blocks_of_fp8_are_planned_for_heads_that_rotate_in_part(
+    model: str, form: str, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""version: 1
+model: hf://vendor/{model}-Instruct
+stages:
+  - {{kind: quantize, scheme: FP8_BLOCK, round: {{kind: rtn}}}}
+  - {{kind: export, formats: [{form}]}}
+""")
+    code, out, err = command("plan", recipe, "--offline", "--device", "cuda")
+    assert code == 0, err
+    assert "export: vLLM: loads" in out
+
+
+@pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize(
     ("kv_cache", "validated"),
     [("int8", None), ("int4", None), ("fp8", None), ("int8", "INT4_TOKEN_HEAD_HADAMARD")],

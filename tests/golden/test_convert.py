@@ -3,6 +3,7 @@ made by others.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -492,17 +493,24 @@ def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> 
 
 
 def foreign_fp8(
-    tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tuple[str, str], **changes: Any
+    tmp_path: Path,
+    said: dict[str, Any],
+    *,
+    scales: str,
+    leaves: tuple[str, str],
+    family: str = "llama",
+    **changes: Any,
 ) -> tuple[Path, Path]:
     """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean
     (float32). Scales are float32, of every `block`, `channel` or `matrix`, stored as `leaves[0]`; static ones
     of inputs as `leaves[1]`.
     """
-    saved(tmp_path / "plain", "llama", {**WHOLE_GROUPS, **changes}, dtype=torch.bfloat16)
+    saved(tmp_path / "plain", family, {**WHOLE_GROUPS, **changes}, dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     meant = {name: value.float() for name, value in tensors.items()}
     generator = torch.Generator().manual_seed(3)
-    for name in (f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
+    linear = re.compile(r"(.*\.layers\..*_proj(?:_qkv|_z|_qkvz)?)\.weight")
+    for name in [found[1] for found in map(linear.fullmatch, tensors) if found]:
         n_size, k_size = tensors[f"{name}.weight"].shape
         codes = (torch.randn(n_size, k_size, generator=generator) * 100).to(torch.float8_e4m3fn)
         shape = {"block": (-(-n_size // 128), -(-k_size // 128)), "channel": (n_size, 1), "matrix": ()}[
@@ -598,6 +606,63 @@ def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(
     # Sums in another order move an input over a tie now and then, and what follows it with it.
     assert (served - rounded).abs().median() < 1e-3 * (exact - rounded).abs().median()
     assert (served - rounded).abs().max() < (exact - rounded).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_5_text", {}),
+        ("qwen3_5_text", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 384}),
+        (
+            "qwen3_next",
+            {
+                "num_experts": 3,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "shared_expert_intermediate_size": 128,
+            },
+        ),
+    ],
+)
+def test_blocks_of_heads_that_rotate_in_part_are_read_served_and_written_back_byte_for_byte(
+    family: str, changes: dict[str, Any], say: Say, tmp_path: Path
+) -> None:
+    of_heads = {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, **changes}
+    theirs, meant = foreign_fp8(
+        tmp_path,
+        BLOCKS,
+        scales="block",
+        leaves=INV,
+        family=family,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        **of_heads,
+    )
+    opened = open_checkpoint(theirs)
+    shape = opened.arch.layers[1]
+    assert shape.leading_dim == shape.head_dim // 4
+    exact = Checkpoint(meant)
+    for idx in range(opened.arch.num_layers):
+        expected = exact.layer(idx)
+        for name, value in opened.layer(idx).items():
+            quantized = name.removesuffix(".weight") in opened.arch.layers[idx].linears
+            assert isinstance(value, QuantizedWeight) == quantized, name
+            assert torch.equal(dense(value, torch.float32), expected[name].float()), name
+    assert torch.equal(dense_logits(theirs), dense_logits(meant))
+    served, in_16_bits = logits(theirs), logits(meant)
+    assert 0 < (served - in_16_bits).square().mean().sqrt() < 0.2 * in_16_bits.square().mean().sqrt()
+    for to, source in (("compressed-tensors", theirs), ("fp8", tmp_path / "compressed-tensors")):
+        code, _, err = say("convert", source, "--to", to, "--out", tmp_path / to)
+        assert code == 0, err
+        assert torch.equal(logits(tmp_path / to), served)
+    before, after = (load_file(path / "model.safetensors") for path in (theirs, tmp_path / "fp8"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same_weights(

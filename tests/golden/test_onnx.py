@@ -88,6 +88,7 @@ QUICK = (
     "mistral-window",
     "qwen3",
     "phi3-partial-tied",
+    "phi3-partial-heads-above-a-block",
     "gemma2",
     "gemma4",
     "granite-tied-biases",

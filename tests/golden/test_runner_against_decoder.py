@@ -120,6 +120,31 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
     "rope of a part of each head": {"layers": (tiny_shape(rope=Rope(10000.0, rotary_dim=8)),)},
+    "rope of the leading part of each head": {
+        "qk_norm": True,
+        "qkv_bias": True,
+        "layers": (
+            tiny_shape(head_dim=24, rope=Rope(10000.0, rotary_dim=6, leading=True)),
+            tiny_shape(output_gate=True, rope=Rope(10000.0, rotary_dim=12, leading=True)),
+        ),
+    },
+    "rope of the leading part of heads normed together": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "layers": (
+            tiny_shape(
+                rope=Rope(
+                    10000.0,
+                    "yarn",
+                    factor=4.0,
+                    original_max_position=16,
+                    attention_factor=1.2,
+                    rotary_dim=8,
+                    leading=True,
+                )
+            ),
+        ),
+    },
     "no positions": {"layers": (tiny_shape(), tiny_shape(rope=None))},
     "rope proportional": {
         "layers": (tiny_shape(rope=Rope(1e6, "proportional", factor=2.0, rotary_dim=8)), tiny_shape())

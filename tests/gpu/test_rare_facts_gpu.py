@@ -145,7 +145,8 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(
                 LAYER,
                 output_gate=True,
-                rope=Rope(1e7, rotary_dim=32),
+                head_dim=256,
+                rope=Rope(1e7, rotary_dim=64, leading=True),
                 experts=replace(WHOLE_GROUPS, shared_gate=True),
                 intermediate_size=128,
             ),

@@ -123,7 +123,9 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     rows = torch.zeros(16).long()
     if head_dim in HADAMARD_HEAD_DIMS:
         heads.hadamard(q)
-    for whole, turned in ((False, False), (True, False), (False, True))[: 3 if head_dim == 128 else 1]:
+    variants = ((False, False, 0), (True, False, 0), (False, True, 0))[: 3 if head_dim == 128 else 1]
+    leading = ((False, False, 64),) if head_dim == 256 else ()
+    for whole, turned, leading_dim in (*variants, *leading):
         fused.rope_store(
             qkv,
             rope,
@@ -139,6 +141,7 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
             centered=whole,
             growth_P=rope[:, 0].contiguous() if whole else None,
             hadamard=whole,
+            leading_dim=leading_dim,
         )
 
 

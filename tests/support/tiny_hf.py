@@ -419,6 +419,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3-partial-heads-above-a-block": (
+        "phi3",
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
     "phi3-longrope-short": (
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
@@ -850,6 +863,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax_m2": ("minimax_m2", {**LOCAL_EXPERTS, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "minimax_m2-heads-above-a-block": (
+        "minimax_m2",
+        {**LOCAL_EXPERTS, "head_dim": 136, "partial_rotary_factor": 0.5},
+    ),
     "minimax_m2-rotary-dim": (
         "minimax_m2",
         {
@@ -1146,6 +1163,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_next": ("qwen3_next", {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56}),
+    "qwen3_next-heads-above-a-block": (
+        "qwen3_next",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56, "head_dim": 256},
+    ),
     "qwen3_next-some-dense": (
         "qwen3_next",
         {
@@ -1159,6 +1180,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
     "qwen3_5_text-tied": ("qwen3_5_text", OTHER_DELTA_NET),
+    "qwen3_5_text-heads-above-a-block": ("qwen3_5_text", {**DELTA_NET, "head_dim": 256}),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 56},

@@ -19,7 +19,7 @@ from compress.export.onnx.graph import Graph, element_type
 from compress.export.onnx.linears import Linears
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
-from compress.models.rope import inverse_frequencies
+from compress.models.rope import halves, inverse_frequencies
 
 F32 = torch.float32
 I64 = torch.int64
@@ -163,11 +163,14 @@ class DecoderGraph:
         return self._norm(x, f"{name}_norm")
 
     def _in_order(self, x_THC: str, name: str, shape: LayerShape) -> str:
-        """Return heads whose dimensions are in canonical order, from those of the stored rows."""
+        """Return heads whose dimensions are in the order of the canonical rotation, from those of the stored
+        rows."""
         order = self._linear.order(name)
-        if order is None:
+        if order is None and not shape.leading_dim:
             return x_THC
-        return self._graph.op("Gather", x_THC, self._graph.constant(order[: shape.head_dim], I64), axis=-1)
+        order_C = torch.arange(shape.head_dim) if order is None else order[: shape.head_dim]
+        order_C = halves(order_C, shape.leading_dim)
+        return self._graph.op("Gather", x_THC, self._graph.constant(order_C, I64), axis=-1)
 
     def _rotation(self, rope: Rope, head_dim: int) -> tuple[str, str]:
         """Return cos and sin [T, 1, C/2] of the positions."""

@@ -11,10 +11,12 @@ weight.
 
 A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head
 is held as its two halves, the partners of the rotation (`models/rope.py`), so that threads exchange
-nothing but a sum of squares and a largest magnitude. Where norms span all heads of q and of k, every program
-reads the row's q or k itself for their sum of squares: a few KB from the second-level cache, and no launch
-of their own. Intermediates are rounded to the model's dtype where
-the reference rounds them. A head's result depends on that head alone, or on those that share its norm.
+nothing but a sum of squares and a largest magnitude. Heads of q and k of which LEADING dimensions turn are
+read in another order: the halves of these dimensions, and of the others, become parts of the halves of the
+head. Where norms span all heads of q and of k, every program reads the row's q or k itself for their sum of
+squares: a few KB from the second-level cache, and no launch of their own. Intermediates are rounded to the
+model's dtype where the reference rounds them. A head's result depends on that head alone, or on those that
+share its norm.
 
 Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C, or
 (H + K) C where the keys are the values.
@@ -146,6 +148,7 @@ def _rope_store(
     SPAN: tl.constexpr,
     HADAMARD: tl.constexpr,
     STEPS: tl.constexpr,
+    LEADING: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -170,9 +173,15 @@ def _rope_store(
     wait(PDL)
     launch_dependents(PDL and not EARLY)
     stored = tl.where(heads < H + K, heads, heads - (H + K) + FIRST_V)
+    first_shift = 0
+    second_shift = C // 2
+    if LEADING:
+        turns = columns < LEADING // 2
+        first_shift = tl.where((heads >= H + K) | turns, 0, LEADING // 2)
+        second_shift = tl.where((heads < H + K) & turns, LEADING // 2, C // 2)
     at = qkv_ptr + row * row_stride + stored * C + columns
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + C // 2, mask=mask, other=0.0)
+    first = tl.load(at + first_shift, mask=mask, other=0.0)
+    second = tl.load(at + second_shift, mask=mask, other=0.0)
     position = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     k_scale = 1.0
@@ -216,8 +225,8 @@ def _rope_store(
                 y = tl.where(half, y - mean, 0.0)
             root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
         weight_at = norm_ptr + heads * C + columns
-        weight_first = tl.load(weight_at, mask=rotated, other=0.0).to(tl.float32)
-        weight_second = tl.load(weight_at + C // 2, mask=rotated, other=0.0).to(tl.float32)
+        weight_first = tl.load(weight_at + first_shift, mask=rotated, other=0.0).to(tl.float32)
+        weight_second = tl.load(weight_at + second_shift, mask=rotated, other=0.0).to(tl.float32)
         if norm_ptr.dtype.element_ty == tl.float32:
             x = (x * root * weight_first).to(dtype).to(tl.float32)
             y = (y * root * weight_second).to(dtype).to(tl.float32)
@@ -304,6 +313,7 @@ def rope_store(
     growth_P: Tensor | None = None,
     v_norm: bool = False,
     hadamard: bool = False,
+    leading_dim: int = 0,
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
@@ -317,7 +327,7 @@ def rope_store(
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
-    assert not (whole and rotates_first)
+    assert not (rotates_first and (whole or leading_dim))
     assert not hadamard or head_dim in HADAMARD_HEAD_DIMS
     assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
@@ -359,6 +369,7 @@ def rope_store(
         SPAN=TILE_SIZE,
         HADAMARD=hadamard,
         STEPS=steps_of(head_dim) if hadamard else 0,
+        LEADING=leading_dim,
         EARLY=early,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away

@@ -1,7 +1,8 @@
 """Reference of the steps between a fused qkv projection and attention: head norms, rotary embedding (arXiv
 2104.09864), the cache's write.
 
-Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. The
+Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. Heads
+of q and k of which leading dimensions turn are first put in this order, in which keys are stored. The
 norms of q and of k span one head, before or after it is turned, or all heads at once; the heads of v may be
 normed, too, without a weight. The values are the last K heads of the projection, which may be the keys as
 well. A query may be multiplied by a factor of its position, last.
@@ -16,7 +17,7 @@ from compress.kernels.hadamard.reference import hadamard as transform
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
-from compress.models.rope import rotate
+from compress.models.rope import halves, rotate
 
 
 def rope_store(
@@ -36,11 +37,13 @@ def rope_store(
     growth_P: Tensor | None = None,
     v_norm: bool = False,
     hadamard: bool = False,
+    leading_dim: int = 0,
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
     each query and key head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or H + K
     where the keys before their norm are the values."""
+    assert not (leading_dim and rotates_first)
     num_kv_heads = kv.k.shape[0]
     head_dim = kv.head_dim
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], qkv_TF.shape[1] // head_dim, head_dim)
@@ -49,20 +52,20 @@ def rope_store(
     if v_norm:
         v_TKC = rms_norm(v_TKC, v_TKC.new_ones(head_dim), eps)
     if qk_norm is not None and whole:
-        halves = zip(
+        queries_keys = zip(
             *(x.split([num_heads, num_kv_heads], dim=-2) for x in (qk_THC, qk_norm)),
             strict=True,
         )
         qk_THC = torch.cat(
             [
                 rms_norm(x.flatten(1), weight.flatten(), eps, centered=centered).view_as(x)
-                for x, weight in halves
+                for x, weight in queries_keys
             ],
             dim=1,
         )
     elif qk_norm is not None and not rotates_first:
         qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
-    qk_THC = rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T])
+    qk_THC = rotate(halves(qk_THC, leading_dim), cos_PC[positions_T], sin_PC[positions_T])
     if qk_norm is not None and rotates_first:
         qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
     q_THC, k_TKC = torch.split(qk_THC, [num_heads, num_kv_heads], dim=1)

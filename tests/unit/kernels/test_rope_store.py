@@ -3,6 +3,8 @@
 The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -106,6 +108,53 @@ if INTERPRETED:
                 qkv, *args[1:3], positions, slots, actual, num_heads=num_heads, eps=1e-5, **facts
             )
             assert torch.equal(alone, got[row : row + 1])
+
+    @pytest.mark.parametrize("kv_format", FORMATS)
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim", "leading_dim", "norms"),
+        [
+            (5, 1, 256, 64, "none"),
+            (5, 1, 256, 64, "hadamard"),
+            (8, 2, 256, 64, "heads"),
+            (7, 1, 144, 36, "heads"),
+            (3, 3, 80, 22, "whole"),
+            (4, 2, 132, 130, "none"),
+        ],
+    )
+    def test_leading_dimensions_turn_as_those_of_heads_in_the_order_of_halves(
+        kv_format: str, num_heads: int, num_kv_heads: int, head_dim: int, leading_dim: int, norms: str
+    ) -> None:
+        qkv_TF, *others = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        num_turned = num_heads + num_kv_heads
+        normed = norms in ("heads", "whole")
+        qk_norm = 1 + randn(num_turned, head_dim, dtype=torch.float16, seed=3) / 4 if normed else None
+        still = leading_dim + (head_dim - leading_dim) // 2
+        ends = (0, leading_dim // 2, leading_dim, still, head_dim)
+        spans = [torch.arange(*span) for span in pairwise(ends)]
+        order_C = torch.cat((spans[0], spans[2], spans[1], spans[3]))
+        qk_THC, v_TKC = qkv_TF.view(NUM_ROWS, -1, head_dim).split([num_turned, num_kv_heads], dim=1)
+        in_halves = {
+            "qkv": torch.cat((qk_THC[..., order_C], v_TKC), dim=1).flatten(1),
+            "qk_norm": None if qk_norm is None else qk_norm[:, order_C].contiguous(),
+        }
+        as_stored = {"qkv": qkv_TF, "qk_norm": qk_norm, "leading_dim": leading_dim}
+        results = []
+        for kernel in (reference.rope_store, rope_store):
+            for form in (in_halves, as_stored):
+                facts = {name: value for name, value in form.items() if name != "qkv"}
+                facts |= {"whole": norms == "whole", "hadamard": norms == "hadamard"}
+                kv = filled_pages(kv_format, num_kv_heads, head_dim, torch.float16)
+                q = kernel(form["qkv"], *others, kv, num_heads=num_heads, eps=1e-5, **facts)
+                results.append((q, kv))
+        for expected, actual in ((0, 1), (0, 3), (2, 3)):
+            (theirs, their_kv), (ours, our_kv) = results[expected], results[actual]
+            if normed and expected == 0:  # the sum of squares has another order
+                torch.testing.assert_close(ours, theirs, rtol=2**-9, atol=2**-9)
+                assert_values_close(our_kv, their_kv, 2**-9, atol=2**-9)
+            else:
+                assert torch.equal(ours, theirs)
+                assert torch.equal(bits(our_kv.k), bits(their_kv.k))
+            assert torch.equal(bits(our_kv.v), bits(their_kv.v))
 
     def test_scales_that_are_powers_of_two_are_those_of_the_reference() -> None:
         args = arguments(8, 2, 64, torch.float32)
