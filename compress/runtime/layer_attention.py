@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.tiles import FixedLists
-from compress.kernels.operands.delta_states import DeltaStates, Sequences
+from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
-from compress.models.delta_net import CHUNK
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth

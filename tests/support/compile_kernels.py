@@ -3,6 +3,7 @@ experts for `sm_<argument>`, on a machine without a GPU: run by a test, in a pro
 replaces triton's driver."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
 
 
 def compile_delta_net() -> None:
-    """Compile the kernels of a delta net with the widths of Qwen3.5."""
+    """Compile the kernels of a delta net with the widths of Qwen3.5, for a step and for a prompt."""
     facts = DeltaNet(4, 2, 128, 128, 4)
     states = DeltaStates.empty(facts, 2, 3, torch.device("cpu"))
     conv, norm = torch.zeros(facts.num_channels, 4).bfloat16(), torch.zeros(128).bfloat16()
@@ -184,6 +185,12 @@ def compile_delta_net() -> None:
     x = torch.zeros(6, facts.num_channels + facts.value_size).bfloat16()
     sequences = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
     delta_net.delta_net(x, torch.zeros(6, 64)[:, :8], weights, states, sequences)
+    rows = delta_net.SHORT_ROWS + 1
+    for dtype in (torch.bfloat16, torch.float32):
+        x_TF = x.new_zeros(rows, x.shape[1]).to(dtype)
+        in_dtype = replace(weights, conv_FW=conv.to(dtype), norm_V=norm.to(dtype))
+        prompt = Sequences.of_prefill(torch.zeros(1).long(), (rows,), (rows,))
+        delta_net.delta_net(x_TF, torch.zeros(rows, 8), in_dtype, states, prompt)
 
 
 LINEARS = (

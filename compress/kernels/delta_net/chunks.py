@@ -3,7 +3,13 @@ once (the WY form of arXiv 2406.06484 with the decays of arXiv 2412.06464), so t
 tensor cores: what `models/delta_net.py` does in torch.
 
 The first launch prepares every chunk of every head, none of which waits for another; the second takes some
-columns of the state of a head from chunk to chunk.
+columns of the state of a head from chunk to chunk. Keys and queries have at most length one, decays and the
+factors of updates are at most one, and so is what follows from them: it is multiplied in float16, whose 11
+bits are those of TF32. What has the size of values is multiplied in TF32, rounded to it first. Models in
+float32 are multiplied in float32.
+
+Chunks have 32 rows and not 64, for which Triton takes the tensor core instructions of Hopper: versions of
+the first launch in those read beyond shared memory (triton 3.6, 2026-11-28).
 
 Shapes: T rows, F channels of the convolution, H value heads, G key heads, K key dimension, V value dimension,
 N rows of a chunk, C chunks.
@@ -15,20 +21,20 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
-from compress.kernels.operands.delta_states import DeltaStates, Sequences
-from compress.models.delta_net import CHUNK, DeltaNet
+from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
+from compress.models.delta_net import DeltaNet
 
-FEW_ROWS = 32
+FEW_ROWS = 16
 """A sequence with at most so many rows in a pass goes row by row instead."""
 MAX_KEY = 128
 BOX = 64
-"""Columns that one product of the first launch has."""
-COLUMNS = 32
-"""Columns of a state that one program of the second launch has."""
 SOLVE_WARPS = 4
-SOLVE_STAGES = 2
-WARPS = 4
-STAGES = 2
+"""Columns that one product of the first launch has, and warps of its programs."""
+COLUMNS = 16
+WARPS = 2
+STAGES = 4
+"""Columns of a state that one program of the second launch has, its warps, and the chunks on their way, by
+one more."""
 
 
 @jit()
@@ -288,7 +294,6 @@ def recur(
         LEVELS=CHUNK.bit_length() - 1,
         BOX=min(BOX, k_tile, v_tile),
         num_warps=SOLVE_WARPS,
-        num_stages=SOLVE_STAGES,
         **shared,
     )
     _advance[(num_sequences, num_heads, triton.cdiv(delta.value_dim, COLUMNS))](

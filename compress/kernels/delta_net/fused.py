@@ -1,9 +1,9 @@
-"""A gated delta net between its linears in three launches: the convolution of each row, the recurrence of
-each sequence, and the gated norm of each head, which also keeps the inputs of the last positions.
+"""A gated delta net between its linears in three launches: the convolution, the recurrence of each sequence,
+and the gated norm of each head, which also keeps the inputs of the last positions.
 
-The recurrence is the same program for one row of a sequence and for a whole prompt: a program has some
-columns of the state of a head in registers and goes from row to row. So the bits of a row do not depend on
-how many rows of its sequence a pass has.
+In decode, and for a few rows of a prompt, one program of the recurrence has some columns of the state of a
+head in registers and goes from row to row. So the bits of a row do not depend on how many rows of its
+sequence a step has. Longer parts of prompts go in chunks (`chunks.py`).
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
 K key dimension, V value dimension, W positions of the convolution, N states and M inputs of a slot.
@@ -88,6 +88,8 @@ def _convolve(
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     first = tl.load(context_lens_ptr + sequence) - (stop - start)
     slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    begins = tl.max((row - start < W - 1).to(tl.int32)) > 0
+    past = tl.zeros([ROWS, TILE], tl.float32)
     total = tl.zeros([ROWS, TILE], tl.float32)
     for tap in tl.static_range(W):
         source = row - (W - 1) + tap
@@ -95,9 +97,10 @@ def _convolve(
         here = tl.load(
             x_ptr + source.to(tl.int64) * row_stride + channel, mask=real & (source >= start), other=0.0
         )
-        before = (source < start) & (position >= 0)
-        place = slot * M + tl.maximum(position, 0) % M
-        past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
+        if begins:
+            before = (source < start) & (position >= 0)
+            place = slot * M + tl.maximum(position, 0) % M
+            past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
         weight = tl.load(conv_ptr + channel * W + tap, mask=d < size, other=0.0).to(tl.float32)
         total = total + tl.where(source >= start, here.to(tl.float32), past) * weight
     rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)

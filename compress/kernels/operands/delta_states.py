@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.tiles import query_tiles
-from compress.models.delta_net import CHUNK, DeltaNet
+from compress.models.delta_net import DeltaNet
+
+CHUNK = 32
+"""Rows of a prompt whose updates kernels solve for at once."""
 
 
 @dataclass(frozen=True)
