@@ -33,8 +33,9 @@ SOLVE_WARPS = 4
 COLUMNS = 16
 WARPS = 2
 STAGES = 4
-"""Columns of a state that one program of the second launch has, its warps, and the chunks on their way, by
-one more."""
+WIDE_STAGES = 2
+"""Columns of a state that one program of the second launch has, its warps, and its stages; fewer in float32,
+whose chunks are twice as large."""
 
 
 @jit()
@@ -308,6 +309,6 @@ def recur(
         KEPT=states.num_kept,
         COLUMNS=COLUMNS,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=WIDE_STAGES if is_wide else STAGES,
         **shared,
     )
