@@ -33,8 +33,8 @@ COLUMNS = 8
 WARPS = 1
 """Columns of a state that one program has, and its warps."""
 SHORT_ROWS = 128
-PROMPT_ROWS = 16
-PROMPT_WARPS = 4
+PROMPT_ROWS = 32
+PROMPT_WARPS = 8
 """Rows and warps of a program of the other launches in a pass of more than `SHORT_ROWS` rows."""
 
 
@@ -88,8 +88,6 @@ def _convolve(
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     first = tl.load(context_lens_ptr + sequence) - (stop - start)
     slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    begins = tl.max((row - start < W - 1).to(tl.int32)) > 0
-    past = tl.zeros([ROWS, TILE], tl.float32)
     total = tl.zeros([ROWS, TILE], tl.float32)
     for tap in tl.static_range(W):
         source = row - (W - 1) + tap
@@ -97,10 +95,9 @@ def _convolve(
         here = tl.load(
             x_ptr + source.to(tl.int64) * row_stride + channel, mask=real & (source >= start), other=0.0
         )
-        if begins:
-            before = (source < start) & (position >= 0)
-            place = slot * M + tl.maximum(position, 0) % M
-            past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
+        before = (source < start) & (position >= 0)
+        place = slot * M + tl.maximum(position, 0) % M
+        past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
         weight = tl.load(conv_ptr + channel * W + tap, mask=d < size, other=0.0).to(tl.float32)
         total = total + tl.where(source >= start, here.to(tl.float32), past) * weight
     rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)
