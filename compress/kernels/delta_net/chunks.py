@@ -253,7 +253,8 @@ def recur(
     device = mixed_TF.device
     is_wide = out_TZ.dtype == torch.float32
     dtype = torch.float32 if is_wide else torch.float16
-    num_rows, num_heads = len(mixed_TF), delta.num_heads
+    num_rows = len(mixed_TF)
+    num_heads = delta.num_heads
     num_sequences = len(sequences.starts_R)
     k_tile = max(16, triton.next_power_of_2(delta.key_dim))
     v_tile = max(COLUMNS, triton.next_power_of_2(delta.value_dim))

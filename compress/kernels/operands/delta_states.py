@@ -107,6 +107,8 @@ class Sequences:
         starts_R = (lens_R.cumsum(0) - lens_R).to(torch.int32)
         of_row_T = torch.arange(len(query_lens), dtype=torch.int32).repeat_interleave(lens_R)
         context_lens_R = torch.tensor(context_lens, dtype=torch.int32)
-        sent = [each.to(device, non_blocking=True) for each in (context_lens_R, starts_R, of_row_T)]
+        context_lens_R, starts_R, of_row_T = (
+            each.to(device, non_blocking=True) for each in (context_lens_R, starts_R, of_row_T)
+        )
         chunks_C4 = query_tiles(query_lens, context_lens, CHUNK, device)
-        return Sequences(query_lens, sent[0], slots_R.contiguous(), *sent[1:], chunks_C4)
+        return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, chunks_C4)
