@@ -198,9 +198,14 @@ def _taps_of(
 ) -> dict[str, Tensor]:
     """Return tap -> input [B, S, D] of a piece of samples; the layer's output is stored in `into`, if
     given."""
+    x_BSD = run.memory.retry_on_oom(lambda: samples[piece], _OBSERVING)
     taps: dict[str, Tensor] = {}
-    y_BSD = run.memory.retry_on_oom(lambda: forward(layer, samples[piece], taps.__setitem__), _OBSERVING)
+    y_BSD = run.memory.retry_on_oom(lambda: forward(layer, x_BSD, taps.__setitem__), _OBSERVING)
     if into is not None:
+        # Without a norm before it, a tap is the samples themselves, in whose place outputs may be stored.
+        for name, tap_BSD in taps.items():
+            if tap_BSD.data_ptr() == x_BSD.data_ptr():
+                taps[name] = tap_BSD.clone()
         into[piece] = y_BSD
     return taps
 

@@ -3,10 +3,10 @@
 Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
 `gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:
 the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while a checkpoint may take
-neighbours, or may rotate a part of each head only. Heads that rotate in part and are wider than a block of
-rows that share scales keep their order (`Rope.leading`). Experts may be matrices of one tensor of three
-dimensions, transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a
-weight, so export restores the tensors of the source exactly.
+neighbours, or may rotate a part of each head only, which stays first in heads wider than a block of rows
+that share scales (`Rope.leading`). Experts may be matrices of one tensor of three dimensions, transposed,
+with the rows of gate and up in turns. A permutation of rows changes no bit of a weight, so export restores
+the tensors of the source exactly.
 
 Shapes: O rows of a tensor, C head dimension.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.models.layer_shape import LayerShape
-from compress.models.rope import halves
+from compress.models.rope import in_halves
 from compress.quant.global_scale import with_one_global_scale
 from compress.quant.scheme import QuantizedWeight
 
@@ -144,7 +144,7 @@ def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: boo
     if interleaved:
         order_C[:rotary_dim] = torch.cat((order_C[:rotary_dim:2], order_C[1:rotary_dim:2]))
     if not rope.leading:
-        order_C = halves(order_C, rotary_dim)
+        order_C = in_halves(order_C, rotary_dim)
     return (torch.arange(0, num_rows, head_dim).unsqueeze(1) + order_C).view(-1)
 
 

@@ -2,10 +2,10 @@
 
 Head dimension c is rotated with its partner c + C/2 by the angle position * inv_freq[c] ("rotate half"
 layout). Checkpoints with neighbours as partners, and those that rotate a part of each head, are brought to
-this layout on import (`layout.py`): dimensions that do not rotate have frequency zero. Heads wider than a
-block of rows that share scales keep the order of the checkpoint where they rotate in part (`Rope.leading`);
-`halves` brings them to this layout before each rotation. Angles, cosines and sines are float32 and are cast
-to the activation dtype at the end, as `transformers` does.
+this layout on import (`layout.py`): dimensions that do not rotate have frequency zero. In heads wider than a
+block of rows that share scales, the part of the dimensions that rotates stays first (`Rope.leading`);
+`in_halves` brings them to this layout before each rotation. Angles, cosines and sines are float32 and are
+cast to the activation dtype at the end, as `transformers` does.
 
 LongRoPE has other frequencies for long sequences. `transformers` chooses by the longest position of a call,
 so that cached keys change their meaning when a sequence grows past the limit; the serving runtime chooses
@@ -106,7 +106,7 @@ def cos_sin(
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((sin, sin), dim=-1).to(dtype)
 
 
-def halves(x: Tensor, leading_dim: int) -> Tensor:
+def in_halves(x: Tensor, leading_dim: int) -> Tensor:
     """Return heads [..., C] in the order that `rotate` reads, of those whose first `leading_dim` dimensions
     turn half with half, and whose others do not turn; 0 for heads that are in that order."""
     if not leading_dim:

@@ -16,7 +16,7 @@ from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
-from compress.models.rope import cos_sin, halves, rotate
+from compress.models.rope import cos_sin, in_halves, rotate
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
 
@@ -92,7 +92,7 @@ class Attention(TokenMixer):
 
     def _rotated(self, name: str, x: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> Tensor:
         """Return queries or keys [..., C] rotated, and normed where norms come last."""
-        x = rotate(halves(x, self.shape.leading_dim), *cos_sin_SC)
+        x = rotate(in_halves(x, self.shape.leading_dim), *cos_sin_SC)
         return self.get_submodule(f"{name}_norm")(x) if self.arch.norms_rotated else x
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.layer_state import LayerPass
+from compress.calibrate.layer_state import LayerPass, LayerState
 from compress.calibrate.sequential import Compression, run_sequential
+from compress.calibrate.stats import CrossMoment, SecondMoment, Stat
 from compress.context import Context
 from compress.distill.eagle3 import Eagle3Objective, Target
 from compress.distill.losses import Divergence
@@ -164,6 +165,43 @@ def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
         found[name] = kl(decoder, Changed(decoder, layers), calibration)
     assert 0 < found["gptq"] < found["rtn"]
     assert 0 < found["true"] < found["rtn"]
+
+
+class CrossMoments:
+    """A pass that keeps by how much the source's inputs of each tap of the first layer differ, and changes
+    nothing."""
+
+    def __init__(self) -> None:
+        self.shares: dict[str, float] = {}
+
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, CrossMoment
+
+    def apply(self, state: LayerState) -> None:
+        for tap, stats in state.stats.items():
+            cross = stats.get(CrossMoment)
+            if cross is not None and state.layer_idx == 0:
+                share = cross.mean().norm() / stats[SecondMoment].mean().norm()
+                self.shares[tap] = float(share)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in (*OFTEN, "flex_olmo") else slow(family) for family in OF_CONTRACT],
+)
+@pytest.mark.one_in(3)
+def test_linears_in_turn_are_shown_what_the_source_has_at_every_tap(family: str, tmp_path: Path) -> None:
+    """Eight bits lose little, so that inputs of any tap are nearly those of the source; in later layers some
+    models amplify what was lost."""
+    seen = CrossMoments()
+    scheme = ModelScheme(SCHEMES["W8A16"])
+    passes: list[LayerPass] = [seen, RoundPass(Rtn(), scheme, torch.float32)]
+    ctx = Context("cpu", 0, tmp_path)
+    compression = Compression(passes, scheme=scheme, true_sequential=True)
+    source = MemorySource(tiny_decoder(arch_of(family)), dtype=torch.float32)
+    run_sequential(source, tokens(8, 16), compression, tmp_path, ctx, compute_dtype=torch.float32)
+    assert len(seen.shares) >= 4
+    assert max(seen.shares.values()) < 0.1, seen.shares
 
 
 @each_family

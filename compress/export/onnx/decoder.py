@@ -19,7 +19,7 @@ from compress.export.onnx.graph import Graph, element_type
 from compress.export.onnx.linears import Linears
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
-from compress.models.rope import halves, inverse_frequencies
+from compress.models.rope import in_halves, inverse_frequencies
 
 F32 = torch.float32
 I64 = torch.int64
@@ -111,7 +111,7 @@ class DecoderGraph:
         k_BKPC = self._cached("key", idx, self._heads(keys, f"{name}.k", shape))
         v_TKC = self._split(values, shape.head_dim)
         if shape.keys_are_values:
-            v_TKC = self._in_order(v_TKC, f"{name}.k", shape)
+            v_TKC = self._in_order(v_TKC, f"{name}.k", shape.head_dim)
         if self._arch.v_norm:
             v_TKC = self._unit_norm(v_TKC)
         v_BKPC = self._cached("value", idx, v_TKC)
@@ -148,7 +148,7 @@ class DecoderGraph:
         x = self._unit_norm(x) if arch.has_unit_qk_norm(shape) else x
         if shape.rope is None:
             return self._norm(x, f"{name}_norm") if arch.norms_rotated else x
-        x = self._in_order(x, name, shape)
+        x = self._in_order(x, name, shape.head_dim, shape.leading_dim)
         cos, sin = self._rotation(shape.rope, shape.head_dim)
         halves = graph.constant([shape.head_dim // 2] * 2, I64)
         first, second = graph.ops("Split", x, halves, num_outputs=2, axis=-1)
@@ -162,14 +162,14 @@ class DecoderGraph:
         assert self._linear.order(name) is None, "the weight of the norm is in the order of the stored rows"
         return self._norm(x, f"{name}_norm")
 
-    def _in_order(self, x_THC: str, name: str, shape: LayerShape) -> str:
-        """Return heads whose dimensions are in the order of the canonical rotation, from those of the stored
-        rows."""
+    def _in_order(self, x_THC: str, name: str, head_dim: int, leading_dim: int = 0) -> str:
+        """Return heads in canonical order, from the order of the stored rows; with `leading_dim`, in that of
+        the halves that rotate."""
         order = self._linear.order(name)
-        if order is None and not shape.leading_dim:
+        if order is None and not leading_dim:
             return x_THC
-        order_C = torch.arange(shape.head_dim) if order is None else order[: shape.head_dim]
-        order_C = halves(order_C, shape.leading_dim)
+        order_C = torch.arange(head_dim) if order is None else order[:head_dim]
+        order_C = in_halves(order_C, leading_dim)
         return self._graph.op("Gather", x_THC, self._graph.constant(order_C, I64), axis=-1)
 
     def _rotation(self, rope: Rope, head_dim: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The lists by which prefill attention spreads ragged chunks over programs and blocks: tiles of queries, and
+"""The lists by which kernels of prompts spread ragged chunks over programs and blocks: tiles of rows, and
 blocks of positions of quantized pages.
 
 A CUDA graph reads them from memory that stays in place (`FixedLists`), and launches as many programs for any

@@ -25,11 +25,12 @@ from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
 from compress.models.delta_net import DeltaNet
 
 FEW_ROWS = 16
-"""A sequence with at most so many rows in a pass goes row by row instead."""
+"""So few rows take longer in chunks than one after the other."""
 MAX_KEY = 128
+"""Numbers of a key whose products fit a multiprocessor."""
 BOX = 64
 SOLVE_WARPS = 4
-"""Columns that one product of the first launch has, and warps of its programs."""
+"""Columns that one product of the first launch has, and the warps of its programs."""
 COLUMNS = 16
 WARPS = 2
 STAGES = 4
@@ -40,9 +41,10 @@ whose chunks are twice as large."""
 
 @jit()
 def _rounded(x: tl.tensor, TF32: tl.constexpr) -> tl.tensor:
-    """Round numbers to TF32, to which tensor cores cut them off."""
+    """Round numbers to the nearest of TF32, to which tensor cores would cut them off."""
     if TF32:
-        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, nearest, x)
     return x
 
 
@@ -68,6 +70,7 @@ def _solve(
     N: tl.constexpr,
     LEVELS: tl.constexpr,
     FEW: tl.constexpr,
+    REST: tl.constexpr,
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     BOX: tl.constexpr,
@@ -84,10 +87,10 @@ def _solve(
     column = idx[None, :]
     wait(PDL)
     first_row = tl.load(chunk_at)
-    size = tl.load(chunk_at + 1)
     sequence = tl.load(chunk_at + 3)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    size = tl.minimum(tl.load(chunk_at + 1), stop - REST - first_row)
     if (size > 0) & (stop - start > FEW):
         TF32: tl.constexpr = PRECISION == "tf32"
         dtype = of_state_ptr.dtype.element_ty
@@ -166,6 +169,7 @@ def _advance(
     V: tl.constexpr,
     N: tl.constexpr,
     FEW: tl.constexpr,
+    REST: tl.constexpr,
     KEPT: tl.constexpr,
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
@@ -173,7 +177,8 @@ def _advance(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Take some columns of the state of one head from the first chunk of a sequence to its last."""
+    """Take some columns of the state of one head from the first chunk of a sequence to its last, but for
+    the last REST rows."""
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -185,10 +190,10 @@ def _advance(
     wait(PDL)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    length = stop - start
-    if length > FEW:
+    if stop - start > FEW:
+        length = stop - start - REST
         TF32: tl.constexpr = PRECISION == "tf32"
-        last = tl.load(context_lens_ptr + sequence) - 1
+        last = tl.load(context_lens_ptr + sequence) - REST - 1
         first = last + 1 - length
         slot = tl.load(slots_ptr + sequence).to(tl.int64) * KEPT
         inner = head * K * V + v_idx * K + k_row
@@ -229,6 +234,12 @@ def _advance(
         tl.store(after + inner, state, mask=real)
 
 
+def few_rows(states: DeltaStates) -> int:
+    """Return the most rows of a sequence in a pass that all go row by row. Of more, only the last do, as many
+    as leave a state each."""
+    return FEW_ROWS + states.num_kept - 1
+
+
 def fit(delta: DeltaNet) -> bool:
     """Return whether the products of a head fit a multiprocessor."""
     return delta.key_dim <= MAX_KEY
@@ -242,11 +253,11 @@ def recur(
     out_TZ: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Write the outputs of sequences with more than `FEW_ROWS` rows in the pass, and the states after them.
+    """Write the outputs of sequences that have more than `few_rows` rows in the pass, and the state after.
+    The last rows, one fewer than the states that are kept, are left out.
 
     `mixed_TF` are queries, keys and values, `gates_TH` the log of what a state keeps and the factor of
-    updates [T, 2 H], all float32. Products are of numbers in TF32, of float32 in models of that dtype; sums
-    and states are float32.
+    updates [T, 2 H], all float32.
     """
     assert sequences.chunks_C4 is not None
     delta = states.delta
@@ -277,7 +288,8 @@ def recur(
         "K": delta.key_dim,
         "V": delta.value_dim,
         "N": CHUNK,
-        "FEW": FEW_ROWS,
+        "FEW": few_rows(states),
+        "REST": states.num_kept - 1,
         "K_TILE": k_tile,
         "V_TILE": v_tile,
         "PRECISION": "ieee" if is_wide else "tf32",

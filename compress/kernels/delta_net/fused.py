@@ -1,5 +1,5 @@
-"""A gated delta net between its linears in three launches: the convolution, the recurrence of each sequence,
-and the gated norm of each head, which also keeps the inputs of the last positions.
+"""A gated delta net between its linears: launches for the convolution, for the recurrence of each sequence,
+and for the gated norm of each head, which also keeps the inputs of the last positions.
 
 In decode, and for a few rows of a prompt, one program of the recurrence has some columns of the state of a
 head in registers and goes from row to row. So the bits of a row do not depend on how many rows of its
@@ -35,7 +35,8 @@ WARPS = 1
 SHORT_ROWS = 128
 PROMPT_ROWS = 32
 PROMPT_WARPS = 8
-"""Rows and warps of a program of the other launches in a pass of more than `SHORT_ROWS` rows."""
+"""Rows and warps of a program of the other launches in prompts of more than `SHORT_ROWS` rows in all, whose
+bits may depend on their company."""
 
 
 @jit(varying=("row_stride",))
@@ -135,11 +136,11 @@ def _recur(
     N: tl.constexpr,
     K_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first row of a sequence to its last; of a sequence
-    with more than MOST rows, none."""
+    with more than FEW rows, through the last N - 1."""
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -151,17 +152,18 @@ def _recur(
     wait(PDL)
     start = tl.load(starts_ptr + sequence)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
+    start = tl.where(stop - start > FEW, stop - (N - 1), start)
+    length = stop - start
+    first = tl.load(context_lens_ptr + sequence) - length
     slot = tl.load(slots_ptr + sequence).to(tl.int64) * N
     inner = head * K * V + v_idx * K + k_idx
-    real = v_real & k_real
+    real = v_real & k_real & (length > 0)
     place = slot + tl.maximum(first - 1, 0) % N
     state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
     q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
     v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
     gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
     out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
-    length = tl.where(stop - start > MOST, 0, stop - start)
     # The operands of a row are loaded while the row before it is computed.
     q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0)
     k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
@@ -270,9 +272,9 @@ def delta_net(
     counts = num_rows, num_sequences
     num_inputs = states.inputs.shape[1]
     options = pdl_options(device)
-    by_chunks = sequences.chunks_C4 is not None and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
-    # Some rows a program where the bits of a row may depend on its company.
-    rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if num_rows > SHORT_ROWS else (1, 1)
+    is_prompt = sequences.chunks_C4 is not None
+    by_chunks = is_prompt and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
+    rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
     _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,
         weights.conv_FW,
@@ -298,6 +300,8 @@ def delta_net(
         **sizes,
         **options,
     )
+    if by_chunks:
+        chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
     _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
         mixed_TF,
         gates_TH,
@@ -308,14 +312,12 @@ def delta_net(
         N=states.num_kept,
         K_TILE=triton.next_power_of_2(delta.key_dim),
         COLUMNS=COLUMNS,
-        MOST=chunks.FEW_ROWS if by_chunks else MAX_SIZE,
+        FEW=chunks.few_rows(states) if by_chunks else MAX_SIZE,
         num_warps=WARPS,
         **heads,
         **sizes,
         **options,
     )
-    if by_chunks:
-        chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
     share = triton.cdiv(delta.num_channels, delta.num_heads)
     _norm_and_keep[(triton.cdiv(num_rows, rows), delta.num_heads)](
         qkv_gate_TF,

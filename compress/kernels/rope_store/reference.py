@@ -17,7 +17,7 @@ from compress.kernels.hadamard.reference import hadamard as transform
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
-from compress.models.rope import halves, rotate
+from compress.models.rope import in_halves, rotate
 
 
 def rope_store(
@@ -65,7 +65,7 @@ def rope_store(
         )
     elif qk_norm is not None and not rotates_first:
         qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
-    qk_THC = rotate(halves(qk_THC, leading_dim), cos_PC[positions_T], sin_PC[positions_T])
+    qk_THC = rotate(in_halves(qk_THC, leading_dim), cos_PC[positions_T], sin_PC[positions_T])
     if qk_norm is not None and rotates_first:
         qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
     q_THC, k_TKC = torch.split(qk_THC, [num_heads, num_kv_heads], dim=1)

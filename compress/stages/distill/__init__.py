@@ -113,7 +113,7 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
 
 @STAGES.stage(
     "distill",
-    version=1,
+    version=2,
     takes=(Port.SOURCE, Port.DENSE),
     gives=Port.DENSE,
     spec=Distill,

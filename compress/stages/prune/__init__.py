@@ -137,7 +137,7 @@ def _newest_whole(directories: Sequence[Path], ctx: Context) -> int:
 
 @STAGES.stage(
     "prune",
-    version=2,
+    version=3,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.DENSE,
     spec=Prune,

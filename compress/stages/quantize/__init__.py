@@ -64,7 +64,7 @@ def _spares(spec: Quantize) -> tuple[Port, ...]:
 
 @STAGES.stage(
     "quantize",
-    version=9,
+    version=10,
     takes=(Port.DENSE, Port.CALIB),
     spares=_spares,
     gives=Port.QUANTIZED,

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.delta_net import fused
 from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.select import Kernel, candidates
 from compress.models.delta_net import DeltaNet, convolved, gated_delta_rule, of_length_one
 from compress.models.norms import Norm
+from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from tests.support.triton_interpreter import INTERPRETED
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -208,6 +210,58 @@ def test_keys_that_are_all_the_same_are_solved_for(kernel: Kernel, device: str) 
     error = (out - law).abs() / law.abs().clamp_min(0.1)
     assert error.median() < 1e-5
     assert error.quantile(0.99) < 1e-3
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [18, 40])
+def test_a_prompt_leaves_the_states_after_its_last_positions(
+    kernel: Kernel, device: str, length: int
+) -> None:
+    """A draft model takes positions again whose tokens the target has replaced."""
+    delta = SHAPES["two value heads a key head"]
+    case = Case.of(delta, length + 2, device, torch.float32)
+    for again in (1, 3):
+        states = slots(delta, 4, device)
+        run(kernel, [(case, 2, 0, length)], states)
+        (out,) = run(kernel, [(case, 2, length - again, length + 2)], states)
+        law = case.law()[length - again :]
+        error = (out - law).abs() / law.abs().clamp_min(0.1)
+        assert error.median() < 1e-5
+        assert error.max() < 1e-2
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [9, 40])
+def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, length: int) -> None:
+    delta = SHAPES["as Qwen3.5"]
+    case = Case.of(delta, 5 + length, device, torch.float16)
+    states = slots(delta, 1, device)
+    run(kernel, [(case, 2, 0, 5)], states)
+    states.heads.view(torch.int32).fill_(0x7FFFFFFF)
+    (out,) = run(kernel, [(case, 2, 5, 5 + length)], states)
+    assert out.isnan().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the order of a sum is a GPU's")
+def test_a_row_of_a_large_decode_step_has_the_bits_of_a_row_alone() -> None:
+    delta = SHAPES["as Qwen3.5"]
+    kernel = next(each for each in candidates("delta_net") if each.name == "fused")
+    case = Case.of(delta, 192, "cuda", torch.bfloat16)
+    ones = torch.ones(192, dtype=torch.int32, device="cuda")
+    idx = torch.arange(1, 193, device="cuda")
+    states = DeltaStates.empty(delta, 193, 1, torch.device("cuda"))
+    operands = case.x_TF, case.beta_decay_TH
+    together: Any = kernel.fn(*operands, case.weights, states, Sequences.of_decode(idx, ones, 1))
+    for row in (0, 77, 191):
+        own = (each[row : row + 1] for each in operands)
+        one = Sequences.of_decode(idx[row : row + 1], ones[:1], 1)
+        alone: Any = kernel.fn(*own, case.weights, DeltaStates.empty(delta, 193, 1, idx.device), one)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_short_prompts_are_those_of_the_runtime() -> None:
+    """In a pass of so few rows, the bits of a row may not depend on its company."""
+    assert fused.SHORT_ROWS >= SHORT_PROMPT_ROWS
 
 
 @each_kernel

@@ -15,7 +15,7 @@ from compress.models.family import family_of
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.layout import row_order
-from compress.models.rope import cos_sin, halves, rotate
+from compress.models.rope import cos_sin, in_halves, rotate
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_hf import build_config
@@ -63,10 +63,10 @@ def test_leading_dimensions_turn_half_with_half_and_the_others_stay() -> None:
     """Compare with the rotation as `transformers` writes it."""
     x_SHC = torch.randn(7, 3, 24, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(7)
-    ours = rotate(halves(x_SHC, 8), *cos_sin(LEADING, 24, positions, torch.float32))
+    ours = rotate(in_halves(x_SHC, 8), *cos_sin(LEADING, 24, positions, torch.float32))
     tables = cos_sin(Rope(1e4), 8, positions, torch.float32)
     theirs = torch.cat((rotate(x_SHC[..., :8], *tables), x_SHC[..., 8:]), dim=-1)
-    assert torch.equal(ours, halves(theirs, 8))
+    assert torch.equal(ours, in_halves(theirs, 8))
 
 
 def test_a_manifest_states_leading_dimensions_and_one_without_them_keeps_its_meaning() -> None:
