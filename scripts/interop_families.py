@@ -49,7 +49,7 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "head_dim": 128,  # with the next two: rows take turns by head on disk, and `fp8` has blocks of 128 rows
+    "head_dim": 256,  # above a block, so that rotating dimensions lead; on disk rows take turns by head
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
