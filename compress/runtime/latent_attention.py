@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks, query_tiles
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.tiles import FixedLists, dense_blocks, query_tiles
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.latent import Latent

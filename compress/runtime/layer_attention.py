@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks

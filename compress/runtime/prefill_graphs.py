@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.operands.tiles import FixedLists
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.graphs import Graphs
 

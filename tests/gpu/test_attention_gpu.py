@@ -15,7 +15,6 @@ from compress.kernels.attention_decode.chunks import attention_decode as referen
 from compress.kernels.attention_prefill import fp8, fp8_reference
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
-from compress.kernels.attention_prefill.tiles import FixedLists
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
@@ -26,6 +25,7 @@ from compress.kernels.operands.paged import (
     dequantized,
     empty_pages,
 )
+from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.rope_store import fused, reference
 

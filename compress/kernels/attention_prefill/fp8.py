@@ -14,11 +14,11 @@ from torch import Tensor
 from compress.kernels.attention_prefill import fp8_reference
 from compress.kernels.attention_prefill.fp8_reference import KEYS
 from compress.kernels.attention_prefill.fp8_tiles import MORE_ROWS, laid_out
-from compress.kernels.attention_prefill.tiles import FixedLists, query_tiles
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.tiles import FixedLists, query_tiles
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 

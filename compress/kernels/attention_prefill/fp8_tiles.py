@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.fp8_reference import KEYS
-from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, e4m3_float16, larger
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.tiles import FixedLists, dense_blocks
 from compress.quant.kv import FP8_ATTENTION
 
 MORE_ROWS = 8

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.attention_prefill.config import Config, config_of
-from compress.kernels.attention_prefill.tiles import FixedLists, query_tiles
 from compress.kernels.attention_prefill.widen import widened
 from compress.kernels.compilers.triton import (
     jit,
@@ -33,6 +32,7 @@ from compress.kernels.compilers.triton import (
 )
 from compress.kernels.operands.block_table import block_of
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.tiles import FixedLists, query_tiles
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 

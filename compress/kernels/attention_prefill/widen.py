@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.paged import CODED_FORMATS, PagedKV
+from compress.kernels.operands.tiles import FixedLists, dense_blocks
 
 
 @jit()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import query_tiles
+from compress.kernels.operands.tiles import query_tiles
 from compress.models.delta_net import DeltaNet
 
 CHUNK = 32
@@ -75,7 +75,7 @@ class DeltaStates:
 class Sequences:
     """The rows of a pass, those of one sequence after another: how many each has, its positions up to its
     last row [R], its slot [R], its first row [R], and the sequence of each row [T]. Prompts also have their
-    chunks of `CHUNK` rows [C, 4] (`attention_prefill/tiles.py`); a decode step has none."""
+    chunks of `CHUNK` rows [C, 4] (`operands/tiles.py`); a decode step has none."""
 
     query_lens: tuple[int, ...]
     context_lens_R: Tensor

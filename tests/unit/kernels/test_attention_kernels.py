@@ -35,8 +35,8 @@ if INTERPRETED:
 
     from compress.kernels.attention_decode import paged as decode
     from compress.kernels.attention_prefill import paged as prefill
-    from compress.kernels.attention_prefill.tiles import FixedLists
     from compress.kernels.operands.paged import CODED_FORMATS, DENSE_FORMATS, PagedKV, empty_pages
+    from compress.kernels.operands.tiles import FixedLists
 
     FORMATS = ["dense", *CODED_FORMATS]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import FixedLists, dense_blocks, query_tiles
+from compress.kernels.operands.tiles import FixedLists, dense_blocks, query_tiles
 from compress.runtime import prefill_graphs
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.engine import Engine
