@@ -17,6 +17,7 @@ request ends. Steps are launched ahead where proposals are made on the device, w
 and none can be admitted.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
 from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.prefix_states import PrefixStates
 from compress.runtime.request import EngineCounts, Finished, Reason, Request, TopLogprobs
 from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.decoding import SpeculativeDecoding
@@ -91,16 +93,21 @@ class Engine:
         state_bytes = slot_bytes(self.arch, config.num_kept) + (
             0 if proposer is None else proposer.bytes_per_request
         )
+        # What another model caches is in no block that could be shared or moved, and a state needs a copy.
+        keeps_more = proposer is not None and proposer.kv_bytes_per_token + proposer.bytes_per_request > 0
+        saves_states = config.prefix_cache and self.arch.has_delta_nets and not keeps_more
         self.max_model_len, num_blocks = config.size_cache(
             self.arch,
             self.dtype,
             device,
             bytes_per_token=bytes_per_token,
             state_bytes=state_bytes,
+            saved_bytes=slot_bytes(self.arch, 1) if saves_states else 0,
         )
         num_first = config.max_batch_size if state_bytes else 0
         num_blocks += num_first
         self._cache_positions = (num_blocks - 1) * self._block_size
+        num_saved = config.num_saved(self._cache_positions) if saves_states else 0
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,
@@ -110,14 +117,24 @@ class Engine:
             static_scales=weights.kv_scales,
             num_slots=num_first + 1,
             num_kept=config.num_kept,
+            num_saved=num_saved,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._pool = BlockPool(num_blocks, num_first=num_first)
-        # What another model caches, or the state of a delta net, is in no block that could be shared or
-        # moved.
         blocks_hold_all = num_first == 0 and (proposer is None or not proposer.kv_bytes_per_token)
-        keeps_prefixes = config.prefix_cache and num_first == 0
+        keeps_prefixes = config.prefix_cache and (num_first == 0 or saves_states)
         self._prefixes = self._prefix_cache(source, proposer) if keeps_prefixes else None
+        multiple = chunk_multiple(self.kv_format)
+        states = None
+        if saves_states and self._prefixes is not None:
+            multiple = math.lcm(multiple, self._block_size)
+            states = PrefixStates(
+                self._prefixes,
+                self._pool,
+                block_size=self._block_size,
+                multiple=multiple,
+                num_saved=num_saved,
+            )
         self._swap = (
             HostSwap(cache, num_bytes=config.swap_bytes, device=device)
             if config.swap_bytes and blocks_hold_all
@@ -134,11 +151,12 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             batching=self._batching,
             prefixes=self._prefixes,
+            states=states,
             short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
             shares_prompts=blocks_hold_all,
-            chunk_multiple=chunk_multiple(self.kv_format),
+            chunk_multiple=multiple,
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
@@ -163,7 +181,7 @@ class Engine:
             device=device,
         )
         self._decoding = decoding
-        self._launched = StepQueue(decoding, prefill, cache.copy_blocks)
+        self._launched = StepQueue(decoding, prefill, cache)
         self._reader = TokenReader(self.arch.eos_token_ids)
         self._unfinished: dict[str, Generation] = {}
 

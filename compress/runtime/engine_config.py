@@ -18,6 +18,8 @@ ORDERS: tuple[Order, ...] = ("arrival", "shortest")
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
 """Share of the GPU memory free after loading that the cache takes; the rest is for activations and logits."""
+POSITIONS_PER_SAVED = 4096
+"""Positions of a cache for each of which a state is saved, about those of a conversation."""
 DEFAULT_BLOCK_SIZE = {"cuda": 64, "cpu": 16}
 """Positions of a block by device type. On CUDA a block is a tile of the attention kernels."""
 
@@ -35,14 +37,15 @@ class EngineConfig:
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
     - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
       batch of the longest sequences needs. What a model with delta nets keeps for each request, its states
-      and one block, comes on top of what is named here.
+      and one block, comes on top of what is named here, and so do states that the prefix cache saves.
     - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
       format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
     - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
-      (`prefix_cache.py`); of models with delta nets, whose states are in no block, nothing is kept. Their
-      logits are those of an engine without it within the tolerance of a prefill in other chunks.
+      (`prefix_cache.py`). Of models with delta nets the states after some prefixes are kept as well
+      (`prefix_states.py`), unless a draft that keeps something of its own speculates. Logits are those of an
+      engine without it within the tolerance of a prefill in other chunks.
     - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
     - `order`: whose turn it is among requests of one priority: "arrival", or "shortest" (fewest tokens
       first).
@@ -119,10 +122,11 @@ class EngineConfig:
         *,
         bytes_per_token: int,
         state_bytes: int = 0,
+        saved_bytes: int = 0,
     ) -> tuple[int, int]:
         """Return the model length and the number of cache blocks, the padding block included. `state_bytes`
-        are those of a request: a cache without a limit leaves room for them, and for the block that each
-        request then begins in.
+        are those of a request, `saved_bytes` those of a state that is saved: a cache without a limit leaves
+        room for them, and for the block that each request then begins in.
 
         Raises:
             UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one
@@ -139,7 +143,8 @@ class EngineConfig:
                 free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
                 if state_bytes:
-                    of_requests = (self.max_batch_size + 1) * (state_bytes + bytes_per_token * block_size)
+                    of_request = state_bytes + saved_bytes + bytes_per_token * block_size
+                    of_requests = (self.max_batch_size + 1) * of_request
                     if of_requests > free:
                         raise UsageError(
                             f"the states of {self.max_batch_size} requests are {of_requests:,} bytes, more "
@@ -148,6 +153,9 @@ class EngineConfig:
                         )
                     other += of_requests
                 limit_bytes = max(0, free - other)
+                if saved_bytes:
+                    saved_per_token = -(-saved_bytes // POSITIONS_PER_SAVED)
+                    limit_bytes = limit_bytes * bytes_per_token // (bytes_per_token + saved_per_token)
         # A model of delta nets alone caches nothing; its blocks are slots of states.
         affordable = limit_bytes // (max(1, bytes_per_token) * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
@@ -159,3 +167,7 @@ class EngineConfig:
             )
         num_blocks = min(affordable, self.max_batch_size * sequence_blocks)
         return min(wanted, num_blocks * block_size), num_blocks + 1
+
+    def num_saved(self, num_positions: int) -> int:
+        """Return the number of states that are saved beside a cache of so many positions."""
+        return max(self.max_batch_size, num_positions // POSITIONS_PER_SAVED)

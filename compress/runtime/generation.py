@@ -16,6 +16,9 @@ class Generation:
     It may have `end` tokens in all, and nothing is appended once it has `ended`. It was
     admitted first at `admitted_s`, when the prefix cache had `cached_tokens` of its prompt; its first
     `num_cached_blocks` blocks are in that cache, by `block_keys`.
+
+    Of a model with states (`prefix_states.py`) it departs from the prompts before it after `branch` tokens,
+    its state was last saved after `saved_tokens`, and it holds the copy of its first block that is cached.
     """
 
     request: Request
@@ -33,6 +36,9 @@ class Generation:
     cached_tokens: int = 0
     block_keys: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
+    branch: int = 0
+    saved_tokens: int = 0
+    first_copy: int | None = None
     ended: bool = False
     end: int = field(init=False)
 

@@ -8,14 +8,16 @@ no sequence: block tables are padded with it, and padding rows write there. Form
 `kernels/operands/paged.py`, and of latents some of them (`kernels/operands/paged_latents.py`).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
-from compress.kernels.operands.delta_states import DeltaStates
+from compress.kernels.operands.delta_states import DeltaStates, SavedState, StackedStates
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_ATTENTION,
@@ -132,7 +134,7 @@ class KVCache:
     `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
     Layers with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all:
     the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of
-    which may not be kept.
+    which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
 
     Raises:
         UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
@@ -150,6 +152,7 @@ class KVCache:
         static_scales: Sequence[tuple[float, float]] | None = None,
         num_slots: int | None = None,
         num_kept: int = 1,
+        num_saved: int = 0,
     ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(
@@ -167,10 +170,19 @@ class KVCache:
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._device = device
         num_slots = num_blocks if num_slots is None else num_slots
+        deltas = Counter(layer.delta for layer in arch.layers if layer.delta is not None)
+        self._slots, self._saved = (
+            {
+                delta: StackedStates.empty(delta, num_layers, slots, kept, device)
+                for delta, num_layers in deltas.items()
+            }
+            for slots, kept in ((num_slots, num_kept), (num_saved, 1))
+        )
+        states = {delta: map(stack.layer, count()) for delta, stack in self._slots.items()}
         self._layers = [
             _empty(layer, kv_format, num_blocks, block_size, device, pair)
             if layer.delta is None
-            else DeltaStates.empty(layer.delta, num_slots, num_kept, device)
+            else next(states[layer.delta])
             for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
@@ -196,10 +208,27 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second; all are read before any is written."""
+        if not self.block_bytes:
+            return
         sources_N, targets_N = (
             sent(torch.tensor(blocks), self._device) for blocks in zip(*pairs, strict=True)
         )
         self.write_blocks(targets_N, self.read_blocks(sources_N))
+
+    def restore_states(self, states: Sequence[SavedState]) -> None:
+        """Copy saved states to the slots of sequences; all are read before any is written."""
+        slots_C, places_C, num_tokens_C = self._columns(states)
+        for delta, slots in self._slots.items():
+            slots.copy(self._saved[delta], slots_C, places_C, num_tokens_C)
+
+    def save_states(self, states: Sequence[SavedState]) -> None:
+        """Copy states of sequences to where they are saved; all are read before any is written."""
+        slots_C, places_C, num_tokens_C = self._columns(states)
+        for delta, slots in self._slots.items():
+            self._saved[delta].copy(slots, places_C, slots_C, num_tokens_C)
+
+    def _columns(self, states: Sequence[SavedState]) -> tuple[Tensor, ...]:
+        return tuple(sent(torch.tensor(column), self._device) for column in zip(*states, strict=True))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""

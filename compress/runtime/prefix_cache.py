@@ -13,6 +13,7 @@ others are not (`prefill.py`).
 
 import hashlib
 from array import array
+from collections.abc import Callable
 
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
@@ -21,7 +22,8 @@ from compress.runtime.generation import Generation
 class PrefixCache:
     """The cached blocks of a pool by the tokens of the sequences up to their ends.
 
-    `num_queried` and `num_hits` count the tokens of prompts that were looked up and found.
+    `num_queried` and `num_hits` count the tokens of prompts that were looked up and found. `on_forget` is
+    called with the key of each block that is evicted.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, salt: str) -> None:
@@ -33,6 +35,7 @@ class PrefixCache:
         self._of_this_step: dict[int, bool] = {}
         self.num_queried = 0
         self.num_hits = 0
+        self.on_forget: Callable[[bytes], None] = lambda key: None
         pool.on_eviction = self._forget
 
     def begin_step(self) -> None:
@@ -48,8 +51,8 @@ class PrefixCache:
         """
         found: list[int] = []
         for idx in range((len(generation.tokens) - 1) // self._block_size):
-            block = self._blocks.get(self._key(generation, idx))
-            if block is None or self._entries[block][1] != self._tokens(generation, idx):
+            block = self.block(generation, idx)
+            if block is None:
                 break
             if block in self._of_this_step and not (long and self._of_this_step[block]):
                 break
@@ -68,8 +71,10 @@ class PrefixCache:
         """
         for idx in range(generation.num_cached_blocks, num_tokens // self._block_size):
             generation.num_cached_blocks = idx + 1
-            key = self._key(generation, idx)
+            key = self.key(generation, idx)
             block = generation.blocks[idx]
+            if idx == 0 and generation.first_copy is not None:
+                block = generation.first_copy
             if key in self._blocks or block in self._entries:
                 continue  # another request computed the same tokens at the same time
             self._blocks[key] = block
@@ -78,13 +83,21 @@ class PrefixCache:
             if long is not None:
                 self._of_this_step[block] = long
 
-    def _key(self, generation: Generation, idx: int) -> bytes:
+    def key(self, generation: Generation, idx: int) -> bytes:
+        """Return the key of a full block of a sequence."""
         keys = generation.block_keys
         while len(keys) <= idx:
             before = keys[-1] if keys else self._salt
             own = array("q", self._tokens(generation, len(keys))).tobytes()
             keys.append(hashlib.sha256(before + own).digest())
         return keys[idx]
+
+    def block(self, generation: Generation, idx: int) -> int | None:
+        """Return the cached block with the tokens of a full block of a sequence, and those before it."""
+        block = self._blocks.get(self.key(generation, idx))
+        if block is None or self._entries[block][1] != self._tokens(generation, idx):
+            return None
+        return block
 
     def _tokens(self, generation: Generation, idx: int) -> tuple[int, ...]:
         start = idx * self._block_size
@@ -94,3 +107,4 @@ class PrefixCache:
         key, _ = self._entries.pop(block)
         del self._blocks[key]
         self._of_this_step.pop(block, None)
+        self.on_forget(key)

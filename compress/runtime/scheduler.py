@@ -26,6 +26,7 @@ from compress.runtime.batching import Batching
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.prefix_states import PrefixStates, StateCopies
 from compress.runtime.waiting_queue import WaitingQueue
 
 
@@ -69,12 +70,13 @@ class PrefillChunk:
 @dataclass(frozen=True)
 class Batch:
     """The work of one step: requests to decode, and chunks of prompts to prefill. Before either, the first
-    block of each of `copies` is copied to the second.
+    block of each of `copies` is copied to the second; so are `states`, where there are any.
     """
 
     decodes: tuple[Generation, ...]
     prefills: tuple[PrefillChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    states: StateCopies | None = None
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -100,6 +102,7 @@ class Scheduler:
         max_step_tokens: int,
         batching: Batching | None = None,
         prefixes: PrefixCache | None = None,
+        states: PrefixStates | None = None,
         short_prompt_tokens: int = 0,
         num_unsure: int = 0,
         swap: Swap | None = None,
@@ -114,6 +117,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._batching = batching if batching is not None else Batching(max_batch_size)
         self._prefixes = prefixes
+        self._states = states
         self._short_prompt_tokens = short_prompt_tokens
         self._num_unsure = num_unsure
         self._swap = swap
@@ -161,6 +165,8 @@ class Scheduler:
         if not self._batching.is_open(self._waiting, len(self._running), now_s):
             return False
         head = self._waiting.head()
+        if self._awaits_state(head):
+            return False
         return self._pool.num_free > 0 if self._leader(head) else self._fits(head, self._found(head))
 
     def add(self, generation: Generation) -> None:
@@ -210,6 +216,8 @@ class Scheduler:
         """
         if self._prefixes is not None:
             self._prefixes.begin_step()
+        if self._states is not None:
+            self._states.begin_step()
         self._retire()
         self._copies.clear()
         preemptions = self.num_preemptions
@@ -220,6 +228,8 @@ class Scheduler:
         prefills: list[PrefillChunk] = []
         prefilling = self._prefilling(now_s, admits=preemptions == self.num_preemptions)
         while budget > 0 and (generation := next(prefilling, None)) is not None:
+            if self._states is not None:
+                self._states.save(generation)
             num_tokens = self._chunk_tokens(generation, budget, must=not prefills)
             if num_tokens == 0:
                 break
@@ -227,12 +237,19 @@ class Scheduler:
             budget -= num_tokens
             self._insert(generation, generation.num_computed + num_tokens, computed=False)
         self.num_copied += len(self._copies)
-        return Batch(tuple(decodes), tuple(map(self._with_followers, prefills)), tuple(self._copies.values()))
+        return Batch(
+            tuple(decodes),
+            tuple(map(self._with_followers, prefills)),
+            tuple(self._copies.values()),
+            None if self._states is None else self._states.copies,
+        )
 
     def _chunk_tokens(self, generation: Generation, budget: int, *, must: bool) -> int:
         """Return how many tokens of a request the next chunk takes; with `must`, some."""
         begin = generation.num_computed
         end = min(generation.prefill_end, begin + budget)
+        if self._states is not None:
+            end = self._states.cut(generation, end)
         if end < generation.prefill_end and not (must and budget < self._chunk_multiple):
             end = max(begin, end // self._chunk_multiple * self._chunk_multiple)
         return end - begin
@@ -264,9 +281,19 @@ class Scheduler:
         return [each for each in self._running if each.follows(leader)]
 
     def _leader(self, generation: Generation) -> Generation | None:
+        """Return the request whose chunks a waiting request may share, if there is one."""
+        return self._first_of_group(generation) if self._shares_prompts else None
+
+    def _awaits_state(self, generation: Generation) -> bool:
+        """Return whether a waiting request is to go on from a state that is yet to be saved."""
+        if self._states is None or not self._states.cuts(len(generation.tokens)):
+            return False
+        return self._first_of_group(generation) is not None
+
+    def _first_of_group(self, generation: Generation) -> Generation | None:
         """Return the request of the same group and prompt that is being prefilled, if there is one."""
         group = generation.request.group
-        if group is None or not self._shares_prompts or generation.generated:
+        if group is None or generation.generated:
             return None
         for each in self._running:
             leads = each.request.group == group and each.leader is None and not each.decoding
@@ -311,6 +338,8 @@ class Scheduler:
         if not self._batching.is_open(self._waiting, len(self._running), now_s):
             return None
         generation = self._waiting.head()
+        if self._awaits_state(generation):
+            return None
         leader = self._leader(generation)
         if leader is not None:
             return self._join(generation, leader, now_s) if self._pool.num_free else None
@@ -318,6 +347,8 @@ class Scheduler:
         if not self._fits(generation, found):
             return None
         self._enter(generation, found, num_cached_blocks=generation.num_cached_blocks)
+        if found and self._states is not None:
+            self._states.begin(generation)
         generation.blocks += self._pool.allocate(self._num_missing(generation), begins=not found)
         generation.num_computed = generation.num_cached_blocks * self._block_size
         if self._swap is not None and self._swap.holds(generation):
@@ -357,6 +388,8 @@ class Scheduler:
         if self._prefixes is None or (self._swap is not None and self._swap.holds(generation)):
             return []
         found = self._prefixes.find(generation, long=self._is_long(generation))
+        if self._states is not None:
+            found = self._states.usable(generation, found)
         generation.num_cached_blocks = len(found)
         return found
 
@@ -396,13 +429,16 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _insert(self, generation: Generation, num_tokens: int, *, computed: bool) -> None:
-        """Cache the blocks of tokens that have keys and values, or will have them with this step."""
-        if self._prefixes is not None:
+        """Cache the blocks of tokens that have keys and values, or will have them with this step. Blocks that
+        need a state are cached with one."""
+        if self._prefixes is not None and self._states is None:
             long = None if computed else self._is_long(generation)
             self._prefixes.insert(generation, num_tokens, long=long)
 
     def _release(self, generation: Generation) -> None:
         if generation.blocks:
             self._insert(generation, generation.num_computed - self._num_unsure, computed=True)
-        self._pool.free(generation.blocks)
+        first = [] if generation.first_copy is None else [generation.first_copy]
+        self._pool.free([*first, *generation.blocks])
         generation.blocks = []
+        generation.first_copy = None

@@ -5,9 +5,11 @@ chosen them.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from compress.kernels.operands.delta_states import SavedState
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.generation import Generation
 from compress.runtime.prefill import Prefill, PrefilledTokens
@@ -34,17 +36,26 @@ class LaunchedStep:
         return self.shows_likeliest or _show_likeliest(firsts)
 
 
-class StepQueue:
-    """Launches steps, and returns them in that order. `copy_blocks` copies blocks of the cache, in that order
-    too.
-    """
+class Copies(Protocol):
+    """The copies within a cache that steps begin with; the device makes them in the order of the steps."""
 
-    def __init__(
-        self, decoding: Decoding, prefill: Prefill, copy_blocks: Callable[[Sequence[tuple[int, int]]], None]
-    ) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second."""
+
+    def restore_states(self, states: Sequence[SavedState]) -> None:
+        """Copy saved states to the slots of sequences."""
+
+    def save_states(self, states: Sequence[SavedState]) -> None:
+        """Copy states of sequences to where they are saved."""
+
+
+class StepQueue:
+    """Launches steps, and returns them in that order."""
+
+    def __init__(self, decoding: Decoding, prefill: Prefill, cache: Copies) -> None:
         self._decoding = decoding
         self._prefill = prefill
-        self._copy_blocks = copy_blocks
+        self._cache = cache
         self._run: DecodeRun | None = None
         self._steps: deque[LaunchedStep] = deque()
 
@@ -62,8 +73,7 @@ class StepQueue:
 
     def launch(self, batch: Batch, *, defers: bool = False) -> None:
         """Launch a step of this batch, or only its decodes if it `defers` its prefill chunks."""
-        if batch.copies:
-            self._copy_blocks(batch.copies)
+        self._copy(batch)
         if batch.copies or not batch.decodes:
             self._run = None
         decoded = self._decode(batch.decodes) if batch.decodes else None
@@ -78,6 +88,18 @@ class StepQueue:
         if not defers:
             self.launch_deferred(step)
         self._steps.append(step)
+
+    def _copy(self, batch: Batch) -> None:
+        if batch.copies:
+            self._cache.copy_blocks(batch.copies)
+        if batch.states is None:
+            return
+        if batch.states.blocks:
+            self._cache.copy_blocks(batch.states.blocks)
+        if batch.states.restored:
+            self._cache.restore_states(batch.states.restored)
+        if batch.states.saved:
+            self._cache.save_states(batch.states.saved)
 
     def launch_deferred(self, step: LaunchedStep) -> None:
         """Launch the prefill chunks of a step that deferred them."""

@@ -11,6 +11,7 @@ convolution, W its positions, T rows, R sequences.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +48,7 @@ class DeltaStates:
     def empty(delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device) -> "DeltaStates":
         """Return zeroed slots for steps of at most `num_kept` rows of a sequence, in which any number of them
         may be kept."""
-        num_inputs = num_kept + delta.kernel_size - 1
-        widths = delta.num_heads, delta.value_dim, delta.key_dim
-        return DeltaStates(
-            delta,
-            torch.zeros(num_slots, num_inputs, delta.num_channels, dtype=torch.float32, device=device),
-            torch.zeros(num_slots, num_kept, *widths, dtype=torch.float32, device=device),
-        )
+        return StackedStates.empty(delta, 1, num_slots, num_kept, device).layer(0)
 
     @property
     def num_kept(self) -> int:
@@ -69,6 +64,54 @@ class DeltaStates:
     def scratch(self, num_sequences: int) -> "DeltaStates":
         """Return slots for sequences that one pass begins and ends, after slot 0."""
         return DeltaStates.empty(self.delta, 1 + num_sequences, 1, self.inputs.device)
+
+
+class SavedState(NamedTuple):
+    """The state after `num_tokens` tokens of a sequence, which has a slot and is saved in a place."""
+
+    slot: int
+    place: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StackedStates:
+    """The slots of L layers: inputs [L, S, M, F] and states [L, S, N, H, V, K]."""
+
+    delta: DeltaNet
+    inputs: Tensor
+    heads: Tensor
+
+    @staticmethod
+    def empty(
+        delta: DeltaNet, num_layers: int, num_slots: int, num_kept: int, device: torch.device
+    ) -> "StackedStates":
+        """Return zeroed slots as `DeltaStates.empty` does."""
+        num_inputs = num_kept + delta.kernel_size - 1
+        slots = num_layers, num_slots
+        widths = delta.num_heads, delta.value_dim, delta.key_dim
+        return StackedStates(
+            delta,
+            torch.zeros(*slots, num_inputs, delta.num_channels, dtype=torch.float32, device=device),
+            torch.zeros(*slots, num_kept, *widths, dtype=torch.float32, device=device),
+        )
+
+    def layer(self, idx: int) -> DeltaStates:
+        """Return the slots of one layer."""
+        return DeltaStates(self.delta, self.inputs[idx], self.heads[idx])
+
+    def copy(
+        self, source: "StackedStates", slots_C: Tensor, source_slots_C: Tensor, num_tokens_C: Tensor
+    ) -> None:
+        """Copy the states after so many tokens from slots of `source` to slots of these; all are read before
+        any is written. A sequence has more tokens than the convolution has positions."""
+        last_C = num_tokens_C - 1
+        places_C = last_C % self.heads.shape[2], last_C % source.heads.shape[2]
+        self.heads[:, slots_C, places_C[0]] = source.heads[:, source_slots_C, places_C[1]]
+        read_CW = last_C[:, None] - torch.arange(self.delta.kernel_size - 1, device=last_C.device)
+        places_CW = read_CW % self.inputs.shape[2], read_CW % source.inputs.shape[2]
+        inputs = source.inputs[:, source_slots_C[:, None], places_CW[1]]
+        self.inputs[:, slots_C[:, None], places_CW[0]] = inputs
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def test_with_lookup_speculation_tokens_stay_the_same() -> None:
 def test_a_collision_of_keys_gives_no_request_the_blocks_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BlockPool(9)
     cache = PrefixCache(pool, block_size=4, salt="")
-    monkeypatch.setattr(PrefixCache, "_key", lambda self, generation, idx: bytes([idx]))
+    monkeypatch.setattr(PrefixCache, "key", lambda self, generation, idx: bytes([idx]))
     first, second = (
         Generation(replace(request("0", prompt), id=name), 0.0, list(prompt))
         for name, prompt in (("a", (1, 2, 3, 4, 5)), ("b", (1, 2, 3, 9, 5)))

@@ -18,6 +18,7 @@ from compress.runtime.batching import POLICIES, Batching
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
+from compress.runtime.prefix_states import PrefixStates, StateCopies
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.scheduler import Batch, PrefillChunk, Scheduler
 from compress.runtime.waiting_queue import WaitingQueue
@@ -35,12 +36,27 @@ class Cells:
         self.cells: dict[tuple[int, int], int] = {}
         self.sequences: dict[Generation, list[int]] = {}
         """The tokens of each request as the device knows them: the host has read the first of them."""
+        self.states: dict[int, int] = {}
+        """What the state of each sequence that has one holds, by its first block."""
+        self.saved: dict[int, int] = {}
         self._num_slots = num_slots
         self._held: dict[Generation, tuple[list[list[int]], int]] = {}
 
     def write(self, generation: Generation, start: int, end: int) -> None:
         for position in range(start, end):
             self.cells[self._place(generation, position)] = self._digest(generation, position)
+
+    def advance(self, generation: Generation, start: int, end: int) -> None:
+        """Take the state of a sequence on; it must be that after the first `start` tokens."""
+        slot = generation.blocks[0]
+        assert start == 0 or self.states[slot] == self._digest(generation, start - 1)
+        self.states[slot] = self._digest(generation, end - 1)
+
+    def copy_states(self, copies: StateCopies) -> None:
+        self.copy(copies.blocks)
+        self.states.update({slot: self.saved[place] for slot, place, _ in copies.restored})
+        assert len({each.place for each in copies.saved}) == len(copies.saved)
+        self.saved.update({place: self.states[slot] for slot, place, _ in copies.saved})
 
     def check(self, generation: Generation, end: int) -> None:
         for position in range(end):
@@ -92,6 +108,8 @@ class ClearingPool(BlockPool):
 
     def allocate(self, count: int, *, begins: bool = False) -> list[int]:
         blocks = super().allocate(count, begins=begins)
+        for block in blocks:
+            self.cells.states.pop(block, None)
         for place in [(block, idx) for block in blocks for idx in range(BLOCK)]:
             self.cells.cells.pop(place, None)
         return blocks
@@ -108,6 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefixes=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["continuous", "continuous", *POLICIES]),
         num_slots=st.sampled_from([0, 3, 50]),
+        num_saved=st.sampled_from([None, None, 0, 1, 4]),
+        multiple=st.sampled_from([BLOCK, 2 * BLOCK]),
     )
     def begin(
         self,
@@ -118,11 +138,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefixes: bool,
         policy: str,
         num_slots: int,
+        num_saved: int | None,
+        multiple: int,
     ) -> None:
+        self.has_states = has_states = num_saved is not None
+        self.num_first = num_first = batch_size if has_states else 0
+        num_slots = 0 if has_states else num_slots
         self.num_blocks = num_blocks
-        self.pool = ClearingPool(num_blocks + 1)
+        self.pool = ClearingPool(num_blocks + num_first + 1, num_first=num_first)
         self.pool.cells = self.cells = Cells(num_slots)
         self.batching = Batching(batch_size, policy=policy, delay_s=3.0)  # type: ignore[arg-type]
+        self.prefixes = PrefixCache(self.pool, block_size=BLOCK, salt="") if prefixes else None
+        states = None
+        if num_saved is not None and self.prefixes is not None:
+            states = PrefixStates(
+                self.prefixes,
+                self.pool,
+                block_size=BLOCK,
+                multiple=multiple,
+                num_saved=num_saved,
+                least_tokens=BLOCK,
+            )
         self.scheduler = Scheduler(
             self.pool,
             WaitingQueue(shortest_first=shortest_first, limit=6),
@@ -130,9 +166,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=batch_size,
             max_step_tokens=max(budget, batch_size),
             batching=self.batching,
-            prefixes=PrefixCache(self.pool, block_size=BLOCK, salt="") if prefixes else None,
+            prefixes=self.prefixes,
+            states=states,
             short_prompt_tokens=SHORT,
             swap=self.cells if num_slots else None,
+            shares_prompts=not has_states,
+            chunk_multiple=1 if states is None else multiple,
         )
         self.now_s = 0.0
         self.alive: list[Generation] = []
@@ -193,11 +232,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _launch(self, batch: Batch, stops_every: int) -> None:
         self.cells.copy(batch.copies)
+        if batch.states is not None:
+            self.cells.copy_states(batch.states)
         for generation in batch.decodes:
             length = generation.length
             assert length > len(generation.request.prompt)  # its prompt chose the first token
             assert length < generation.end
             self.cells.write(generation, length - 1, length)
+            if self.has_states:
+                self.cells.advance(generation, length - 1, length)
             self.cells.check(generation, length)
             generation.num_computed += 1
         short = [each for each in batch.prefills if len(each.generation.request.prompt) <= SHORT]
@@ -225,6 +268,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(each.num_computed == start for each in generations)
             assert all(each.blocks == generations[0].blocks for each in generations)
             self.cells.write(generations[0], start, start + count)
+            if self.has_states:
+                self.cells.advance(generations[0], start, start + count)
         for generations, start, count, _ in spans:
             for each in generations:
                 self.cells.check(each, start + count)
@@ -248,8 +293,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_in_one_place(self) -> None:
         held = {block for each in self.alive for block in each.blocks}
+        held |= {each.first_copy for each in self.alive if each.first_copy is not None}
         assert self.pool.num_held == len(held)
-        assert self.pool.num_held + self.pool.num_free == self.num_blocks
+        assert sum(block > self.num_first for block in held) + self.pool.num_free == self.num_blocks
         assert 0 not in held
         assert 0 <= self.scheduler.live_tokens <= self.scheduler.reserved_positions
         num_over = sum(each.is_complete for each in self.alive if not each.blocks and each.num_pending)

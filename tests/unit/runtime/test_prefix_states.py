@@ -1,0 +1,207 @@
+"""Models with delta nets go on from saved states: fewer tokens are computed, and results stay as they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.delta_states import DeltaStates, SavedState
+from compress.models.delta_net import DeltaNet
+from compress.models.weights import MemorySource
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.prefix_states import LEAST_TOKENS
+from compress.runtime.request import Finished, Request, SamplingParams
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.speculation import Speculative
+from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.unit.runtime.test_engine import CPU, Recorder, tokens
+
+SIZE = 16
+WIDE = DeltaNet(4, 2, 8, 12, 4)
+HYBRID = tiny_shape(delta=WIDE, rope=None), tiny_shape(), tiny_shape(delta=WIDE, rope=None)
+LAYERS = {
+    "hybrid": HYBRID,
+    "two kinds": (*HYBRID, tiny_shape(delta=DeltaNet(3, 1, 16, 8, 2), rope=None)),
+    "delta nets alone": (tiny_shape(delta=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
+}
+
+
+def source_of(layers: str = "hybrid") -> MemorySource:
+    return tiny_source(layers=LAYERS[layers], max_position=2048)
+
+
+def engine_of(layers: str = "hybrid", **changes: object) -> Engine:
+    facts: dict[str, object] = {"prefix_cache": True, "max_model_len": 2048, **changes}
+    return Engine(source_of(layers), device=CPU, config=EngineConfig(**facts))  # type: ignore[arg-type]
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(101, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def request(name: str, prompt: tuple[int, ...], max_tokens: int = 5) -> Request:
+    params = SamplingParams(max_tokens, ignore_eos=True, logprobs=True, seed=int(name))
+    return Request(name, prompt, params)
+
+
+SHARED = ids(20 * SIZE, 0)
+"""320 tokens."""
+REQUESTS = [
+    request("0", SHARED + ids(300, 1)),
+    request("1", SHARED + ids(30, 2)),
+    request("2", SHARED + ids(290, 3)),
+    request("3", SHARED + ids(9, 4)),
+    request("4", SHARED + ids(300, 1) + ids(7, 5)),
+    request("5", ids(40, 6)),
+]
+
+
+def alone(engine: Engine, requests: list[Request]) -> list[Finished]:
+    return [engine.generate([each])[0] for each in requests]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
+@pytest.mark.parametrize("speculative", [None, Speculative(NGram(), k=3)], ids=["plain", "speculative"])
+def test_results_are_those_without_saved_states(
+    layers: str, together: bool, speculative: Speculative | None
+) -> None:
+    found: list[tuple[dict[str, tuple[int, ...]], dict[tuple[int, int], Tensor]]] = []
+    for prefix_cache in (False, True):
+        recorder = Recorder()
+        engine = engine_of(layers, prefix_cache=prefix_cache, speculative=speculative, max_step_tokens=400)
+        recorder.watch(engine)
+        finished = engine.generate(REQUESTS) if together else alone(engine, REQUESTS)
+        found.append((tokens(finished), recorder.take()))
+        assert (engine.counts.prefix_hits > 0) is prefix_cache
+        assert engine.counts.reserved_positions == 0
+    (plain, plain_rows), (shared, shared_rows) = found
+    assert shared == plain
+    assert plain_rows.keys() == shared_rows.keys()
+    for key, row in plain_rows.items():
+        assert torch.allclose(shared_rows[key], row, rtol=1e-4, atol=1e-4)
+
+
+def test_states_are_saved_at_the_end_of_a_prompt_and_where_one_departs() -> None:
+    engine = engine_of()
+    cached = [each.cached_tokens for each in alone(engine, REQUESTS)]
+    # The first two find nothing, and the second leaves the state where it departs from the first; the fifth
+    # goes on from the last full block of the first.
+    assert cached == [0, 0, 320, 320, 608, 0]
+    assert engine.counts.prefix_hits == 320 + 320 + 608
+
+
+def test_the_next_turn_of_a_conversation_goes_on_from_its_last_prompt() -> None:
+    engine = engine_of()
+    (first,) = engine.generate([request("0", SHARED, max_tokens=20)])
+    conversation = SHARED + first.tokens + ids(400, 5)
+    (second,) = engine.generate([request("1", conversation)])
+    assert second.cached_tokens == 304  # the model sees the last token of a prompt
+    (third,) = engine.generate([request("2", conversation + second.tokens + ids(9, 6))])
+    assert third.cached_tokens == 736
+    plain = engine_of(prefix_cache=False)
+    assert plain.generate([request("1", conversation)])[0].tokens == second.tokens
+
+
+def test_a_short_prompt_is_not_cut_and_saves_nothing() -> None:
+    engine = engine_of()
+    for idx in range(2):
+        engine.add(request(str(idx), ids(LEAST_TOKENS, 1), max_tokens=1))
+        (done,) = engine.step()
+        assert done.cached_tokens == 0
+    engine.add(request("2", ids(LEAST_TOKENS + 1, 1), max_tokens=1))
+    assert engine.step() == []  # its last token waits for the next step
+    assert engine.step()[0].cached_tokens == 0
+    (done,) = engine.generate([request("3", ids(LEAST_TOKENS + 1, 1), max_tokens=1)])
+    assert done.cached_tokens == LEAST_TOKENS
+
+
+def test_where_the_budget_cuts_a_long_prompt_its_state_is_saved() -> None:
+    engine = engine_of(max_step_tokens=512)
+    long = ids(1800, 1)
+    other = long[:1100] + ids(50, 2)
+    assert [each.cached_tokens for each in alone(engine, [request("0", long), request("1", other)])] == [
+        0,
+        1024,
+    ]
+
+
+def test_states_that_a_budget_left_are_evicted_first_and_then_the_least_recent() -> None:
+    size = SIZE * kv_bytes_per_token(source_of().arch, "F32")
+    engine = engine_of(max_step_tokens=512, max_batch_size=2, kv_cache_bytes=200 * size)
+    prompts = [ids(300, 1), ids(300, 2), ids(1500, 3), ids(300, 2), ids(300, 1)]
+    # There are two places: of the long prompt's states each evicts the one before it, and the last one that
+    # of the first prompt.
+    cached = [
+        each.cached_tokens
+        for each in alone(engine, [request(str(idx), each) for idx, each in enumerate(prompts)])
+    ]
+    assert cached == [0, 0, 0, 288, 0]
+
+
+def test_other_completions_of_a_prompt_go_on_from_the_state_of_the_first() -> None:
+    prompt = SHARED + ids(50, 7)
+    requests = [replace(request(str(idx), prompt), group="one") for idx in range(4)]
+    engine = engine_of(max_step_tokens=512)
+    finished = engine.generate(requests)
+    assert [each.cached_tokens for each in finished] == [0, 368, 368, 368]
+    assert tokens(finished) == tokens(engine_of(prefix_cache=False).generate(requests))
+
+
+def test_a_preempted_request_goes_on_from_its_saved_state() -> None:
+    size = SIZE * kv_bytes_per_token(source_of().arch, "F32")
+    changes = {"max_model_len": 480, "max_batch_size": 3, "kv_cache_bytes": 66 * size}
+    requests = [request(str(idx), ids(310 + idx, 30 + idx), max_tokens=120) for idx in range(3)]
+    engines = [engine_of(prefix_cache=on, **changes) for on in (False, True)]
+    plain, shared = (tokens(each.generate(requests)) for each in engines)
+    assert engines[1].counts.preemptions > 0
+    assert shared == plain
+
+
+def test_a_draft_that_keeps_something_leaves_nothing_to_save() -> None:
+    draft = Speculative(DraftModel(source_of("two kinds")), k=2)
+    engine = engine_of(speculative=draft)
+    assert [each.cached_tokens for each in alone(engine, REQUESTS[:1] * 2)] == [0, 0]
+
+
+def test_places_are_as_many_as_requests_and_grow_with_the_cache() -> None:
+    config = EngineConfig(max_batch_size=6)
+    assert config.num_saved(1000) == 6
+    assert config.num_saved(40_960) == 10
+
+
+@pytest.mark.parametrize("num_kept", [1, 4])
+def test_a_restored_state_has_the_bits_of_the_one_saved(num_kept: int) -> None:
+    arch = source_of("two kinds").arch
+    cache = KVCache(
+        arch,
+        num_blocks=6,
+        block_size=SIZE,
+        kv_format="F32",
+        device=CPU,
+        num_slots=5,
+        num_kept=num_kept,
+        num_saved=2,
+    )
+    generator = torch.Generator().manual_seed(0)
+    layers = [each for each in map(cache.layer, range(arch.num_layers)) if isinstance(each, DeltaStates)]
+    for layer in layers:
+        layer.inputs.copy_(torch.randn(layer.inputs.shape, generator=generator))
+        layer.heads.copy_(torch.randn(layer.heads.shape, generator=generator))
+    before = [(each.inputs.clone(), each.heads.clone()) for each in layers]
+    cache.save_states([SavedState(1, 1, 322), SavedState(4, 0, 35)])
+    cache.restore_states([SavedState(2, 0, 35), SavedState(3, 1, 322)])
+    for now, (inputs, heads) in zip(layers, before, strict=True):
+        for source, target, num_tokens in ((4, 2, 35), (1, 3, 322)):
+            place = (num_tokens - 1) % num_kept
+            assert torch.equal(now.heads[target, place], heads[source, place])
+            for back in range(1, now.delta.kernel_size):
+                place = (num_tokens - back) % inputs.shape[1]
+                assert torch.equal(now.inputs[target, place], inputs[source, place])
+        for untouched in (0, 1, 4):
+            assert torch.equal(now.heads[untouched], heads[untouched])
+            assert torch.equal(now.inputs[untouched], inputs[untouched])
