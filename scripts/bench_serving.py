@@ -13,7 +13,7 @@ them, so that every size of a prefill pass has its graph.
 
     workload_512  all requests at once: throughput, ITL and use of the cache, by policy and requests at once
     ttft          time to the first token of prompts of `prompt_tokens`, of which `prefix_tokens` are in the
-                  prefix cache from an earlier request; `burst` of them arrive at once
+                  prefix cache from earlier requests; `burst` of them arrive at once
     itl_mixed     requests decode, and three prompts of `long_tokens` arrive among them: the time between
                   tokens while a long prompt is prefilled, and the long prompts' time to the first token
     trace         arrivals and lengths of `--trace`; without one, the requests above arrive at `--trace-rate`
@@ -248,7 +248,8 @@ class Bench:
         self, engine: Engine, prompt_tokens: int, prefix_tokens: int, burst: int, host_name: str
     ) -> tuple[list[float], int]:
         """Return the median TTFT of each repeat in ms and the cached tokens of a request; a repeat has a
-        prefix of its own, which a request before it puts into the cache.
+        prefix of its own, which two requests before it put into the cache: of a model with states the second
+        leaves that of the prefix.
         """
         target = EngineTarget(engine, self.name)
         values_ms: list[float] = []
@@ -261,12 +262,13 @@ class Bench:
                 size = prompt_tokens - prefix_tokens
                 requests = tuple(
                     LoadRequest(tuple(prefix + rng.integers(10, high, size=size).tolist()), 2)
-                    for _ in range(burst + 1)
+                    for _ in range(burst + 2)
                 )
                 whole = Workload("ttft", requests, None, Traffic(), "offline")
                 if prefix_tokens:
-                    target.run(whole.cut(1))
-                run = target.run(replace(whole, requests=requests[1:]))
+                    for each in requests[:2]:
+                        target.run(replace(whole, requests=(each,)))
+                run = target.run(replace(whole, requests=requests[2:]))
                 if repeat >= 0:  # the first one is the warm-up
                     values_ms.append(statistics.median(first_ms(run)))
                     cached = run.served[0].cached_tokens

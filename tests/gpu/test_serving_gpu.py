@@ -14,6 +14,10 @@ from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.scheduler import Batch
 from compress.runtime.step_queue import StepQueue
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.speculation import Speculative
+from tests.gpu.test_rare_facts_gpu import FACTS
+from tests.gpu.test_rare_facts_gpu import make_source as make_rare
 from tests.gpu.test_speculative_gpu import (
     CUDA,
     TARGETS,
@@ -42,14 +46,14 @@ def test_a_request_has_its_bits_alone_and_among_hundreds(target: str) -> None:
     assert results(engine.generate(requests[400:401])) == together[400:401]
 
 
+def random_ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
 def prompts_alike() -> list[Request]:
-    generator = torch.Generator().manual_seed(8)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(VOCAB, (count,), generator=generator).tolist())
-
-    shared = ids(300)
-    prompts = [shared + ids(20), shared + ids(70), shared[:130] + ids(9), shared, ids(40), shared + ids(1)]
+    shared = random_ids(300, 8)
+    own = [random_ids(count, count) for count in (20, 70, 9, 40, 1)]
+    prompts = [shared + own[0], shared + own[1], shared[:130] + own[2], shared, own[3], shared + own[4]]
     params = SamplingParams(12, ignore_eos=True, logprobs=True)
     return [Request(str(idx), prompt, params) for idx, prompt in enumerate(prompts)]
 
@@ -69,6 +73,44 @@ def test_shared_blocks_give_the_tokens_of_blocks_of_ones_own(kv_format: str | No
         found.append([each for group in groups for each in engine.generate(group)])
     cold, warm = found
     assert sum(each.cached_tokens for each in warm) >= 3 * 256 + 128
+    assert_alike(cold, warm)
+
+
+@pytest.mark.parametrize("speculative", [None, Speculative(NGram(), k=3)], ids=["plain", "speculative"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_saved_states_give_the_tokens_of_states_of_ones_own(
+    speculative: Speculative | None, sync: bool
+) -> None:
+    source = make_rare({**FACTS["qwen 3.5"], "max_position": 2048})
+    requests = prompts_with_states()
+    found = []
+    for prefix_cache in (False, True):
+        config = EngineConfig(
+            kv_cache_bytes=1 << 27,
+            prefix_cache=prefix_cache,
+            speculative=speculative,
+            sync=sync,
+            max_step_tokens=1024,
+        )
+        engine = Engine(source, device=CUDA, config=config)
+        together = requests[4:]
+        found.append([engine.generate([each])[0] for each in requests[:4]] + engine.generate(together))
+    cold, warm = found
+    assert [each.cached_tokens for each in warm] == [0, 0, 640, 960, 640, 640, 0]
+    assert_alike(cold, warm)
+
+
+def prompts_with_states() -> list[Request]:
+    """The second departs from the first after 640 tokens, the fourth goes on from the first."""
+    shared, first, *rest = (random_ids(count, count) for count in (650, 330, 300, 40, 21, 9, 8, 1500))
+    prompts = [shared + first, *(shared + each for each in rest[:2]), shared + first + rest[2]]
+    prompts += [*(shared + each for each in rest[3:5]), rest[5]]
+    params = SamplingParams(12, ignore_eos=True, logprobs=True)
+    return [Request(str(idx), prompt, params) for idx, prompt in enumerate(prompts)]
+
+
+def assert_alike(cold: list[Finished], warm: list[Finished]) -> None:
+    """First log probabilities agree, and so do tokens up to one that rounding may decide."""
     assert not any(each.cached_tokens for each in cold)
     for plain, shared in zip(cold, warm, strict=True):
         assert plain.logprobs is not None
