@@ -13,9 +13,9 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.scheduler import Batch
-from compress.runtime.step_queue import StepQueue
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
+from compress.runtime.step_queue import StepQueue
 from tests.gpu.test_rare_facts_gpu import FACTS
 from tests.gpu.test_rare_facts_gpu import make_source as make_rare
 from tests.gpu.test_speculative_gpu import (
@@ -81,7 +81,7 @@ def test_shared_blocks_give_the_tokens_of_blocks_of_ones_own(kv_format: str | No
 def test_saved_states_give_the_tokens_of_states_of_ones_own(
     speculative: Speculative | None, sync: bool
 ) -> None:
-    source = make_rare({**FACTS["qwen 3.5"], "max_position": 2048})
+    source = make_rare({**FACTS["qwen 3.5"], "max_position": 2048, "vocab_size": VOCAB})
     requests = prompts_with_states()
     found = []
     for prefix_cache in (False, True):
