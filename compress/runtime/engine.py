@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from compress.errors import UsageError
+from compress.kernels.operands.delta_states import CHUNK
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
@@ -127,7 +128,7 @@ class Engine:
         multiple = chunk_multiple(self.kv_format)
         states = None
         if saves_states and self._prefixes is not None:
-            multiple = math.lcm(multiple, self._block_size)
+            multiple = math.lcm(multiple, self._block_size, CHUNK)
             states = PrefixStates(
                 self._prefixes,
                 self._pool,

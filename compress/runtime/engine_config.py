@@ -18,8 +18,8 @@ ORDERS: tuple[Order, ...] = ("arrival", "shortest")
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
 """Share of the GPU memory free after loading that the cache takes; the rest is for activations and logits."""
-POSITIONS_PER_SAVED = 4096
-"""Positions of a cache for each of which a state is saved, about those of a conversation."""
+POSITIONS_PER_SAVED = 8192
+"""A cache of so many positions has room for one saved state more than there are requests at once."""
 DEFAULT_BLOCK_SIZE = {"cuda": 64, "cpu": 16}
 """Positions of a block by device type. On CUDA a block is a tile of the attention kernels."""
 
@@ -36,8 +36,9 @@ class EngineConfig:
     - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
     - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
-      batch of the longest sequences needs. What a model with delta nets keeps for each request, its states
-      and one block, comes on top of what is named here, and so do states that the prefix cache saves.
+      batch of the longest sequences needs. What a model with delta nets keeps for each request, its states,
+      one block and a state that the prefix cache saves, comes on top of what is named here; further saved
+      states are counted (one for 8,192 positions).
     - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
       format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
@@ -148,21 +149,19 @@ class EngineConfig:
                     if of_requests > free:
                         raise UsageError(
                             f"the states of {self.max_batch_size} requests are {of_requests:,} bytes, more "
-                            f"than the {free:,} that are free for a cache. Lower max_batch_size, or the "
-                            "number of tokens that speculation proposes."
+                            f"than the {free:,} that are free for a cache. Lower max_batch_size or the "
+                            "number of tokens that speculation proposes, or leave out the prefix cache."
                         )
                     other += of_requests
                 limit_bytes = max(0, free - other)
-                if saved_bytes:
-                    saved_per_token = -(-saved_bytes // POSITIONS_PER_SAVED)
-                    limit_bytes = limit_bytes * bytes_per_token // (bytes_per_token + saved_per_token)
         # A model of delta nets alone caches nothing; its blocks are slots of states.
-        affordable = limit_bytes // (max(1, bytes_per_token) * block_size) - 1
+        of_position = max(1, bytes_per_token) + -(-saved_bytes // POSITIONS_PER_SAVED)
+        affordable = limit_bytes // (of_position * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):
             raise UsageError(
                 f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * block_size} positions of "
-                f"{bytes_per_token} bytes, fewer than one sequence of {wanted} tokens. Raise "
+                f"{of_position} bytes, fewer than one sequence of {wanted} tokens. Raise "
                 "kv_cache_bytes or lower max_model_len."
             )
         num_blocks = min(affordable, self.max_batch_size * sequence_blocks)
@@ -170,4 +169,4 @@ class EngineConfig:
 
     def num_saved(self, num_positions: int) -> int:
         """Return the number of states that are saved beside a cache of so many positions."""
-        return max(self.max_batch_size, num_positions // POSITIONS_PER_SAVED)
+        return self.max_batch_size + num_positions // POSITIONS_PER_SAVED

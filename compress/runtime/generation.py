@@ -18,7 +18,8 @@ class Generation:
     `num_cached_blocks` blocks are in that cache, by `block_keys`.
 
     Of a model with states (`prefix_states.py`) it departs from the prompts before it after `branch` tokens,
-    its state was last saved after `saved_tokens`, and it holds the copy of its first block that is cached.
+    its state was last saved after `saved_tokens`, and it holds `first_copy`, the copy of its first block that
+    is cached.
     """
 
     request: Request

@@ -10,14 +10,15 @@ no sequence: block tables are padded with it, and padding rows write there. Form
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
+from dataclasses import replace
+from itertools import count, repeat
 
 import torch
 from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
-from compress.kernels.operands.delta_states import DeltaStates, SavedState, StackedStates
+from compress.kernels.operands.delta_states import DeltaStates, SavedState, Saving, StackedStates
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_ATTENTION,
@@ -32,6 +33,7 @@ from compress.kernels.operands.paged import (
 from compress.kernels.operands.paged_latents import LATENT_FORMATS, PagedLatents, Pages
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
+from compress.models.delta_net import DeltaNet
 from compress.models.layer_shape import LayerShape
 from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
 
@@ -178,7 +180,8 @@ class KVCache:
             }
             for slots, kept in ((num_slots, num_kept), (num_saved, 1))
         )
-        states = {delta: map(stack.layer, count()) for delta, stack in self._slots.items()}
+        self._wanted_S2 = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
+        states = {delta: map(self._states, repeat(delta), count()) for delta in deltas}
         self._layers = [
             _empty(layer, kv_format, num_blocks, block_size, device, pair)
             if layer.delta is None
@@ -216,19 +219,24 @@ class KVCache:
         self.write_blocks(targets_N, self.read_blocks(sources_N))
 
     def restore_states(self, states: Sequence[SavedState]) -> None:
-        """Copy saved states to the slots of sequences; all are read before any is written."""
-        slots_C, places_C, num_tokens_C = self._columns(states)
+        """Copy saved states to the slots of sequences."""
         for delta, slots in self._slots.items():
-            slots.copy(self._saved[delta], slots_C, places_C, num_tokens_C)
+            slots.restore(self._saved[delta], states)
 
     def save_states(self, states: Sequence[SavedState]) -> None:
-        """Copy states of sequences to where they are saved; all are read before any is written."""
-        slots_C, places_C, num_tokens_C = self._columns(states)
-        for delta, slots in self._slots.items():
-            self._saved[delta].copy(slots, places_C, slots_C, num_tokens_C)
+        """Have the passes that follow save these states, and no others."""
+        wanted_S2 = torch.zeros_like(self._wanted_S2, device="cpu")
+        for slot, place, num_tokens in states:
+            wanted_S2[slot, 0] = num_tokens
+            wanted_S2[slot, 1] = place
+        self._wanted_S2.copy_(sent(wanted_S2, self._device))
 
-    def _columns(self, states: Sequence[SavedState]) -> tuple[Tensor, ...]:
-        return tuple(sent(torch.tensor(column), self._device) for column in zip(*states, strict=True))
+    def _states(self, delta: DeltaNet, idx: int) -> DeltaStates:
+        """Return the slots of a layer of one kind, and where states are saved if any are."""
+        slots, saved = self._slots[delta].layer(idx), self._saved[delta].layer(idx)
+        if not len(saved.heads):
+            return slots
+        return replace(slots, saving=Saving(saved.inputs, saved.heads, self._wanted_S2))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""

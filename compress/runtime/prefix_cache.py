@@ -8,7 +8,7 @@ another's keys. Only full blocks are shared, and no request writes to them.
 A block is cached from the step that is to compute it. Within that step a pass writes the keys and values of
 all its rows before any row attends to them, layer by layer, so another request of the same pass may share
 it at once: a burst of prompts with one beginning computes it once. Long prompts of a step are one pass;
-others are not (`prefill.py`).
+others are not (`prefill.py`). Blocks of a model with states are cached otherwise (`prefix_states.py`).
 """
 
 import hashlib

@@ -5,12 +5,12 @@ States are large, so few are saved, each at the end of a full block:
 
 - at the last full block of a prompt, from where the next turn of a conversation goes on;
 - where a prompt departs from those before it: the next one that departs there goes on from there;
-- where the budget of a step cuts a prompt. These are evicted before all others, of which the one that was
-  used least recently is.
+- where the budget of a step cuts a prompt that has a state saved further on. These are evicted first, then
+  the one that was used least recently.
 
-A prompt is cut at the first two, and what is left of it waits for the next step; other completions of the
-same prompt wait until then. So a state is saved only `LEAST_TOKENS` or more after the one before it. Its
-blocks are cached with it, and found from the next step on.
+A pass over a prompt saves one state on its way (`kernels/operands/delta_states.py`), so a prompt is cut where
+it departs, and other completions of it wait until its state is saved. A state is saved `LEAST_TOKENS` or more
+after the one before it. Its blocks are cached with it, and found from the next step on.
 
 The first block of a sequence also names its slot of states (`kernels/operands/delta_states.py`), so nobody
 shares it. The cache has a copy of it, which is copied once more for each request that finds it.
@@ -19,7 +19,7 @@ shares it. The cache has a copy of it, which is copied once more for each reques
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from compress.kernels.operands.delta_states import SavedState
+from compress.kernels.operands.delta_states import CHUNK, SavedState
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
@@ -30,19 +30,20 @@ LEAST_TOKENS = 256
 
 @dataclass
 class StateCopies:
-    """What a step begins with: pairs of blocks to be copied, states that are restored to the slots of
-    sequences, and states that are saved from others, in this order. Of each kind all are read before any is
-    written.
+    """What a step does beside its passes. Before them pairs of `blocks` are copied, then states `restored` to
+    the slots of sequences; passes save those in `saved`; after them pairs of `firsts` are copied, the first
+    blocks of sequences whose states are saved. Of a list all are read before any is written.
     """
 
     blocks: list[tuple[int, int]] = field(default_factory=list)
     restored: list[SavedState] = field(default_factory=list)
     saved: list[SavedState] = field(default_factory=list)
+    firsts: list[tuple[int, int]] = field(default_factory=list)
 
 
 class PrefixStates:
-    """The places of saved states, and the `copies` of the step that is being scheduled. A prompt is cut after
-    a multiple of `multiple` tokens, which is one of the block size.
+    """The places of saved states, and the `copies` of the step that is being scheduled. States are saved
+    after a multiple of `multiple` tokens, which is one of the block size.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PrefixStates:
 
     def usable(self, generation: Generation, found: list[int]) -> list[int]:
         """Return those of the blocks that begin a waiting request after which a state is saved."""
-        generation.branch = len(found) * self._block_size
+        generation.branch = len(found) * self._block_size // self._multiple * self._multiple
         generation.saved_tokens = 0
         count = len(found)
         while count and not self._has(self._prefixes.key(generation, count - 1)):
@@ -91,49 +92,60 @@ class PrefixStates:
         self.copies.blocks.append((generation.first_copy, slot))
         self.copies.restored.append(SavedState(slot, self._places[key], generation.saved_tokens))
 
-    def cuts(self, num_tokens: int) -> bool:
-        """Return whether a prompt of so many tokens is cut at its last full block."""
-        return num_tokens > self._least_tokens
+    def awaits(self, generation: Generation, first: Generation, found: list[int]) -> bool:
+        """Return whether a waiting request, which finds these blocks, is to go on from a state that is yet to
+        be saved of another one with the same prompt, or that its pass in this step saves."""
+        last = self._last(len(first.tokens))
+        is_coming = first.num_computed < last and self._is_far(first, last)
+        return is_coming or first.saved_tokens > len(found) * self._block_size
 
     def cut(self, generation: Generation, end: int) -> int:
-        """Return where a chunk of a prompt ends that could reach `end`: at the next place where it is cut to
-        save the state, if one comes before."""
-        for place in self._cuts(generation):
-            is_far = place - generation.saved_tokens >= self._least_tokens
-            if is_far and generation.num_computed < place < end:
-                return place
-        return end
+        """Return where a chunk of a prompt ends that could reach `end`: where the prompt departs from those
+        before it, if a state is to be saved there."""
+        branch = generation.branch
+        is_within = generation.num_computed < branch < end
+        return branch if is_within and self._is_far(generation, branch) else end
 
-    def save(self, generation: Generation) -> None:
-        """Save the state of a sequence that is about to go on from the end of a block, and cache its blocks,
-        if it has come far enough since the last time and there is room.
+    def save(self, generation: Generation, end: int) -> None:
+        """Have the pass over the next chunk of a prompt, up to `end`, save the state after its last full
+        block, or else that at the end of the chunk, and cache the blocks before it, where the prompt has come
+        far enough since the last time and there is room.
         """
-        num_tokens = generation.num_computed
-        if num_tokens % self._block_size or num_tokens - generation.saved_tokens < self._least_tokens:
+        begin = generation.num_computed
+        last = self._last(len(generation.tokens))
+        num_tokens = last if begin < last <= end and self._is_far(generation, last) else end
+        if num_tokens % self._multiple or not self._is_far(generation, num_tokens):
+            return
+        if (num_tokens - begin) % CHUNK:
             return
         idx = num_tokens // self._block_size - 1
         key = self._prefixes.key(generation, idx)
+        if not self._copies_first(generation):
+            return
+        self._prefixes.insert(generation, num_tokens, long=False)
         if key not in self._places:
-            if not self._copies_first(generation):
-                return
-            self._prefixes.insert(generation, num_tokens, long=False)
             is_cached = self._prefixes.block(generation, idx) is not None
             place = self._take_place() if is_cached else None
             if place is None:
                 return
             self._places[key] = place
-            self._places.move_to_end(key, last=num_tokens in self._cuts(generation))
             self._of_this_step.add(key)
             self.copies.saved.append(SavedState(generation.blocks[0], place, num_tokens))
+            if num_tokens != generation.branch and last - num_tokens >= self._least_tokens:
+                self._places.move_to_end(key, last=False)
+        else:
+            self._places.move_to_end(key)
         generation.saved_tokens = num_tokens
+
+    def _last(self, num_tokens: int) -> int:
+        """Return where the last full block of a prompt ends; the model must see its last token."""
+        return (num_tokens - 1) // self._multiple * self._multiple
+
+    def _is_far(self, generation: Generation, num_tokens: int) -> bool:
+        return num_tokens - generation.saved_tokens >= self._least_tokens
 
     def _has(self, key: bytes) -> bool:
         return key in self._places and key not in self._of_this_step
-
-    def _cuts(self, generation: Generation) -> tuple[int, int]:
-        """Return where a prompt departs from those before it, and its last full block ends."""
-        last = len(generation.tokens) - 1
-        return generation.branch - generation.branch % self._multiple, last - last % self._multiple
 
     def _copies_first(self, generation: Generation) -> bool:
         """Make sure that the cache has a copy of the first block; return whether there was room."""
@@ -145,7 +157,7 @@ class PrefixStates:
             generation.first_copy = cached
         elif self._pool.num_free:
             (generation.first_copy,) = self._pool.allocate(1)
-            self.copies.blocks.append((generation.blocks[0], generation.first_copy))
+            self.copies.firsts.append((generation.blocks[0], generation.first_copy))
         return generation.first_copy is not None
 
     def _take_place(self) -> int | None:

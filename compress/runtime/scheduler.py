@@ -70,7 +70,8 @@ class PrefillChunk:
 @dataclass(frozen=True)
 class Batch:
     """The work of one step: requests to decode, and chunks of prompts to prefill. Before either, the first
-    block of each of `copies` is copied to the second; so are `states`, where there are any.
+    block of each of `copies` is copied to the second. `states` is what it does with states, where sequences
+    have some.
     """
 
     decodes: tuple[Generation, ...]
@@ -228,13 +229,13 @@ class Scheduler:
         prefills: list[PrefillChunk] = []
         prefilling = self._prefilling(now_s, admits=preemptions == self.num_preemptions)
         while budget > 0 and (generation := next(prefilling, None)) is not None:
-            if self._states is not None:
-                self._states.save(generation)
             num_tokens = self._chunk_tokens(generation, budget, must=not prefills)
             if num_tokens == 0:
                 break
             prefills.append(PrefillChunk(generation, num_tokens))
             budget -= num_tokens
+            if self._states is not None:
+                self._states.save(generation, generation.num_computed + num_tokens)
             self._insert(generation, generation.num_computed + num_tokens, computed=False)
         self.num_copied += len(self._copies)
         return Batch(
@@ -286,9 +287,10 @@ class Scheduler:
 
     def _awaits_state(self, generation: Generation) -> bool:
         """Return whether a waiting request is to go on from a state that is yet to be saved."""
-        if self._states is None or not self._states.cuts(len(generation.tokens)):
+        first = None if self._states is None else self._first_of_group(generation)
+        if self._states is None or first is None:
             return False
-        return self._first_of_group(generation) is not None
+        return self._states.awaits(generation, first, self._found(generation))
 
     def _first_of_group(self, generation: Generation) -> Generation | None:
         """Return the request of the same group and prompt that is being prefilled, if there is one."""

@@ -13,6 +13,7 @@ from compress.kernels.operands.delta_states import SavedState
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.generation import Generation
 from compress.runtime.prefill import Prefill, PrefilledTokens
+from compress.runtime.prefix_states import StateCopies
 from compress.runtime.scheduler import Batch, PrefillChunk
 
 
@@ -27,6 +28,7 @@ class LaunchedStep:
     prefilled: PrefilledTokens | None
     num_prefill_tokens: int
     deferred: Sequence[PrefillChunk] = ()
+    states: StateCopies | None = None
     shows_likeliest: bool = False
 
     @property
@@ -46,7 +48,7 @@ class Copies(Protocol):
         """Copy saved states to the slots of sequences."""
 
     def save_states(self, states: Sequence[SavedState]) -> None:
-        """Copy states of sequences to where they are saved."""
+        """Have the passes that follow save these states, and no others."""
 
 
 class StepQueue:
@@ -56,6 +58,7 @@ class StepQueue:
         self._decoding = decoding
         self._prefill = prefill
         self._cache = cache
+        self._saves = False
         self._run: DecodeRun | None = None
         self._steps: deque[LaunchedStep] = deque()
 
@@ -83,6 +86,7 @@ class StepQueue:
             None,
             batch.num_prefill_tokens,
             batch.prefills,
+            batch.states,
             shows_likeliest=_show_likeliest(batch.decodes),
         )
         if not defers:
@@ -98,13 +102,17 @@ class StepQueue:
             self._cache.copy_blocks(batch.states.blocks)
         if batch.states.restored:
             self._cache.restore_states(batch.states.restored)
-        if batch.states.saved:
-            self._cache.save_states(batch.states.saved)
 
     def launch_deferred(self, step: LaunchedStep) -> None:
         """Launch the prefill chunks of a step that deferred them."""
+        saved = () if step.states is None else step.states.saved
+        if saved or self._saves:
+            self._cache.save_states(saved)
+        self._saves = bool(saved)
         step.prefilled = self._prefill.launch(step.deferred) if step.deferred else None
         step.deferred = ()
+        if step.states is not None and step.states.firsts:
+            self._cache.copy_blocks(step.states.firsts)
 
     def launch_next(self, num_running: int) -> bool:
         """Launch the decodes of the last step once more, if they are all that runs now, none of them has all

@@ -158,6 +158,8 @@ def _advance(
     key_ptr: tl.tensor,
     kept_ptr: tl.tensor,
     states_ptr: tl.tensor,
+    saved_ptr: tl.tensor,
+    wanted_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -174,6 +176,7 @@ def _advance(
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SAVES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -195,7 +198,8 @@ def _advance(
         TF32: tl.constexpr = PRECISION == "tf32"
         last = tl.load(context_lens_ptr + sequence) - REST - 1
         first = last + 1 - length
-        slot = tl.load(slots_ptr + sequence).to(tl.int64) * KEPT
+        own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        slot = own_slot * KEPT
         inner = head * K * V + v_idx * K + k_row
         real = (k_row < K) & (v_idx < V)
         before = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
@@ -208,7 +212,12 @@ def _advance(
         own_at = own_ptr + place * (N * V_TILE) + row * V_TILE + v_idx
         kept_at = kept_ptr + place
         out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
+        if SAVES:
+            wanted = tl.load(wanted_ptr + own_slot * 2) - first
+            saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
         for begin in range(0, length, N):
+            if SAVES:
+                tl.store(saved_at, state, mask=real & (begin == wanted) & (wanted > 0))
             of_state = tl.load(of_state_at).to(tl.float32)
             query = tl.load(query_at).to(tl.float32)
             key = tl.load(key_at).to(tl.float32)
@@ -232,6 +241,8 @@ def _advance(
             out_at += N * H * V
         after = states_ptr + (slot + last % KEPT) * (H * K * V)
         tl.store(after + inner, state, mask=real)
+        if SAVES:
+            tl.store(saved_at, state, mask=real & (length == wanted))
 
 
 def few_rows(states: DeltaStates) -> int:
@@ -313,6 +324,7 @@ def recur(
     _advance[(num_sequences, num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
         *prepared,
         states.heads,
+        *states.saved_heads,
         sequences.context_lens_R,
         sequences.slots_R,
         sequences.starts_R,
@@ -321,6 +333,7 @@ def recur(
         num_sequences,
         KEPT=states.num_kept,
         COLUMNS=COLUMNS,
+        SAVES=states.saving is not None,
         num_warps=WARPS,
         num_stages=WIDE_STAGES if is_wide else STAGES,
         **shared,

@@ -122,6 +122,8 @@ def _recur(
     mixed_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     states_ptr: tl.tensor,
+    saved_ptr: tl.tensor,
+    wanted_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -137,6 +139,7 @@ def _recur(
     K_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEW: tl.constexpr,
+    SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first row of a sequence to its last; of a sequence
@@ -155,9 +158,13 @@ def _recur(
     start = tl.where(stop - start > FEW, stop - (N - 1), start)
     length = stop - start
     first = tl.load(context_lens_ptr + sequence) - length
-    slot = tl.load(slots_ptr + sequence).to(tl.int64) * N
+    own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    slot = own_slot * N
     inner = head * K * V + v_idx * K + k_idx
     real = v_real & k_real & (length > 0)
+    if SAVES:
+        wanted = tl.load(wanted_ptr + own_slot * 2) - first - 1
+        saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
     place = slot + tl.maximum(first - 1, 0) % N
     state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
     q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
@@ -195,6 +202,8 @@ def _recur(
         if idx >= length - N:
             kept = slot + tl.maximum(first + idx, 0) % N
             tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
+        if SAVES:
+            tl.store(saved_at, state, mask=real & (idx == wanted))
         out_at += H * V
 
 
@@ -203,6 +212,8 @@ def _norm_and_keep(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     past_ptr: tl.tensor,
+    saved_ptr: tl.tensor,
+    wanted_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -215,11 +226,13 @@ def _norm_and_keep(
     H: tl.constexpr,
     V: tl.constexpr,
     F: tl.constexpr,
+    W: tl.constexpr,
     M: tl.constexpr,
     V_TILE: tl.constexpr,
     SHARE: tl.constexpr,
     SHARE_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Norm and gate the output of one head in some rows, in place, and keep a share of the inputs."""
@@ -243,12 +256,20 @@ def _norm_and_keep(
     sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     position = tl.load(context_lens_ptr + sequence) - (stop - row)
-    place = tl.load(slots_ptr + sequence).to(tl.int64) * M + tl.maximum(position, 0) % M
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    place = slot * M + tl.maximum(position, 0) % M
     part = tl.arange(0, SHARE_TILE)[None, :]
     channel = head * SHARE + part
-    kept = in_pass & (row >= stop - M) & (part < SHARE) & (channel < F)
+    own = in_pass & (part < SHARE) & (channel < F)
+    kept = own & (row >= stop - M)
     x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
     tl.store(past_ptr + place * F + channel, x, mask=kept)
+    if SAVES:
+        wanted = tl.load(wanted_ptr + slot * 2)
+        place = tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * W + tl.maximum(position, 0) % W
+        saved = own & (position < wanted) & (position >= wanted - (W - 1))
+        x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=saved, other=0.0)
+        tl.store(saved_ptr + place * F + channel, x, mask=saved)
 
 
 def delta_net(
@@ -268,11 +289,12 @@ def delta_net(
     out_TZ = torch.empty(num_rows, delta.value_size, dtype=qkv_gate_TF.dtype, device=device)
     sizes = {"K": delta.key_dim, "V": delta.value_dim, "F": delta.num_channels}
     heads = {"H": delta.num_heads, "G": delta.num_key_heads}
+    is_prompt = sequences.chunks_C4 is not None
+    saves = is_prompt and states.saving is not None
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     counts = num_rows, num_sequences
     num_inputs = states.inputs.shape[1]
     options = pdl_options(device)
-    is_prompt = sequences.chunks_C4 is not None
     by_chunks = is_prompt and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
     _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
@@ -306,6 +328,7 @@ def delta_net(
         mixed_TF,
         gates_TH,
         states.heads,
+        *states.saved_heads,
         *of_sequences,
         out_TZ,
         *counts,
@@ -313,6 +336,7 @@ def delta_net(
         K_TILE=triton.next_power_of_2(delta.key_dim),
         COLUMNS=COLUMNS,
         FEW=chunks.few_rows(states) if by_chunks else MAX_SIZE,
+        SAVES=saves,
         num_warps=WARPS,
         **heads,
         **sizes,
@@ -323,6 +347,7 @@ def delta_net(
         qkv_gate_TF,
         weights.norm_V,
         states.inputs,
+        *states.saved_inputs,
         *of_sequences,
         sequences.of_row_T,
         out_TZ,
@@ -332,11 +357,13 @@ def delta_net(
         H=delta.num_heads,
         V=delta.value_dim,
         F=delta.num_channels,
+        W=delta.kernel_size,
         M=num_inputs,
         V_TILE=triton.next_power_of_2(delta.value_dim),
         SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share),
         ROWS=rows,
+        SAVES=saves,
         num_warps=warps,
         **options,
     )

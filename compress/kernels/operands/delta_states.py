@@ -10,6 +10,7 @@ Shapes: S slots, N states, M inputs, H value heads, K key dimension, V value dim
 convolution, W its positions, T rows, R sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,13 +37,28 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """Where passes over prompts save states on their way: P places of inputs [P, W, F] and of a state
+    [P, 1, H, V, K], as slots have them, and for each slot after how many tokens of its sequence one is saved,
+    and in which place, int32 [S, 2]. 0 tokens: none.
+
+    In a pass whose first row has position b, p tokens are such that p - b is a positive multiple of
+    `CHUNK`."""
+
+    inputs: Tensor
+    heads: Tensor
+    wanted_S2: Tensor
+
+
+@dataclass(frozen=True)
 class DeltaStates:
-    """The slots of one layer: inputs [S, M, F] and states [S, N, H, V, K], float32 for models of any
-    dtype."""
+    """The slots of one layer: inputs [S, M, F] and states [S, N, H, V, K], float32 for models of any dtype,
+    and where some of these are saved."""
 
     delta: DeltaNet
     inputs: Tensor
     heads: Tensor
+    saving: Saving | None = None
 
     @staticmethod
     def empty(delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device) -> "DeltaStates":
@@ -54,6 +70,18 @@ class DeltaStates:
     def num_kept(self) -> int:
         """The positions after which a slot has the state."""
         return self.heads.shape[1]
+
+    @property
+    def saved_heads(self) -> tuple[Tensor, Tensor]:
+        """Where states are saved, and when; any tensors where they are not."""
+        return (self.heads, self.heads) if self.saving is None else (self.saving.heads, self.saving.wanted_S2)
+
+    @property
+    def saved_inputs(self) -> tuple[Tensor, Tensor]:
+        """Where inputs are saved, and when; any tensors where they are not."""
+        if self.saving is None:
+            return self.inputs, self.inputs
+        return self.saving.inputs, self.saving.wanted_S2
 
     @staticmethod
     def slot_bytes(delta: DeltaNet, num_kept: int) -> int:
@@ -67,7 +95,7 @@ class DeltaStates:
 
 
 class SavedState(NamedTuple):
-    """The state after `num_tokens` tokens of a sequence, which has a slot and is saved in a place."""
+    """The state after `num_tokens` tokens of a sequence, in its slot and in the place where it is saved."""
 
     slot: int
     place: int
@@ -100,18 +128,14 @@ class StackedStates:
         """Return the slots of one layer."""
         return DeltaStates(self.delta, self.inputs[idx], self.heads[idx])
 
-    def copy(
-        self, source: "StackedStates", slots_C: Tensor, source_slots_C: Tensor, num_tokens_C: Tensor
-    ) -> None:
-        """Copy the states after so many tokens from slots of `source` to slots of these; all are read before
-        any is written. A sequence has more tokens than the convolution has positions."""
-        last_C = num_tokens_C - 1
-        places_C = last_C % self.heads.shape[2], last_C % source.heads.shape[2]
-        self.heads[:, slots_C, places_C[0]] = source.heads[:, source_slots_C, places_C[1]]
-        read_CW = last_C[:, None] - torch.arange(self.delta.kernel_size - 1, device=last_C.device)
-        places_CW = read_CW % self.inputs.shape[2], read_CW % source.inputs.shape[2]
-        inputs = source.inputs[:, source_slots_C[:, None], places_CW[1]]
-        self.inputs[:, slots_C[:, None], places_CW[0]] = inputs
+    def restore(self, saved: "StackedStates", states: Sequence[SavedState]) -> None:
+        """Copy saved states to the slots of sequences."""
+        for slot, place, num_tokens in states:
+            last = num_tokens - 1
+            self.heads[:, slot, last % self.heads.shape[2]] = saved.heads[:, place, 0]
+            for position in range(max(0, num_tokens - self.delta.kernel_size + 1), num_tokens):
+                inputs = saved.inputs[:, place, position % saved.inputs.shape[2]]
+                self.inputs[:, slot, position % self.inputs.shape[2]] = inputs
 
 
 @dataclass(frozen=True)

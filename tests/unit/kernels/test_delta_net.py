@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.delta_net import fused
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.delta_states import (
+    DeltaStates,
+    DeltaWeights,
+    SavedState,
+    Saving,
+    Sequences,
+    StackedStates,
+)
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.select import Kernel, candidates
 from compress.models.delta_net import DeltaNet, convolved, gated_delta_rule, of_length_one
@@ -240,6 +247,51 @@ def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, le
     states.heads.view(torch.int32).fill_(0x7FFFFFFF)
     (out,) = run(kernel, [(case, 2, 5, 5 + length)], states)
     assert out.isnan().all()
+
+
+@each_kernel
+@each_shape
+@pytest.mark.parametrize("num_kept", [1, 4])
+def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
+    kernel: Kernel, device: str, delta: DeltaNet, num_kept: int
+) -> None:
+    """One sequence in two passes, which save after 96 and after 128 tokens; another whose pass ends there."""
+    case, other = (Case.of(delta, 150, device, torch.float32, seed) for seed in (0, 1))
+    other.weights = case.weights
+    saved = StackedStates.empty(delta, 1, 3, 1, torch.device(device))
+    stack = StackedStates.empty(delta, 1, 4, num_kept, torch.device(device))
+    for each in (saved.inputs, saved.heads, stack.inputs, stack.heads):
+        each.fill_(torch.nan)
+    wanted_S2 = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    states = replace(stack.layer(0), saving=Saving(saved.inputs[0], saved.heads[0], wanted_S2))
+
+    def want(*wanted: tuple[int, int, int]) -> None:
+        wanted_S2.zero_()
+        for slot, num_tokens, place in wanted:
+            wanted_S2[slot] = torch.tensor((num_tokens, place))
+
+    want((2, 96, 1), (1, 64, 2))
+    run(kernel, [(case, 2, 0, 110), (other, 1, 0, 64)], states)
+    assert saved.heads[0, 0].isnan().all()
+    go_on(kernel, [(case, 96, 1), (other, 64, 2)], stack, saved)
+    want((2, 142, 0))
+    run(kernel, [(case, 2, 110, 150), (other, 1, 64, 101)], states)
+    go_on(kernel, [(case, 142, 0), (other, 64, 2)], stack, saved)
+
+
+def go_on(
+    kernel: Kernel, found: list[tuple[Case, int, int]], stack: StackedStates, saved: StackedStates
+) -> None:
+    """The rest of each sequence, from the state after so many tokens that is saved in a place, is right."""
+    blank = (torch.full_like(each, torch.nan) for each in (stack.inputs, stack.heads))
+    other = StackedStates(stack.delta, *blank)
+    other.restore(saved, [SavedState(3 - idx, place, count) for idx, (_, count, place) in enumerate(found)])
+    parts = [(case, 3 - idx, num_tokens, 150) for idx, (case, num_tokens, _) in enumerate(found)]
+    for (case, num_tokens, _), out in zip(found, run(kernel, parts, other.layer(0)), strict=True):
+        law = case.law()[num_tokens:]
+        error = (out - law).abs() / law.abs().clamp_min(0.1)
+        assert error.median() < 1e-5
+        assert error.max() < 1e-2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the order of a sum is a GPU's")

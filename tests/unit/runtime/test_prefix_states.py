@@ -1,12 +1,13 @@
 """Models with delta nets go on from saved states: fewer tokens are computed, and results stay as they are."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import DeltaStates, SavedState
+from compress.kernels.operands.delta_states import SavedState
 from compress.models.delta_net import DeltaNet
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
@@ -60,6 +61,10 @@ REQUESTS = [
 ]
 
 
+SIZE_OF_BLOCK = 16 * kv_bytes_per_token(source_of().arch, "F32")
+FEW_BYTES = 220 * SIZE_OF_BLOCK
+
+
 def alone(engine: Engine, requests: list[Request]) -> list[Finished]:
     return [engine.generate([each])[0] for each in requests]
 
@@ -100,24 +105,20 @@ def test_the_next_turn_of_a_conversation_goes_on_from_its_last_prompt() -> None:
     (first,) = engine.generate([request("0", SHARED, max_tokens=20)])
     conversation = SHARED + first.tokens + ids(400, 5)
     (second,) = engine.generate([request("1", conversation)])
-    assert second.cached_tokens == 304  # the model sees the last token of a prompt
+    assert second.cached_tokens == 288  # the model sees the last token of a prompt
     (third,) = engine.generate([request("2", conversation + second.tokens + ids(9, 6))])
     assert third.cached_tokens == 736
     plain = engine_of(prefix_cache=False)
     assert plain.generate([request("1", conversation)])[0].tokens == second.tokens
 
 
-def test_a_short_prompt_is_not_cut_and_saves_nothing() -> None:
+def test_a_prompt_takes_one_step_and_a_short_one_saves_nothing() -> None:
     engine = engine_of()
-    for idx in range(2):
-        engine.add(request(str(idx), ids(LEAST_TOKENS, 1), max_tokens=1))
-        (done,) = engine.step()
-        assert done.cached_tokens == 0
-    engine.add(request("2", ids(LEAST_TOKENS + 1, 1), max_tokens=1))
-    assert engine.step() == []  # its last token waits for the next step
-    assert engine.step()[0].cached_tokens == 0
-    (done,) = engine.generate([request("3", ids(LEAST_TOKENS + 1, 1), max_tokens=1)])
-    assert done.cached_tokens == LEAST_TOKENS
+    for length, cached in ((LEAST_TOKENS, 0), (LEAST_TOKENS + 1, LEAST_TOKENS)):
+        for idx in range(2):
+            engine.add(request(str(idx), ids(length, length), max_tokens=1))
+            (done,) = engine.step()
+            assert done.cached_tokens == cached * idx
 
 
 def test_where_the_budget_cuts_a_long_prompt_its_state_is_saved() -> None:
@@ -131,35 +132,73 @@ def test_where_the_budget_cuts_a_long_prompt_its_state_is_saved() -> None:
 
 
 def test_states_that_a_budget_left_are_evicted_first_and_then_the_least_recent() -> None:
-    size = SIZE * kv_bytes_per_token(source_of().arch, "F32")
-    engine = engine_of(max_step_tokens=512, max_batch_size=2, kv_cache_bytes=200 * size)
     prompts = [ids(300, 1), ids(300, 2), ids(1500, 3), ids(300, 2), ids(300, 1)]
-    # There are two places: of the long prompt's states each evicts the one before it, and the last one that
+    # There are two places: of the long prompt's states each evicts the one before it, and the first one that
     # of the first prompt.
-    cached = [
-        each.cached_tokens
-        for each in alone(engine, [request(str(idx), each) for idx, each in enumerate(prompts)])
-    ]
-    assert cached == [0, 0, 0, 288, 0]
+    engine = engine_of(max_step_tokens=512, max_batch_size=2, kv_cache_bytes=FEW_BYTES)
+    requests = [request(str(idx), each) for idx, each in enumerate(prompts)]
+    assert [each.cached_tokens for each in alone(engine, requests)] == [0, 0, 0, 288, 0]
+
+
+def test_the_last_state_of_a_prompt_is_kept_where_a_budget_left_it() -> None:
+    engine = engine_of(max_step_tokens=512, max_batch_size=3, kv_cache_bytes=FEW_BYTES)
+    long = ids(1100, 3)
+    prompts = [ids(300, 1), ids(300, 2), long, ids(300, 4), long + ids(30, 5)]
+    requests = [request(str(idx), each) for idx, each in enumerate(prompts)]
+    assert [each.cached_tokens for each in alone(engine, requests)] == [0, 0, 0, 0, 1024]
+
+
+def test_blocks_that_were_evicted_are_cached_again_with_their_state() -> None:
+    """Two prompts that begin alike run at once, so that only one's blocks of the beginning are cached."""
+    engine = engine_of(max_batch_size=2, kv_cache_bytes=FEW_BYTES, max_model_len=1024)
+    long = SHARED + ids(300, 1)
+    engine.generate([request("0", SHARED + ids(9, 2)), request("1", long)])
+    max_tokens = 400
+    while not engine.counts.evictions:  # these save nothing, and take some blocks of the beginning
+        engine.generate([request(str(idx), ids(250, idx), max_tokens) for idx in range(2)])
+        max_tokens += SIZE
+    found = [engine.generate([request(str(idx), long)])[0].cached_tokens for idx in range(2)]
+    assert found == [0, 608]
+
+
+def test_a_preempted_request_goes_on_from_its_saved_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[int] = []
+    restore = KVCache.restore_states
+
+    def note(cache: KVCache, states: Sequence[SavedState]) -> None:
+        restored.extend(each.num_tokens for each in states)
+        restore(cache, states)
+
+    monkeypatch.setattr(KVCache, "restore_states", note)
+    changes = {"max_model_len": 480, "max_batch_size": 3, "kv_cache_bytes": FEW_BYTES // 3}
+    requests = [request(str(idx), ids(310 + idx, 30 + idx), max_tokens=120) for idx in range(3)]
+    engines = [engine_of(prefix_cache=on, **changes) for on in (False, True)]
+    plain, shared = (tokens(each.generate(requests)) for each in engines)
+    assert engines[1].counts.preemptions > 0
+    assert restored
+    assert set(restored) == {288}
+    assert shared == plain
 
 
 def test_other_completions_of_a_prompt_go_on_from_the_state_of_the_first() -> None:
     prompt = SHARED + ids(50, 7)
     requests = [replace(request(str(idx), prompt), group="one") for idx in range(4)]
     engine = engine_of(max_step_tokens=512)
-    finished = engine.generate(requests)
-    assert [each.cached_tokens for each in finished] == [0, 368, 368, 368]
-    assert tokens(finished) == tokens(engine_of(prefix_cache=False).generate(requests))
-
-
-def test_a_preempted_request_goes_on_from_its_saved_state() -> None:
-    size = SIZE * kv_bytes_per_token(source_of().arch, "F32")
-    changes = {"max_model_len": 480, "max_batch_size": 3, "kv_cache_bytes": 66 * size}
-    requests = [request(str(idx), ids(310 + idx, 30 + idx), max_tokens=120) for idx in range(3)]
-    engines = [engine_of(prefix_cache=on, **changes) for on in (False, True)]
-    plain, shared = (tokens(each.generate(requests)) for each in engines)
-    assert engines[1].counts.preemptions > 0
-    assert shared == plain
+    for number in range(2):
+        for each in requests:
+            engine.add(each)
+        engine.add(request("9", ids(20, number)))
+        running = []
+        finished = []
+        while engine.has_work:
+            finished += engine.step()
+            running.append(engine.counts.num_running)
+        # The first one's prompt takes a step, after which all run; the second time all do at once.
+        assert running[: 2 - number] == [1, 5][number:]
+        finished.sort(key=lambda each: each.id)
+        assert [each.cached_tokens for each in finished] == [352 * number, 352, 352, 352, 0]
+        expected = tokens(engine_of(prefix_cache=False).generate(requests))
+        assert {name: found for name, found in tokens(finished).items() if name != "9"} == expected
 
 
 def test_a_draft_that_keeps_something_leaves_nothing_to_save() -> None:
@@ -171,37 +210,4 @@ def test_a_draft_that_keeps_something_leaves_nothing_to_save() -> None:
 def test_places_are_as_many_as_requests_and_grow_with_the_cache() -> None:
     config = EngineConfig(max_batch_size=6)
     assert config.num_saved(1000) == 6
-    assert config.num_saved(40_960) == 10
-
-
-@pytest.mark.parametrize("num_kept", [1, 4])
-def test_a_restored_state_has_the_bits_of_the_one_saved(num_kept: int) -> None:
-    arch = source_of("two kinds").arch
-    cache = KVCache(
-        arch,
-        num_blocks=6,
-        block_size=SIZE,
-        kv_format="F32",
-        device=CPU,
-        num_slots=5,
-        num_kept=num_kept,
-        num_saved=2,
-    )
-    generator = torch.Generator().manual_seed(0)
-    layers = [each for each in map(cache.layer, range(arch.num_layers)) if isinstance(each, DeltaStates)]
-    for layer in layers:
-        layer.inputs.copy_(torch.randn(layer.inputs.shape, generator=generator))
-        layer.heads.copy_(torch.randn(layer.heads.shape, generator=generator))
-    before = [(each.inputs.clone(), each.heads.clone()) for each in layers]
-    cache.save_states([SavedState(1, 1, 322), SavedState(4, 0, 35)])
-    cache.restore_states([SavedState(2, 0, 35), SavedState(3, 1, 322)])
-    for now, (inputs, heads) in zip(layers, before, strict=True):
-        for source, target, num_tokens in ((4, 2, 35), (1, 3, 322)):
-            place = (num_tokens - 1) % num_kept
-            assert torch.equal(now.heads[target, place], heads[source, place])
-            for back in range(1, now.delta.kernel_size):
-                place = (num_tokens - back) % inputs.shape[1]
-                assert torch.equal(now.inputs[target, place], inputs[source, place])
-        for untouched in (0, 1, 4):
-            assert torch.equal(now.heads[untouched], heads[untouched])
-            assert torch.equal(now.inputs[untouched], inputs[untouched])
+    assert config.num_saved(40_960) == 11

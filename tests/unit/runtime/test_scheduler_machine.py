@@ -39,6 +39,7 @@ class Cells:
         self.states: dict[int, int] = {}
         """What the state of each sequence that has one holds, by its first block."""
         self.saved: dict[int, int] = {}
+        self.wanted: dict[int, list[tuple[int, int]]] = {}
         self._num_slots = num_slots
         self._held: dict[Generation, tuple[list[list[int]], int]] = {}
 
@@ -51,12 +52,19 @@ class Cells:
         slot = generation.blocks[0]
         assert start == 0 or self.states[slot] == self._digest(generation, start - 1)
         self.states[slot] = self._digest(generation, end - 1)
+        for place, num_tokens in self.wanted.pop(slot, []):
+            assert start < num_tokens <= end
+            self.saved[place] = self._digest(generation, num_tokens - 1)
 
-    def copy_states(self, copies: StateCopies) -> None:
+    def begin_states(self, copies: StateCopies) -> None:
         self.copy(copies.blocks)
         self.states.update({slot: self.saved[place] for slot, place, _ in copies.restored})
-        assert len({each.place for each in copies.saved}) == len(copies.saved)
-        self.saved.update({place: self.states[slot] for slot, place, _ in copies.saved})
+        self.wanted = {slot: [(place, num_tokens)] for slot, place, num_tokens in copies.saved}
+        assert len(self.wanted) == len({each.place for each in copies.saved}) == len(copies.saved)
+
+    def end_states(self, copies: StateCopies) -> None:
+        assert not self.wanted
+        self.copy(copies.firsts)
 
     def check(self, generation: Generation, end: int) -> None:
         for position in range(end):
@@ -149,9 +157,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.cells = self.cells = Cells(num_slots)
         self.batching = Batching(batch_size, policy=policy, delay_s=3.0)  # type: ignore[arg-type]
         self.prefixes = PrefixCache(self.pool, block_size=BLOCK, salt="") if prefixes else None
-        states = None
+        self.num_saved = num_saved
+        self.states = states = None
         if num_saved is not None and self.prefixes is not None:
-            states = PrefixStates(
+            self.states = states = PrefixStates(
                 self.prefixes,
                 self.pool,
                 block_size=BLOCK,
@@ -233,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _launch(self, batch: Batch, stops_every: int) -> None:
         self.cells.copy(batch.copies)
         if batch.states is not None:
-            self.cells.copy_states(batch.states)
+            self.cells.begin_states(batch.states)
         for generation in batch.decodes:
             length = generation.length
             assert length > len(generation.request.prompt)  # its prompt chose the first token
@@ -247,6 +256,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         firsts: list[Generation] = []
         for chunks in (short, [each for each in batch.prefills if each not in short]):
             firsts += self._prefill(chunks)
+        if batch.states is not None:
+            self.cells.end_states(batch.states)
         for generation in (*batch.decodes, *firsts):
             self.num_chosen += 1
             stops = stops_every and self.num_chosen % stops_every == 0
@@ -297,6 +308,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(held)
         assert sum(block > self.num_first for block in held) + self.pool.num_free == self.num_blocks
         assert 0 not in held
+        if self.states is not None:
+            assert len(self.states._free) + len(self.states._places) == self.num_saved
         assert 0 <= self.scheduler.live_tokens <= self.scheduler.reserved_positions
         num_over = sum(each.is_complete for each in self.alive if not each.blocks and each.num_pending)
         assert self.scheduler.num_running + self.scheduler.num_waiting + num_over == len(self.alive)
