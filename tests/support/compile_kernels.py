@@ -24,7 +24,7 @@ from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Saving, Sequences
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
@@ -180,6 +180,8 @@ def compile_delta_net() -> None:
     """Compile the kernels of a delta net with the widths of Qwen3.5, for a step and for a prompt."""
     facts = DeltaNet(4, 2, 128, 128, 4)
     states = DeltaStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = DeltaStates.empty(facts, 2, 1, torch.device("cpu"))
+    saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
     conv, norm = torch.zeros(facts.num_channels, 4).bfloat16(), torch.zeros(128).bfloat16()
     weights = DeltaWeights(conv, torch.zeros(4), torch.zeros(4), norm, 1e-6)
     x = torch.zeros(6, facts.num_channels + facts.value_size).bfloat16()
@@ -190,7 +192,8 @@ def compile_delta_net() -> None:
         x_TF = x.new_zeros(rows, x.shape[1]).to(dtype)
         in_dtype = replace(weights, conv_FW=conv.to(dtype), norm_V=norm.to(dtype))
         prompt = Sequences.of_prefill(torch.zeros(1).long(), (rows,), (rows,))
-        delta_net.delta_net(x_TF, torch.zeros(rows, 8), in_dtype, states, prompt)
+        for each in (states, replace(states, saving=saving)):
+            delta_net.delta_net(x_TF, torch.zeros(rows, 8), in_dtype, each, prompt)
 
 
 LINEARS = (
