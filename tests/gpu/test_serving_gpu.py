@@ -81,7 +81,9 @@ def test_shared_blocks_give_the_tokens_of_blocks_of_ones_own(kv_format: str | No
 def test_saved_states_give_the_tokens_of_states_of_ones_own(
     speculative: Speculative | None, sync: bool
 ) -> None:
-    source = make_rare({**FACTS["qwen 3.5"], "max_position": 2048, "vocab_size": VOCAB})
+    facts = FACTS["qwen 3.5"]
+    layers = tuple(replace(each, experts=None) for each in facts["layers"])  # rounding may change a route
+    source = make_rare({**facts, "layers": layers, "max_position": 2048, "vocab_size": VOCAB})
     requests = prompts_with_states()
     found = []
     for prefix_cache in (False, True):

@@ -12,7 +12,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token, slot_bytes
 from compress.runtime.prefix_states import LEAST_TOKENS
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
@@ -211,3 +211,25 @@ def test_places_are_as_many_as_requests_and_grow_with_the_cache() -> None:
     config = EngineConfig(max_batch_size=6)
     assert config.num_saved(1000) == 6
     assert config.num_saved(40_960) == 11
+
+
+@pytest.mark.parametrize("layers", ["hybrid", "delta nets alone"])
+def test_a_cache_that_fills_a_gpu_leaves_room_for_all_its_states(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1 << 24
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    arch = source_of(layers).arch
+    of_token, of_state = kv_bytes_per_token(arch, "F32"), slot_bytes(arch, 1)
+    config = EngineConfig(max_batch_size=40)
+    sizes = {"bytes_per_token": of_token, "state_bytes": of_state}
+    found = [
+        config.size_cache(arch, torch.float32, torch.device("cuda"), **sizes, saved_bytes=saved)
+        for saved in (0, of_state)
+    ]
+    num_blocks = found[1][1]
+    assert num_blocks > 1
+    assert num_blocks < found[0][1] or of_token == 0
+    positions = (num_blocks - 1) * 64
+    of_blocks = (positions + 41 * 64) * of_token
+    assert of_blocks + 41 * of_state + config.num_saved(positions) * of_state <= 0.8 * free
