@@ -104,7 +104,8 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
         "--alone",
     ]
     rows = bench("bench_kernels", *arguments)["rows"]
-    of_few_models = {"router", "experts", "post_norm", "soft_cap"}  # `bench_experts.py`, `test_kernels.py`
+    of_few_models = {"router", "experts", "post_norm", "soft_cap", "head_linear", "delta_net"}
+    of_few_models |= {"latent_store", "latent_attention", "latent_heads"}  # `bench_experts`, `bench_moe`
     assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
