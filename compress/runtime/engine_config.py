@@ -168,5 +168,5 @@ class EngineConfig:
         return min(wanted, num_blocks * block_size), num_blocks + 1
 
     def num_saved(self, num_positions: int) -> int:
-        """Return the number of states that are saved beside a cache of so many positions."""
+        """Return the number of states that are saved with a cache of so many positions."""
         return self.max_batch_size + num_positions // POSITIONS_PER_SAVED

@@ -233,7 +233,8 @@ class KVCache:
 
     def _states(self, delta: DeltaNet, idx: int) -> DeltaStates:
         """Return the slots of a layer of one kind, and where states are saved if any are."""
-        slots, saved = self._slots[delta].layer(idx), self._saved[delta].layer(idx)
+        slots = self._slots[delta].layer(idx)
+        saved = self._saved[delta].layer(idx)
         if not len(saved.heads):
             return slots
         return replace(slots, saving=Saving(saved.inputs, saved.heads, self._wanted_S2))

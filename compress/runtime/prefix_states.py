@@ -30,9 +30,9 @@ LEAST_TOKENS = 256
 
 @dataclass
 class StateCopies:
-    """What a step does beside its passes. Before them pairs of `blocks` are copied, then states `restored` to
-    the slots of sequences; passes save those in `saved`; after them pairs of `firsts` are copied, the first
-    blocks of sequences whose states are saved. Of a list all are read before any is written.
+    """The copies of a step. Before its passes pairs of `blocks` are copied, all read before any is written,
+    and states are `restored` to the slots of sequences. Passes save the states in `saved`. After them pairs
+    of `firsts` are copied: the first blocks of sequences whose states are saved.
     """
 
     blocks: list[tuple[int, int]] = field(default_factory=list)

@@ -293,7 +293,6 @@ def delta_net(
     saves = is_prompt and states.saving is not None
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     counts = num_rows, num_sequences
-    num_inputs = states.inputs.shape[1]
     options = pdl_options(device)
     by_chunks = is_prompt and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
@@ -315,7 +314,7 @@ def delta_net(
         LENGTH_EPS,
         **heads,
         W=delta.kernel_size,
-        M=num_inputs,
+        M=states.inputs.shape[1],
         TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
         ROWS=rows,
         num_warps=warps,
@@ -358,7 +357,7 @@ def delta_net(
         V=delta.value_dim,
         F=delta.num_channels,
         W=delta.kernel_size,
-        M=num_inputs,
+        M=states.inputs.shape[1],
         V_TILE=triton.next_power_of_2(delta.value_dim),
         SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share),

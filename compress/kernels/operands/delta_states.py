@@ -38,7 +38,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where passes over prompts save states on their way: P places of inputs [P, W, F] and of a state
+    """The places in which passes over prompts save states on their way: P of inputs [P, W, F] and of a state
     [P, 1, H, V, K], as slots have them, and for each slot after how many tokens of its sequence one is saved,
     and in which place, int32 [S, 2]. 0 tokens: none.
 
@@ -73,12 +73,12 @@ class DeltaStates:
 
     @property
     def saved_heads(self) -> tuple[Tensor, Tensor]:
-        """Where states are saved, and when; any tensors where they are not."""
+        """The saved states, and which are wanted; any tensors where none are saved."""
         return (self.heads, self.heads) if self.saving is None else (self.saving.heads, self.saving.wanted_S2)
 
     @property
     def saved_inputs(self) -> tuple[Tensor, Tensor]:
-        """Where inputs are saved, and when; any tensors where they are not."""
+        """The saved inputs, and which are wanted; any tensors where none are saved."""
         if self.saving is None:
             return self.inputs, self.inputs
         return self.saving.inputs, self.saving.wanted_S2

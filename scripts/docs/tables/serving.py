@@ -15,6 +15,11 @@ def runs(experiment: str) -> list[Run]:
     return [run for run in result_file("h200/serving").runs if run.where(experiment=experiment)]
 
 
+def runs_with_states() -> list[Run]:
+    """Return the runs of first tokens of models with delta nets."""
+    return [result_file(f"h200/serving_{name}").run for name in ("qwen3.5-9b", "qwen3.5-35b-a3b")]
+
+
 def one(experiment: str, **wanted: Any) -> Row:
     """Return the only row of an experiment with these values."""
     (row,) = (row for run in runs(experiment) for row in run.where(experiment=experiment, **wanted))
