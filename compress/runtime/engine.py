@@ -105,10 +105,10 @@ class Engine:
             state_bytes=state_bytes,
             saved_bytes=slot_bytes(self.arch, 1) if saves_states else 0,
         )
+        num_saved = config.num_saved((num_blocks - 1) * self._block_size) if saves_states else 0
         num_first = config.max_batch_size if state_bytes else 0
         num_blocks += num_first
         self._cache_positions = (num_blocks - 1) * self._block_size
-        num_saved = config.num_saved(self._cache_positions) if saves_states else 0
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,

@@ -150,7 +150,8 @@ class EngineConfig:
                         raise UsageError(
                             f"the states of {self.max_batch_size} requests are {of_requests:,} bytes, more "
                             f"than the {free:,} that are free for a cache. Lower max_batch_size or the "
-                            "number of tokens that speculation proposes, or leave out the prefix cache."
+                            "number of tokens that speculation proposes"
+                            f"{', or leave out the prefix cache' if saved_bytes else ''}."
                         )
                     other += of_requests
                 limit_bytes = max(0, free - other)

@@ -5,8 +5,8 @@ States are large, so few are saved, each at the end of a full block:
 
 - at the last full block of a prompt, from where the next turn of a conversation goes on;
 - where a prompt departs from those before it: the next one that departs there goes on from there;
-- where the budget of a step cuts a prompt that has a state saved further on. These are evicted first, then
-  the one that was used least recently.
+- where the budget of a step cuts a prompt that has a state saved further on. These are evicted first, the
+  oldest of them before others, and then the state that was used least recently.
 
 A pass over a prompt saves one state on its way (`kernels/operands/delta_states.py`), so a prompt is cut where
 it departs, and other completions of it wait until its state is saved. A state is saved `LEAST_TOKENS` or more
@@ -25,7 +25,7 @@ from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
 
 LEAST_TOKENS = 256
-"""So many tokens of a prompt take longer than the pass that a cut adds."""
+"""Tokens of a prompt that are worth the memory of a state; so many or more are between two of a prompt."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class StateCopies:
 
 class PrefixStates:
     """The places of saved states, and the `copies` of the step that is being scheduled. States are saved
-    after a multiple of `multiple` tokens, which is one of the block size.
+    after a multiple of `multiple` tokens, which is one of the block size, and of `chunk` tokens of a pass.
     """
 
     def __init__(
@@ -55,14 +55,18 @@ class PrefixStates:
         multiple: int,
         num_saved: int,
         least_tokens: int = LEAST_TOKENS,
+        chunk: int = CHUNK,
     ) -> None:
         self._prefixes = prefixes
         self._pool = pool
         self._block_size = block_size
         self._multiple = multiple
         self._least_tokens = least_tokens
+        self._chunk = chunk
         self._free = list(range(num_saved))
         self._places: OrderedDict[bytes, int] = OrderedDict()
+        self._on_the_way: OrderedDict[bytes, None] = OrderedDict()
+        """Those among them that are evicted first."""
         self._of_this_step: set[bytes] = set()
         prefixes.on_forget = self._forget
         self.copies = StateCopies()
@@ -84,7 +88,7 @@ class PrefixStates:
     def begin(self, generation: Generation) -> None:
         """Give a request that goes on from the blocks of a prefix a first block and a slot of its own."""
         key = self._prefixes.key(generation, len(generation.blocks) - 1)
-        self._places.move_to_end(key)
+        self._use(key)
         generation.saved_tokens = len(generation.blocks) * self._block_size
         generation.first_copy = generation.blocks[0]
         (slot,) = self._pool.allocate(1, begins=True)
@@ -92,7 +96,7 @@ class PrefixStates:
         self.copies.blocks.append((generation.first_copy, slot))
         self.copies.restored.append(SavedState(slot, self._places[key], generation.saved_tokens))
 
-    def awaits(self, generation: Generation, first: Generation, found: list[int]) -> bool:
+    def awaits(self, first: Generation, found: list[int]) -> bool:
         """Return whether a waiting request, which finds these blocks, is to go on from a state that is yet to
         be saved of another one with the same prompt, or that its pass in this step saves."""
         last = self._last(len(first.tokens))
@@ -103,20 +107,20 @@ class PrefixStates:
         """Return where a chunk of a prompt ends that could reach `end`: where the prompt departs from those
         before it, if a state is to be saved there."""
         branch = generation.branch
-        is_within = generation.num_computed < branch < end
-        return branch if is_within and self._is_far(generation, branch) else end
+        if not generation.num_computed < branch < end or not self._can_save(generation, branch):
+            return end
+        is_saved = self._prefixes.key(generation, branch // self._block_size - 1) in self._places
+        return end if is_saved else branch
 
     def save(self, generation: Generation, end: int) -> None:
         """Have the pass over the next chunk of a prompt, up to `end`, save the state after its last full
         block, or else that at the end of the chunk, and cache the blocks before it, where the prompt has come
         far enough since the last time and there is room.
         """
-        begin = generation.num_computed
         last = self._last(len(generation.tokens))
-        num_tokens = last if begin < last <= end and self._is_far(generation, last) else end
-        if num_tokens % self._multiple or not self._is_far(generation, num_tokens):
-            return
-        if (num_tokens - begin) % CHUNK:
+        is_within = generation.num_computed < last <= end
+        num_tokens = last if is_within and self._is_far(generation, last) else end
+        if num_tokens % self._multiple or not self._can_save(generation, num_tokens):
             return
         idx = num_tokens // self._block_size - 1
         key = self._prefixes.key(generation, idx)
@@ -132,17 +136,27 @@ class PrefixStates:
             self._of_this_step.add(key)
             self.copies.saved.append(SavedState(generation.blocks[0], place, num_tokens))
             if num_tokens != generation.branch and last - num_tokens >= self._least_tokens:
-                self._places.move_to_end(key, last=False)
+                self._on_the_way[key] = None
         else:
-            self._places.move_to_end(key)
+            self._use(key)
         generation.saved_tokens = num_tokens
 
     def _last(self, num_tokens: int) -> int:
         """Return where the last full block of a prompt ends; the model must see its last token."""
         return (num_tokens - 1) // self._multiple * self._multiple
 
+    def _can_save(self, generation: Generation, num_tokens: int) -> bool:
+        """Return whether the next pass of a prompt can save the state after so many tokens, far enough from
+        the last one."""
+        in_pass = num_tokens - generation.num_computed
+        return in_pass % self._chunk == 0 and self._is_far(generation, num_tokens)
+
     def _is_far(self, generation: Generation, num_tokens: int) -> bool:
         return num_tokens - generation.saved_tokens >= self._least_tokens
+
+    def _use(self, key: bytes) -> None:
+        self._places.move_to_end(key)
+        self._on_the_way.pop(key, None)
 
     def _has(self, key: bytes) -> bool:
         return key in self._places and key not in self._of_this_step
@@ -163,11 +177,12 @@ class PrefixStates:
     def _take_place(self) -> int | None:
         """Return a free place, if need be that of the state that is evicted first; None if there are none."""
         if not self._free and self._places:
-            self._forget(next(iter(self._places)))
+            self._forget(next(iter(self._on_the_way or self._places)))
         return self._free.pop() if self._free else None
 
     def _forget(self, key: bytes) -> None:
         """Free the place of a state, if one is saved."""
+        self._on_the_way.pop(key, None)
         place = self._places.pop(key, None)
         if place is not None:
             self._free.append(place)

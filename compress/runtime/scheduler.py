@@ -290,7 +290,7 @@ class Scheduler:
         first = None if self._states is None else self._first_of_group(generation)
         if self._states is None or first is None:
             return False
-        return self._states.awaits(generation, first, self._found(generation))
+        return self._states.awaits(first, self._found(generation))
 
     def _first_of_group(self, generation: Generation) -> Generation | None:
         """Return the request of the same group and prompt that is being prefilled, if there is one."""

@@ -250,12 +250,14 @@ def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, le
 
 
 @each_kernel
-@each_shape
+@pytest.mark.parametrize(
+    "delta", [*SHAPES.values(), DeltaNet(1, 1, 136, 8, 2)], ids=[*SHAPES, "in no chunks"]
+)
 @pytest.mark.parametrize("num_kept", [1, 4])
 def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
     kernel: Kernel, device: str, delta: DeltaNet, num_kept: int
 ) -> None:
-    """One sequence in two passes, which save after 96 and after 128 tokens; another whose pass ends there."""
+    """One sequence in two passes, which save after 96 and after 142 tokens; another whose pass ends there."""
     case, other = (Case.of(delta, 150, device, torch.float32, seed) for seed in (0, 1))
     other.weights = case.weights
     saved = StackedStates.empty(delta, 1, 3, 1, torch.device(device))
@@ -271,7 +273,8 @@ def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
             wanted_S2[slot] = torch.tensor((num_tokens, place))
 
     want((2, 96, 1), (1, 64, 2))
-    run(kernel, [(case, 2, 0, 110), (other, 1, 0, 64)], states)
+    fresh = Case.of(delta, 40, device, torch.float32, 2)
+    run(kernel, [(case, 2, 0, 110), (other, 1, 0, 64), (fresh, 3, 0, 40)], states)
     assert saved.heads[0, 0].isnan().all()
     go_on(kernel, [(case, 96, 1), (other, 64, 2)], stack, saved)
     want((2, 142, 0))

@@ -100,6 +100,16 @@ def test_states_are_saved_at_the_end_of_a_prompt_and_where_one_departs() -> None
     assert engine.counts.prefix_hits == 320 + 320 + 608
 
 
+def test_of_prompts_that_depart_together_only_one_is_cut() -> None:
+    engine = engine_of()
+    engine.generate([request("0", SHARED + ids(60, 1))])
+    for idx in range(1, 5):
+        engine.add(request(str(idx), SHARED + ids(40, 1 + idx), max_tokens=1))
+    assert [len(engine.step()), len(engine.step())] == [3, 1]
+    (third,) = engine.generate([request("5", SHARED + ids(40, 9))])
+    assert third.cached_tokens == 320
+
+
 def test_the_next_turn_of_a_conversation_goes_on_from_its_last_prompt() -> None:
     engine = engine_of()
     (first,) = engine.generate([request("0", SHARED, max_tokens=20)])

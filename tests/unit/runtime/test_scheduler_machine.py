@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from compress.errors import QueueFull
 from compress.runtime.batching import POLICIES, Batching
@@ -126,6 +133,9 @@ class ClearingPool(BlockPool):
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, steps and cancellations over one scheduler with settings of any kind."""
 
+    num_restored = 0
+    """States that were restored in all runs."""
+
     @initialize(
         num_blocks=st.integers(8, 16),
         batch_size=st.integers(2, 5),
@@ -167,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 multiple=multiple,
                 num_saved=num_saved,
                 least_tokens=BLOCK,
+                chunk=BLOCK,
             )
         self.scheduler = Scheduler(
             self.pool,
@@ -243,6 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cells.copy(batch.copies)
         if batch.states is not None:
             self.cells.begin_states(batch.states)
+            SchedulerMachine.num_restored += len(batch.states.restored)
         for generation in batch.decodes:
             length = generation.length
             assert length > len(generation.request.prompt)  # its prompt chose the first token
@@ -330,10 +342,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.cells.num_used == 0
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=250,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def test_any_order_of_arrivals_steps_and_cancellations() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=250,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    assert SchedulerMachine.num_restored > 50
