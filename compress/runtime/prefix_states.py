@@ -66,7 +66,7 @@ class PrefixStates:
         self._free = list(range(num_saved))
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._on_the_way: OrderedDict[bytes, None] = OrderedDict()
-        """Those among them that are evicted first."""
+        """The keys of those that are evicted first."""
         self._of_this_step: set[bytes] = set()
         prefixes.on_forget = self._forget
         self.copies = StateCopies()

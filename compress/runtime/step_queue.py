@@ -39,7 +39,7 @@ class LaunchedStep:
 
 
 class Copies(Protocol):
-    """What steps copy within a cache, and which states their passes save; the device keeps their order."""
+    """The copies of steps within a cache, and the states that passes save; the device keeps their order."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second."""
