@@ -114,13 +114,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, print and write."""
     parser = argument_parser(__doc__ or "")
     parser.set_defaults(model="qwen3.5-9b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--repeats", type=int, default=5)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args: argparse.Namespace = parser.parse_args()
     if args.show is not None:
         print(table(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
         return
