@@ -130,7 +130,7 @@ class _Part:
         self, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
     ) -> Tensor:
         """Return the outputs of one row [1, H, V], and keep the state after it."""
-        (q_HK,), (k_HK,), (v_HV,) = q_THK, k_THK, v_THV
+        q_HK, k_HK, v_HV = (each[0] for each in (q_THK, k_THK, v_THV))
         before_HVK = self._state(self.first)
         kept_H11 = log_decay_TH.exp().view(-1, 1, 1)
         found_HV2 = torch.bmm(before_HVK, torch.stack((k_HK, q_HK), dim=-1)) * kept_H11
