@@ -11,7 +11,6 @@ no sequence: block tables are padded with it, and padding rows write there. Form
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count, repeat
 
 import torch
 from torch import Tensor
@@ -181,13 +180,14 @@ class KVCache:
             for slots, kept in ((num_slots, num_kept), (num_saved, 1))
         )
         self._wanted_S2 = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
-        states = {delta: map(self._states, repeat(delta), count()) for delta in deltas}
-        self._layers = [
-            _empty(layer, kv_format, num_blocks, block_size, device, pair)
-            if layer.delta is None
-            else next(states[layer.delta])
-            for layer, pair in zip(arch.layers, scales, strict=True)
-        ]
+        self._layers: list[Pages | DeltaStates] = []
+        num_before: Counter[DeltaNet] = Counter()
+        for layer, pair in zip(arch.layers, scales, strict=True):
+            if layer.delta is None:
+                self._layers.append(_empty(layer, kv_format, num_blocks, block_size, device, pair))
+            else:
+                self._layers.append(self._states(layer.delta, num_before[layer.delta]))
+                num_before[layer.delta] += 1
 
     @property
     def block_bytes(self) -> int:

@@ -46,7 +46,7 @@ def delta_net(
             part = _Part(states, weights, slot, first + begin, end - begin)
             out_TZ[rows] = part.run(qkv_gate_TF[rows], beta_decay_TH[rows])
             if 0 < wanted == first + end:
-                part.save()
+                states.save(slot, wanted)
         start += length
     return out_TZ
 
@@ -90,17 +90,6 @@ class _Part:
         out_THV = (self._step if self.length == 1 else self._chunks)(*operands)
         normed_THV = rms_norm(out_THV.to(gate_TZ.dtype), self.weights.norm_V, self.weights.norm_eps)
         return (normed_THV.flatten(1) * F.silu(gate_TZ.to(torch.float32))).to(gate_TZ.dtype)
-
-    def save(self) -> None:
-        """Save the state after the last of them."""
-        saving = self.states.saving
-        assert saving is not None
-        place = int(saving.wanted_S2[self.slot, 1])
-        end = self.first + self.length
-        saving.heads[place, 0] = self._state(end)
-        for position in range(max(0, end - self.states.delta.kernel_size + 1), end):
-            inputs_F = self.states.inputs[self.slot, position % self.states.inputs.shape[1]]
-            saving.inputs[place, position % saving.inputs.shape[1]] = inputs_F
 
     def _convolved(self, x_TF: Tensor) -> Tensor:
         """Return silu of the convolution, and keep the last inputs."""

@@ -44,7 +44,7 @@ def delta_net(
             out_HV, state_HVK = _step(states, mixed_F, beta_H, decay_H, weights, state_HVK)
             _keep_(states.heads, slot, position, state_HVK)
             if saving is not None and position + 1 == saving.wanted_S2[slot.long(), 0]:
-                _save_(states, slot, position, state_HVK)
+                states.save(int(slot), int(position) + 1)
             normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
             silu_Z = F.silu(gate_Z.to(torch.float32))
             out_TZ[row] = (normed_HV.flatten() * silu_Z).to(out_TZ.dtype)
@@ -94,16 +94,6 @@ def _at(kept: Tensor, slot: Tensor, position: Tensor) -> Tensor:
 
 def _keep_(kept: Tensor, slot: Tensor, position: Tensor, value: Tensor) -> None:
     kept[slot.long(), (position % kept.shape[1]).long()] = value
-
-
-def _save_(states: DeltaStates, slot: Tensor, position: Tensor, state_HVK: Tensor) -> None:
-    """Save the state after a position."""
-    assert states.saving is not None
-    place = states.saving.wanted_S2[slot.long(), 1]
-    _keep_(states.saving.heads, place, position, state_HVK)
-    for back in range(states.delta.kernel_size - 1):
-        past = position - back
-        _keep_(states.saving.inputs, place, past, _at(states.inputs, slot, past))
 
 
 register(Kernel("delta_net", "reference", min_sm=0, priority=0, supports=anything, fn=delta_net))

@@ -71,6 +71,15 @@ class DeltaStates:
         """The positions after which a slot has the state."""
         return self.heads.shape[1]
 
+    def save(self, slot: int, num_tokens: int) -> None:
+        """Copy the state that a slot has after so many tokens to where it is wanted."""
+        assert self.saving is not None
+        place = int(self.saving.wanted_S2[slot, 1])
+        self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
+        for position in range(max(0, num_tokens - self.delta.kernel_size + 1), num_tokens):
+            inputs_F = self.inputs[slot, position % self.inputs.shape[1]]
+            self.saving.inputs[place, position % self.saving.inputs.shape[1]] = inputs_F
+
     @property
     def saved_heads(self) -> tuple[Tensor, Tensor]:
         """The saved states, and which are wanted; any tensors where none are saved."""

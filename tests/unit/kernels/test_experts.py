@@ -412,7 +412,10 @@ def test_router(facts: Experts) -> None:
         with_shared, their_weights = kernel.fn(x_TD, router, facts, shared=3)
         assert with_shared.dtype == torch.int32
         assert torch.equal(with_shared[:, :-3], ids)
-        torch.testing.assert_close(their_weights[:, :-3], weights, rtol=1e-6, atol=0)
+        if INTERPRETED:  # numpy adds up a longer row, whose other numbers are zero, in another order
+            torch.testing.assert_close(their_weights[:, :-3], weights, rtol=1e-6, atol=0)
+        else:
+            assert same_bits(their_weights[:, :-3].contiguous(), weights)
         assert with_shared[:, -3:].tolist() == [[count, count + 1, count + 2]] * 9
         assert bool((their_weights[:, -3:] == 1).all())
         if phase == "decode":

@@ -352,4 +352,4 @@ def test_any_order_of_arrivals_steps_and_cancellations() -> None:
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert SchedulerMachine.num_restored > 50
+    assert SchedulerMachine.num_restored > 0

@@ -1,0 +1,150 @@
+"""The recurrence of a gated delta net over rows one after the other: all of a decode step, a few of a prompt,
+and the last of a prompt that leave states of their own.
+
+One program has some columns of the state of a head in registers and goes from row to row, so the bits of a
+row do not depend on how many rows of its sequence a step has.
+
+Shapes: T rows, F channels of the convolution, Z = H V, H value heads, G key heads, K key dimension, V value
+dimension, N states of a slot.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
+from compress.kernels.operands.delta_states import DeltaStates, Sequences
+
+COLUMNS = 8
+WARPS = 1
+"""Columns of a state that one program has, and its warps."""
+
+
+@jit()
+def _recur(
+    mixed_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    saved_ptr: tl.tensor,
+    wanted_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_sequences: tl.tensor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    N: tl.constexpr,
+    K_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEW: tl.constexpr,
+    SAVES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Take some columns of the state of one head from the first row of a sequence to its last; of a sequence
+    with more than FEW rows, through the last N - 1."""
+    launch_dependents(PDL)
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    # Rows and columns of one layout, so that nothing moves between threads but the sums.
+    k_idx = tl.arange(0, K_TILE)[None, :]
+    v_idx = (tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
+    k_real = k_idx < K
+    v_real = v_idx < V
+    wait(PDL)
+    start = tl.load(starts_ptr + sequence)
+    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    start = tl.where(stop - start > FEW, stop - (N - 1), start)
+    length = stop - start
+    first = tl.load(context_lens_ptr + sequence) - length
+    own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    slot = own_slot * N
+    inner = head * K * V + v_idx * K + k_idx
+    real = v_real & k_real & (length > 0)
+    if SAVES:
+        wanted = tl.load(wanted_ptr + own_slot * 2) - first - 1
+        saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
+    place = slot + tl.maximum(first - 1, 0) % N
+    state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
+    q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
+    v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
+    gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
+    out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
+    # The operands of a row are loaded while the row before it is computed.
+    q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0)
+    k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
+    v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0)
+    keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
+    beta_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
+    for idx in range(length):
+        q = q_next
+        k = k_next
+        v = v_next
+        keep = tl.exp(keep_next)
+        beta = beta_next
+        q_at += F
+        v_at += F
+        gate_at += 2 * H
+        follows = idx + 1 < length
+        q_next = tl.load(q_at, mask=k_real & follows, other=0.0)
+        k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0)
+        v_next = tl.load(v_at, mask=v_real & follows, other=0.0)
+        keep_next = tl.load(gate_at, mask=follows, other=0.0)
+        beta_next = tl.load(gate_at + H, mask=follows, other=0.0)
+        # Both products with the state before the row, so that neither waits for the other.
+        held = tl.sum(state * k, axis=1, keep_dims=True) * keep
+        found = tl.sum(state * q, axis=1, keep_dims=True) * keep
+        update = (v - held) * beta
+        out = found + update * tl.sum(k * q, axis=1, keep_dims=True)
+        state = state * keep + update * k
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
+        if idx >= length - N:
+            kept = slot + tl.maximum(first + idx, 0) % N
+            tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
+        if SAVES:
+            tl.store(saved_at, state, mask=real & (idx == wanted))
+        out_at += H * V
+
+
+def recur(
+    mixed_TF: Tensor,
+    gates_TH: Tensor,
+    states: DeltaStates,
+    sequences: Sequences,
+    out_TZ: Tensor,
+    options: dict[str, Any],
+    *,
+    few_rows: int,
+) -> None:
+    """Write the outputs and the states of sequences with at most `few_rows` rows in the pass, and of others
+    of the last rows, one fewer than the states that are kept. Operands are those of `chunks.recur`."""
+    delta = states.delta
+    num_sequences = len(sequences.starts_R)
+    _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
+        mixed_TF,
+        gates_TH,
+        states.heads,
+        *states.saved_heads,
+        sequences.context_lens_R,
+        sequences.slots_R,
+        sequences.starts_R,
+        out_TZ,
+        len(mixed_TF),
+        num_sequences,
+        H=delta.num_heads,
+        G=delta.num_key_heads,
+        K=delta.key_dim,
+        V=delta.value_dim,
+        F=delta.num_channels,
+        N=states.num_kept,
+        K_TILE=triton.next_power_of_2(delta.key_dim),
+        COLUMNS=COLUMNS,
+        FEW=few_rows,
+        SAVES=sequences.chunks_C4 is not None and states.saving is not None,
+        num_warps=WARPS,
+        **options,
+    )
