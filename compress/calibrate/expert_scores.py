@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compress.calibrate.observe import forward
 from compress.calibrate.samples import Samples
+from compress.calibrate.side_inputs import SideInputs
 from compress.context import Context
 from compress.models.decoder import DecoderLayer, embedded
 from compress.models.experts import ALL_TOKENS
@@ -33,7 +34,9 @@ def expert_scores(
     """
     arch = source.arch
     device = torch.device(ctx.device)
-    embed_VD = dense(source.outer()["embed.weight"]).to(device)
+    outer = source.outer()
+    embed_VD = dense(outer["embed.weight"]).to(device)
+    side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device)
     samples = Samples((*tokens_NS.shape, arch.hidden_size), compute_dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
         samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
@@ -47,7 +50,8 @@ def expert_scores(
         for sample in range(len(tokens_NS)):
             taps: dict[str, Tensor] = {}
             piece = slice(sample, sample + 1)
-            samples[piece] = forward(layer, samples[piece], no_tap if experts is None else taps.__setitem__)
+            tap = no_tap if experts is None else taps.__setitem__
+            samples[piece] = forward(layer, samples[piece], tap, side_inputs.attention(piece))
             if experts is not None:
                 add_scores_(layer, taps[ALL_TOKENS].flatten(0, -2), sums, counts)
         found.append(sums / counts.clamp(min=1))

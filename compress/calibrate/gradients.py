@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.calibrate.observe import observe_on_one_rank
+from compress.calibrate.side_inputs import SideInputs, weights_read
 from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
@@ -33,7 +34,7 @@ from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, capped, embedded
 from compress.models.layer_shape import LinearGroup
 from compress.models.norms import Norm, final_norm
-from compress.models.weights import WeightSource, build_layer, dense, fill_
+from compress.models.weights import Weights, WeightSource, build_layer, dense, fill_
 
 
 class GradientVisitor(Protocol):
@@ -62,6 +63,7 @@ class EmbedAndHead:
     embed_VD: Tensor
     norm: Norm
     head_VD: Tensor
+    of_side_inputs: Weights
 
     @staticmethod
     def load(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "EmbedAndHead":
@@ -72,7 +74,7 @@ class EmbedAndHead:
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = final_norm(arch)
         fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
-        return EmbedAndHead(embed_VD, norm.requires_grad_(False), head_VD.to(dtype))
+        return EmbedAndHead(embed_VD, norm.requires_grad_(False), head_VD.to(dtype), weights_read(outer))
 
 
 def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -111,6 +113,7 @@ def visit_gradients(
     outer_modules = outer_modules or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
     tokens_NS = tokens_NS.to(device=device, dtype=torch.int64)
     x_NSD = embedded(arch, outer_modules.embed_VD, tokens_NS).to(dtype)
+    side_inputs = SideInputs.of(arch, outer_modules.of_side_inputs, tokens_NS, dtype=dtype, device=device)
     inputs = list[Tensor]()
     last = arch.num_layers - 1
     total = 2 * arch.num_layers
@@ -121,12 +124,13 @@ def visit_gradients(
             if last:
                 layers.start(idx + 1 if idx < last else last - 1)
             inputs.append(_to_host(x_NSD))
-            _forward_(layer, x_NSD)
+            _forward_(layer, x_NSD, side_inputs)
         gradient_NSD = x_NSD
         _replace_by_loss_gradient_(gradient_NSD, arch, outer_modules, draws_NS)
         if counted_NS is not None:
             predicted_NS = F.pad(counted_NS[:, 1:], (0, 1)).to(device)
             gradient_NSD *= predicted_NS.unsqueeze(2)
+        of_kept = {idx: torch.zeros_like(each[:]) for idx, each in side_inputs.kept.items()}
         for idx in reversed(range(arch.num_layers)):
             ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
             if idx < last:
@@ -135,10 +139,18 @@ def visit_gradients(
                 layers.start(idx - 1)
             x_NSD = inputs.pop().to(device, non_blocking=True)
             needs = visitor.needs()
-            visitor.start_layer(layer, observe_on_one_rank(layer, x_NSD, needs) if needs else {})
+            stats = observe_on_one_rank(layer, x_NSD, needs, side_inputs=side_inputs) if needs else {}
+            visitor.start_layer(layer, stats)
             for sample in range(len(x_NSD)):
                 one = slice(sample, sample + 1)
-                gradient_NSD[one] = _backward(layer, x_NSD[one], gradient_NSD[one], visitor)
+                gradient_NSD[one] = _backward(
+                    layer,
+                    x_NSD[one],
+                    gradient_NSD[one],
+                    visitor,
+                    side_inputs.attention(one),
+                    {layer_idx: each[one] for layer_idx, each in of_kept.items()},
+                )
 
 
 def _to_host(x_NSD: Tensor) -> Tensor:
@@ -149,10 +161,10 @@ def _to_host(x_NSD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
+def _forward_(layer: DecoderLayer, x_NSD: Tensor, side_inputs: SideInputs) -> None:
     positions = torch.arange(x_NSD.shape[1], device=x_NSD.device)
-    for x_1SD in x_NSD.split(1):
-        x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
+    for idx, x_1SD in enumerate(x_NSD.split(1)):
+        x_1SD.copy_(layer(x_1SD, positions, side_inputs.attention(slice(idx, idx + 1))))
 
 
 def _replace_by_loss_gradient_(
@@ -186,8 +198,17 @@ def _logits_gradient(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
     return p_SV.scatter_add_(1, labels_S1, p_SV.new_full((), -1.0).expand_as(labels_S1)).to(logits_SV.dtype)
 
 
-def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor: GradientVisitor) -> Tensor:
-    """Return the gradient at the layer's input; the visitor receives those at the outputs of its linears."""
+def _backward(
+    layer: DecoderLayer,
+    x_1SD: Tensor,
+    gradient_1SD: Tensor,
+    visitor: GradientVisitor,
+    attention: FullAttention,
+    of_kept: Mapping[int, Tensor],
+) -> Tensor:
+    """Return the gradient at the layer's input; the visitor receives those at the outputs of its linears.
+    `of_kept` are the gradients [1, S, 2 K C] at keys and values that several layers read, by the layer that
+    makes them: such a layer adds its own, and that one passes them on."""
     taps: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -201,10 +222,25 @@ def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor:
 
     hooks = [keep(name) for group in layer.groups() for name in group.linears]
     x_1SD = x_1SD.detach().requires_grad_(True)
-    y_1SD = layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
+    source = layer.shape.kv_source
+    read: tuple[Tensor, ...] = ()
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    if source is not None:
+        k_1SKC, v_1SKC = attention.kept[source]
+        read = k_1SKC.requires_grad_(True), v_1SKC.requires_grad_(True)
+        kept[source] = (k_1SKC, v_1SKC)
+    attention.kept = kept
+    y_1SD = layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), attention, tap)
     for hook in hooks:
         hook.remove()  # type: ignore[attr-defined]
-    gradient, *of_outputs = torch.autograd.grad(y_1SD, [x_1SD, *outputs.values()], gradient_1SD)
+    made = kept[layer.layer_idx] if layer.layer_idx in of_kept else ()
+    of_made = [each.view_as(made[0]) for each in of_kept[layer.layer_idx].chunk(2, dim=-1)] if made else []
+    gradient, *others = torch.autograd.grad(
+        [y_1SD, *made], [x_1SD, *read, *outputs.values()], [gradient_1SD, *of_made]
+    )
+    of_read, of_outputs = others[: len(read)], others[len(read) :]
+    if source is not None:
+        of_kept[source].add_(torch.cat([each.flatten(2) for each in of_read], dim=-1))
     found = {name: each.flatten(0, -2) for name, each in zip(outputs, of_outputs, strict=True)}
     with torch.no_grad():
         for group in layer.groups():

@@ -17,8 +17,10 @@ from torch import Tensor
 from compress.calibrate.experts import DEFAULT_POLICY, ExpertPolicy
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.samples import Samples
+from compress.calibrate.side_inputs import SideInputs
 from compress.context import NUM_SHARDS, OneRank, Ranks
 from compress.models.arch import Arch
+from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer
 from compress.models.weights import Weights, build_layer
 
@@ -38,7 +40,8 @@ class LayerRun:
     same tokens, or None if no statistic compares the two. `shards` is shard index -> its samples, counted
     over the whole calibration set. `dtype` is that of the computation. `experts` is what becomes of the
     statistics of starved experts, `piece_tokens` the largest piece. `counted_NS`, bool, are the tokens of
-    `samples` that sums over tokens count, None where all do.
+    `samples` that sums over tokens count, None where all do. `side_inputs` are those of `samples`, and
+    `source_side_inputs` those of `source_samples`; None where layers read the stream alone.
     """
 
     samples: Samples
@@ -50,9 +53,13 @@ class LayerRun:
     experts: ExpertPolicy = DEFAULT_POLICY
     piece_tokens: int = PIECE_TOKENS
     counted_NS: Tensor | None = None
+    side_inputs: SideInputs | None = None
+    source_side_inputs: SideInputs | None = None
 
     @staticmethod
-    def on_one_rank(x_NSD: Tensor, source_NSD: Tensor | None = None) -> "LayerRun":
+    def on_one_rank(
+        x_NSD: Tensor, source_NSD: Tensor | None = None, side_inputs: SideInputs | None = None
+    ) -> "LayerRun":
         """Return a run over copies of these activations in this process alone."""
         samples = Samples.from_tensor(x_NSD)
         source_samples = None if source_NSD is None else Samples.from_tensor(source_NSD)
@@ -63,6 +70,7 @@ class LayerRun:
             OneRank(),
             MemoryGuard(None, samples),
             x_NSD.dtype,
+            side_inputs=side_inputs,
         )
 
     @property
@@ -85,6 +93,11 @@ class LayerRun:
             ]
             for shard_idx, shard in self.shards.items()
         }
+
+    def attention(self, samples: Samples, piece: slice) -> FullAttention:
+        """Return the attention of a piece of `samples`, or of `source_samples`."""
+        inputs = self.source_side_inputs if samples is self.source_samples else self.side_inputs
+        return FullAttention() if inputs is None else inputs.attention(piece)
 
     def build_layer(self, arch: Arch, layer_idx: int, weights: Weights) -> DecoderLayer:
         """Return the layer in the dtype of the computation, on the device."""

@@ -27,6 +27,7 @@ from compress.calibrate.experts import (
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
+from compress.calibrate.side_inputs import SideInputs
 from compress.calibrate.stats import (
     AbsMax,
     InputStats,
@@ -38,7 +39,7 @@ from compress.calibrate.stats import (
     StatFactory,
 )
 from compress.context import OneRank, Ranks
-from compress.models.attention import FullAttention
+from compress.models.attention import AttentionFn, FullAttention
 from compress.models.decoder import DecoderLayer
 from compress.models.experts import ALL_TOKENS
 from compress.models.layer_shape import LinearGroup
@@ -151,11 +152,15 @@ def _source_at_experts(
 
 
 def observe_on_one_rank(
-    layer: DecoderLayer, x_NSD: Tensor, factories: Sequence[type[Stat]], policy: ExpertPolicy = DEFAULT_POLICY
+    layer: DecoderLayer,
+    x_NSD: Tensor,
+    factories: Sequence[type[Stat]],
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    side_inputs: SideInputs | None = None,
 ) -> Stats:
     """Return the statistics of every tap over all samples, computed in this process alone; those of starved
     experts are completed."""
-    trees = observe(layer, LayerRun.on_one_rank(x_NSD), factories)
+    trees = observe(layer, LayerRun.on_one_rank(x_NSD, side_inputs=side_inputs), factories)
     stats = gather_everywhere(trees, observed_kinds(layer, factories), OneRank())
     if layer.shape.experts is not None:
         complete_starved(stats, layer, stats[ALL_TOKENS], factories, policy)
@@ -200,7 +205,8 @@ def _taps_of(
     given."""
     x_BSD = run.memory.retry_on_oom(lambda: samples[piece], _OBSERVING)
     taps: dict[str, Tensor] = {}
-    y_BSD = run.memory.retry_on_oom(lambda: forward(layer, x_BSD, taps.__setitem__), _OBSERVING)
+    attention = run.attention(samples, piece)
+    y_BSD = run.memory.retry_on_oom(lambda: forward(layer, x_BSD, taps.__setitem__, attention), _OBSERVING)
     if into is not None:
         # Without a norm before it, a tap is the samples themselves, in whose place outputs may be stored.
         for name, tap_BSD in taps.items():
@@ -290,11 +296,15 @@ def replay_(layer: Forward, samples: Samples, run: LayerRun) -> None:
     """Replace samples of the run by the outputs of the layer for them."""
     for piece in itertools.chain(*run.pieces().values()):
         samples[piece] = run.memory.retry_on_oom(
-            lambda piece=piece: forward(layer, samples[piece], no_tap), "replaying a layer"
+            lambda piece=piece: forward(layer, samples[piece], no_tap, run.attention(samples, piece)),
+            "replaying a layer",
         )
 
 
 @torch.no_grad()
-def forward(layer: Forward, x_BSD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+def forward(
+    layer: Forward, x_BSD: Tensor, tap: Callable[[str, Tensor], None], attention: AttentionFn | None = None
+) -> Tensor:
     """Return the layer's output [B, S, D]; `tap` receives the inputs of its linears."""
-    return layer(x_BSD, torch.arange(x_BSD.shape[1], device=x_BSD.device), FullAttention(), tap)
+    positions = torch.arange(x_BSD.shape[1], device=x_BSD.device)
+    return layer(x_BSD, positions, FullAttention() if attention is None else attention, tap)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.calibrate.observe import forward
+from compress.calibrate.side_inputs import SideInputs
 from compress.context import Context
 from compress.models.decoder import capped, embedded
 from compress.models.norms import final_norm
@@ -48,7 +49,9 @@ def walk(
     """
     arch = source.arch
     device = torch.device(ctx.device)
-    embed = dense(source.outer()["embed.weight"])
+    outer = source.outer()
+    embed = dense(outer["embed.weight"])
+    side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device)
     x_NSD = torch.stack(
         [embedded(arch, embed, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
     )
@@ -56,8 +59,9 @@ def walk(
         ctx.boundary(idx, arch.num_layers, f"{task}: layer {idx} of {arch.num_layers}")
         layer = build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device)
         for sample in range(len(x_NSD)):
-            before_1SD = x_NSD[sample : sample + 1].to(device)
-            after_1SD = forward(layer, before_1SD, no_tap)
+            piece = slice(sample, sample + 1)
+            before_1SD = x_NSD[piece].to(device)
+            after_1SD = forward(layer, before_1SD, no_tap, side_inputs.attention(piece))
             visit(idx, before_1SD[0], after_1SD[0])
             x_NSD[sample] = after_1SD[0].to("cpu")
     return x_NSD

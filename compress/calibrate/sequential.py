@@ -53,6 +53,7 @@ from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_st
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.observe import Stats, gather_everywhere, observe, replay_
 from compress.calibrate.samples import Samples
+from compress.calibrate.side_inputs import SideInputs
 from compress.calibrate.stats import SourceStat, StatFactory
 from compress.calibrate.streaming import LayerPrefetcher, LayerWriter, return_freed_blocks
 from compress.calibrate.true_sequential import compress_true_sequential
@@ -151,7 +152,7 @@ def run_sequential(
                 state = _layer_state(arch, idx, weights, compression, run)
                 del weights  # a weight that a pass replaces must not be kept here
                 on_kv_ready = _do_nothing
-                if compression.kv_scales:
+                if compression.kv_scales and arch.layers[idx].kv_source is None:
                     on_kv_ready = partial(_scale_cache, state, arch_after)
                 compress(
                     state, arch, compression.passes, prefetch_next=prefetch_next, on_kv_ready=on_kv_ready
@@ -188,9 +189,17 @@ def _start(
         return_freed_blocks(arch)
     shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
     own_NS = tokens_NS[sample_range(shards)]
-    samples = _embedded(source, own_NS, out if ranks.rank == 0 else None, device, compute_dtype)
-    source_samples = samples.clone() if compression.compares_with_source else None
-    memory = MemoryGuard(ctx.progress, *(each for each in (samples, source_samples) if each is not None))
+    outer = _outer(source, out if ranks.rank == 0 else None)
+    samples = _embedded(arch, outer, own_NS, device, compute_dtype)
+    side_inputs = SideInputs.of(arch, outer, own_NS, dtype=compute_dtype, device=device)
+    del outer
+    source_samples, source_side_inputs = None, None
+    if compression.compares_with_source:
+        source_samples, source_side_inputs = samples.clone(), side_inputs.twin()
+    all_samples = [samples, source_samples]
+    for each in (side_inputs, source_side_inputs):
+        all_samples += [] if each is None else each.kept.values()
+    memory = MemoryGuard(ctx.progress, *(each for each in all_samples if each is not None))
     counted_NS = compression.counted_NS
     return LayerRun(
         samples,
@@ -202,6 +211,8 @@ def _start(
         compression.experts,
         piece_tokens_of(arch),
         None if counted_NS is None else counted_NS[sample_range(shards)],
+        side_inputs,
+        source_side_inputs,
     )
 
 
@@ -231,17 +242,21 @@ def _do_nothing() -> None:
     """Take the place of a callback where there is nothing to do."""
 
 
-def _embedded(
-    source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype
-) -> Samples:
-    """Return the inputs of the first layer; the weights outside of the layers are written to `out` and not
-    kept."""
+def _outer(source: WeightSource, out: Path | None) -> Weights:
+    """Return the weights outside of the layers, and write them to `out` if it is given."""
     outer = source.outer()
     check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
         save_weights(out / OUTER_NAME, outer)
+    return outer
+
+
+def _embedded(
+    arch: Arch, outer: Weights, tokens_NS: Tensor, device: torch.device, dtype: torch.dtype
+) -> Samples:
+    """Return the inputs of the first layer."""
     embed_VD = dense(outer["embed.weight"]).to(device)
     samples = Samples((*tokens_NS.shape, embed_VD.shape[1]), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx : idx + 1] = embedded(source.arch, embed_VD, tokens_S).unsqueeze(0)
+        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
     return samples

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.kv import Forward
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import gather_layer, gather_to_owners, observe, replay_
 from compress.calibrate.samples import Samples
@@ -72,7 +73,7 @@ def compress_true_sequential(
             _compress_group(second, state, layer, passes, half.cross, source_half.pass_through, into=values)
             for piece in itertools.chain(*run.pieces().values()):
                 run.samples[piece] = run.memory.retry_on_oom(
-                    partial(_leave, half, run.samples, values, piece), "replaying a layer"
+                    partial(_leave, half, run, values, piece), "replaying a layer"
                 )
 
 
@@ -121,8 +122,8 @@ def _compress_stages(
 
 
 @torch.no_grad()
-def _leave(half: HalfLayer, samples: Samples, values: Samples, piece: slice) -> Tensor:
-    return half.leave(samples[piece], values[piece])
+def _leave(half: HalfLayer, run: LayerRun, values: Samples, piece: slice) -> Tensor:
+    return half.leave(run.samples[piece], values[piece], run.attention(run.samples, piece))
 
 
 def _compress_group(

@@ -49,6 +49,8 @@ class Arch:
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
             o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
         unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope.
+        layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
+            "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453).
     """
@@ -85,6 +87,7 @@ class Arch:
     growth_unrotated: bool = False
     unit_qk_norm: bool = False
     rotates_first: bool = False
+    layer_embed_size: int = 0
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -95,6 +98,11 @@ class Arch:
         if self.rotates_first and (self.whole_qk_norm or self.unit_qk_norm):
             raise UnsupportedArch(
                 "norms of q and k that follow the rotation are those of single heads, with weights."
+            )
+        if self.layer_embed_size and self.block != "sandwich":
+            raise UnsupportedArch(
+                f"tokens have embeddings for each layer in a '{self.block}' block; the decoder reads them in "
+                "a 'sandwich' block."
             )
         for idx, layer in enumerate(self.layers):
             if self.norms_rotated and layer.leading_dim:
@@ -109,13 +117,26 @@ class Arch:
                     f"layer {idx}: a delta net in a '{self.block}' block with norm '{self.norm}'; the "
                     "decoder computes it in a 'pre' block with norm 'rms'."
                 )
-            if reason := layer.why_unfit():
+            if reason := layer.why_unfit() or self._why_source_unfit(idx):
                 raise UnsupportedArch(f"layer {idx}: {reason}")
             if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
                 raise UnsupportedArch(
                     f"layer {idx}: the branches of a mixture are normed apart in a '{self.block}' block; the "
                     "decoder computes them in a 'sandwich' block."
                 )
+
+    def _why_source_unfit(self, layer_idx: int) -> str | None:
+        """Return why a layer cannot read the keys and values that it is to read, None where it can."""
+        layer = self.layers[layer_idx]
+        if layer.kv_source is None:
+            return None
+        source = self.layers[layer.kv_source] if layer.kv_source < layer_idx else None
+        if source is None or source.kv_source is not None or source.delta is not None:
+            return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
+        heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
+        if heads[0] != heads[1]:
+            return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
+        return None
 
     @property
     def num_layers(self) -> int:
@@ -141,6 +162,11 @@ class Arch:
     def cached_numbers(self) -> int:
         """The numbers of one position that a cache of all layers holds."""
         return sum(layer.cached_numbers for layer in self.layers)
+
+    @cached_property
+    def kv_sources(self) -> frozenset[int]:
+        """The layers whose keys and values later layers read, too."""
+        return frozenset(layer.kv_source for layer in self.layers if layer.kv_source is not None)
 
     @cached_property
     def state_numbers(self) -> int:
@@ -197,10 +223,11 @@ class Arch:
         """All parameters; a tied head counts once. Biases and norms included."""
         heads = 1 if self.tied_head else 2
         total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
+        total += self.num_layer_embed_params
         for layer in self.layers:
             total += self.num_norms(layer) * self.hidden_size
             if self.qk_norm and layer.delta is None:
-                total += sum(self.qk_norm_sizes(layer))
+                total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
             if layer.delta is not None:
@@ -213,6 +240,16 @@ class Arch:
             for name in layer.linears:
                 total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
         return total
+
+    @property
+    def num_layer_embed_params(self) -> int:
+        """The parameters of the embeddings for each layer: the table, its projection and norm, and in each
+        layer two matrices and a norm."""
+        size = self.layer_embed_size
+        if not size:
+            return 0
+        of_all = (self.vocab_size + self.hidden_size) * self.num_layers * size + size
+        return of_all + self.num_layers * (2 * size + 1) * self.hidden_size
 
     @property
     def num_active_params(self) -> int:
@@ -342,4 +379,6 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
         rare["query_growth"] = (growth[0], int(growth[1]))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
+    if model.has("layer_embed_size"):
+        model.integer("layer_embed_size", 0, MAX_SIZE)
     return rare

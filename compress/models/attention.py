@@ -10,6 +10,7 @@ including the query itself; with a `chunk`, a query sees no key of an earlier ch
 """
 
 import math
+from collections.abc import Mapping, MutableMapping
 from typing import Protocol
 
 import torch
@@ -22,21 +23,24 @@ from compress.models.delta_net import DeltaState
 
 class AttentionFn(Protocol):
     """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x are
-    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value.
+    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value. Keys and
+    values that are `kept` are read by later layers, which name their `source` and bring none.
     """
 
     def __call__(
         self,
         layer_idx: int,
         q_BSHC: Tensor,
-        k_BSKC: Tensor,
-        v_BSKC: Tensor,
+        k_BSKC: Tensor | None,
+        v_BSKC: Tensor | None,
         *,
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         chunk: int | None = None,
+        kept: bool = False,
+        source: int | None = None,
     ) -> Tensor: ...
 
 
@@ -104,30 +108,44 @@ def attend_with_scores(
 
 
 class FullAttention:
-    """Each sequence of the batch attends to itself from position 0; nothing is kept."""
+    """Each sequence of the batch attends to itself from position 0. What layers read beside the stream is
+    here: the embeddings of the tokens for each layer, and keys and values that are kept for later layers."""
+
+    def __init__(self) -> None:
+        self.layer_inputs: Mapping[int, Tensor] = {}
+        """Layer -> the embeddings [B, S, P] of the tokens of this call for it (`layer_embedding.py`)."""
+        self.kept: MutableMapping[int, tuple[Tensor, Tensor]] = {}
+        """Layer -> its keys and values [B, S, K, C]."""
 
     def __call__(
         self,
         layer_idx: int,
         q_BSHC: Tensor,
-        k_BSKC: Tensor,
-        v_BSKC: Tensor,
+        k_BSKC: Tensor | None,
+        v_BSKC: Tensor | None,
         *,
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         chunk: int | None = None,
+        kept: bool = False,
+        source: int | None = None,
     ) -> Tensor:
-        del layer_idx
+        if k_BSKC is None or v_BSKC is None:
+            assert source is not None
+            k_BSKC, v_BSKC = self.kept[source]
+        elif kept:
+            self.kept[layer_idx] = (k_BSKC, v_BSKC)
         return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)
 
 
-class CachedAttention:
+class CachedAttention(FullAttention):
     """Attention with the keys and values, and the states of delta nets, of earlier calls; every sequence of
     the batch has the same length."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, DeltaState] = {}
         """The state of each layer that has a delta net in place of attention."""
@@ -141,18 +159,30 @@ class CachedAttention:
         self,
         layer_idx: int,
         q_BSHC: Tensor,
-        k_BSKC: Tensor,
-        v_BSKC: Tensor,
+        k_BSKC: Tensor | None,
+        v_BSKC: Tensor | None,
         *,
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         chunk: int | None = None,
+        kept: bool = False,
+        source: int | None = None,
     ) -> Tensor:
+        del kept
+        if k_BSKC is None or v_BSKC is None:
+            assert source is not None
+            return _attend(q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk)
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
         return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)
+
+
+def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:
+    """Return the embeddings [B, S, P] of the tokens of a call for a layer."""
+    assert isinstance(attention, FullAttention)
+    return attention.layer_inputs[layer_idx]

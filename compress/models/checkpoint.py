@@ -242,6 +242,7 @@ class Checkpoint:
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
+        anothers = self._modules_of_others()
         for name in self._files.names():
             if (
                 name not in expected
@@ -250,6 +251,7 @@ class Checkpoint:
                 and not self.family.is_untouched(name)
                 and not self._predicts_further_tokens(name)
                 and not self._is_idle_bias(name)
+                and not name.startswith(anothers)
             ):
                 raise UnsupportedArch(
                     f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does "
@@ -286,6 +288,13 @@ class Checkpoint:
         idx = name.removeprefix(prefix).partition(".")[0]
         is_after = name.startswith(prefix) and idx.isdecimal() and int(idx) >= self._arch.num_layers
         return is_after and f"{prefix}{idx}.eh_proj.weight" in self._files
+
+    def _modules_of_others(self) -> tuple[str, ...]:
+        """Return how the names of tensors begin that make keys and values in layers that read those of
+        another. Gemma 4 was published with them, and nothing reads them."""
+        layers = [idx for idx, layer in enumerate(self._arch.layers) if layer.kv_source is not None]
+        modules = [f"layers.{idx}.{name}" for idx in layers for name in ("attn.k", "attn.v", "attn.k_norm")]
+        return tuple(f"{self.family.to_disk(module)}." for module in modules)
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

@@ -9,10 +9,10 @@ q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv
 (arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a
 layer instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output
 by a number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net
-(`delta_net.py`) that of attention. Linears are separate (q, k, v, o,
-gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward;
-the serving runtime has its own fused step, which is tested against it. Not supported: dropout,
-encoder-decoder.
+(`delta_net.py`) that of attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a
+layer may read the keys and values of an earlier one. Linears are separate (q, k, v, o, gate, up, down) so
+that a method sees each one. Calibration, training and the golden tests run this forward; the serving runtime
+has its own fused step, which is tested against it. Not supported: dropout, encoder-decoder.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
 I in.
@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, FullAttention
+from compress.models.attention import AttentionFn, FullAttention, layer_input_of
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
+from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
 from compress.models.layer_shape import LinearGroup
 from compress.models.linear_attention import GatedDeltaNet
 from compress.models.moe import Moe
@@ -115,6 +116,8 @@ class DecoderLayer(nn.Module):
         else:
             self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
         self.ffn_post_norm = norm(has_post)
+        if arch.layer_embed_size:
+            self.layer_embed = LayerEmbedding(arch)
         if arch.layer_scalar:
             self.layer_scalar = nn.Parameter(torch.ones(1))
 
@@ -130,15 +133,17 @@ class DecoderLayer(nn.Module):
         x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
         ffn = self.ffn if self.shape.experts is None else self.moe
         ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
-        return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale))
+        return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale), attention)
 
     @property
     def _mixer(self) -> TokenMixer:
         """The module of the first half, which mixes positions."""
         return self.attn if self.shape.delta is None else self.delta
 
-    def _end(self, x_BSD: Tensor) -> Tensor:
+    def _end(self, x_BSD: Tensor, attention: AttentionFn) -> Tensor:
         """Return the output of the layer from the stream after its last half."""
+        if self.arch.layer_embed_size:
+            x_BSD = x_BSD + self.layer_embed(x_BSD, layer_input_of(attention, self.layer_idx))
         return x_BSD * self.layer_scalar if self.arch.layer_scalar else x_BSD
 
     def halves(self) -> tuple[HalfLayer | StagedHalf, HalfLayer | StagedHalf]:
@@ -226,9 +231,10 @@ class DecoderLayer(nn.Module):
 
     def _value_pairs(self) -> list[SmoothingPair]:
         """Return the pair of v and o. There is none where the values are normed, which would undo a part of
-        the scale, or are the keys, too, which would be scaled with them, or are remembered by a delta net,
-        which norms what it reads of them."""
-        if self.shape.keys_are_values or self.arch.v_norm or self.shape.delta is not None:
+        the scale, or are the keys, too, which would be scaled with them, or are those of another layer,
+        too, or are remembered by a delta net, which norms what it reads of them."""
+        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
+        if self.shape.keys_are_values or is_shared or self.arch.v_norm or self.shape.delta is not None:
             return []
         o = self.shape.attention_groups[-1]
         repeat = self.shape.num_heads // self.shape.num_kv_heads
@@ -254,6 +260,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.embed = Embedding(arch)
+        if arch.layer_embed_size:
+            self.layer_embeds = LayerEmbeddings(arch)
         self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
         self.norm = final_norm(arch)
         self.head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
@@ -274,6 +282,10 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         attend = attention if attention is not None else FullAttention()
         x_BSD = self.embed(tokens_BS)
+        if self.arch.layer_embed_size:
+            assert isinstance(attend, FullAttention)
+            inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD)
+            attend.layer_inputs = dict(enumerate(inputs_BSLP.unbind(-2)))
         for layer in self.layers:
             x_BSD = layer(x_BSD, positions, attend)
         return self.norm(x_BSD)

@@ -57,6 +57,8 @@ RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
+LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
+"""(config, the layers as most families state them) -> those that it states."""
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
 
@@ -67,6 +69,10 @@ def no_facts(config: Fields) -> dict[str, Any]:
 
 def nothing_implied(config: Fields) -> dict[str, Any]:
     return {}
+
+
+def as_read(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    return layers
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Family:
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
-    or a constant like the biases, for the same layers; `output_gate` is one for all layers.
+    or a constant like the biases, for the same layers; `output_gate` is one for all layers. `shapes` is the
+    last to change layers.
     `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row; `dense_size` is the
     field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
@@ -108,6 +115,7 @@ class Family:
     windows: Windows = no_window
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
+    shapes: LayerShapes = as_read
     interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
@@ -181,26 +189,27 @@ class Family:
             ropes = {kind: replace(each, rotary_dim=latent.rope_dim) for kind, each in ropes.items()}
             if (factor := score_factor(config)) != 1:
                 facts["attn_scale"] = factor * widths["head_dim"] ** -0.5
+        layers = tuple(
+            LayerShape(
+                **own_widths[kind],
+                intermediate_size=ffn_size if mixture is None else mixture.expert_size,
+                rope=ropes[kind] if rotates and kind != LINEAR else None,
+                window=window,
+                chunk=chunk_of(config, kind),
+                experts=mixture,
+                keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
+                latent=latent,
+                output_gate=kind != LINEAR and _flag(self.output_gate, config),
+                delta=self._delta_net(config) if kind == LINEAR else None,
+            )
+            for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
+        )
         return Arch(
             family=self.model_type,
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
             max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-            layers=tuple(
-                LayerShape(
-                    **own_widths[kind],
-                    intermediate_size=ffn_size if mixture is None else mixture.expert_size,
-                    rope=ropes[kind] if rotates and kind != LINEAR else None,
-                    window=window,
-                    chunk=chunk_of(config, kind),
-                    experts=mixture,
-                    keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
-                    latent=latent,
-                    output_gate=kind != LINEAR and _flag(self.output_gate, config),
-                    delta=self._delta_net(config) if kind == LINEAR else None,
-                )
-                for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
-            ),
+            layers=self.shapes(config, layers),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=facts.pop("activation", activation_of(config)),
             tied_head=config.flag("tie_word_embeddings", default=False),
@@ -236,9 +245,11 @@ class Family:
             )
         if arch.layers[-1].window is not None:
             return f"the last layer has a window; in {self.model_type} models it has full attention."
-        shared = {(layer.num_heads, layer.intermediate_size) for layer in arch.layers}
-        of_kind = {(layer.window is None, layer.widths) for layer in arch.layers}
-        if len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind}):
+        of_kind = {(layer.window is None, layer.widths[:3]) for layer in arch.layers}
+        ffns = {(layer.kv_source is None, layer.intermediate_size) for layer in arch.layers}
+        if len({layer.num_heads for layer in arch.layers}) == 1 and all(
+            len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)
+        ):
             return None
         return f"layers of one type differ in width, which no config.json of {self.model_type} can say."
 

@@ -14,6 +14,8 @@ from compress.models.layer_shape import LinearGroup
 from compress.models.moe import Moe
 from compress.models.tap import Tap
 
+End = Callable[[Tensor, AttentionFn], Tensor]
+"""(stream [B, S, D] after a half-layer, attention) -> [B, S, D]: what follows the last half of a layer."""
 Inner = Callable[[Tensor, Tensor, AttentionFn, Tap], Tensor]
 """(normed x [B, S, D], positions [S], attention, tap) -> [B, S, D]: attention or the experts of a layer."""
 
@@ -29,7 +31,7 @@ class StagedHalf:
     inner: Inner
     post: Callable[[Tensor], Tensor]
     scale: float
-    end: Callable[[Tensor], Tensor]
+    end: End
     moe: Moe | None = None
 
     def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
@@ -40,7 +42,7 @@ class StagedHalf:
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run the whole half-layer."""
         inner_BSD = self.inner(self.norm(x_BSD), positions, attention, tap)
-        return self.end(add_scaled(x_BSD, self.post(inner_BSD), self.scale))
+        return self.end(add_scaled(x_BSD, self.post(inner_BSD), self.scale), attention)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class HalfLayer:
     out: nn.Linear
     post: Callable[[Tensor], Tensor]
     scale: float
-    end: Callable[[Tensor], Tensor]
+    end: End
 
     def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """To the first tap; x."""
@@ -67,17 +69,18 @@ class HalfLayer:
         tap(self.taps[1], value)
         return value
 
-    def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
+    def leave(self, x_BSD: Tensor, value: Tensor, attention: AttentionFn) -> Tensor:
         """Run a half-layer from its second tap to its end."""
-        return self.end(add_scaled(x_BSD, self.post(self.out(value)), self.scale))
+        return self.end(add_scaled(x_BSD, self.post(self.out(value)), self.scale), attention)
 
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run a whole half-layer, through both taps."""
-        return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap))
+        return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap), attention)
 
 
-def as_it_is(x: Tensor) -> Tensor:
+def as_it_is(x: Tensor, attention: AttentionFn) -> Tensor:
     """Return x: the end of a half-layer that has none of its own."""
+    del attention
     return x
 
 

@@ -12,6 +12,7 @@ from compress.models.layer_shape import LayerShape, Rope
 from compress.models.limits import (
     FACTORS,
     FREQUENCY_FACTORS,
+    MAX_LAYERS,
     MAX_POSITIONS,
     MAX_SIZE,
     ROPE_KINDS,
@@ -30,6 +31,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "delta"):
         if not getattr(shape, name):
             del layer[name]
+    if shape.kv_source is None:
+        del layer["kv_source"]
     if layer["rope"] is not None:
         for name in _RARE_ROPE_FIELDS:
             if not layer["rope"][name]:
@@ -57,6 +60,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
         output_gate=layer.flag("output_gate", default=False),
         delta=DeltaNet.from_json(layer.fields("delta")) if layer.has("delta") else None,
+        kv_source=layer.integer("kv_source", 0, MAX_LAYERS) if layer.has("kv_source") else None,
     )
 
 

@@ -64,6 +64,8 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
+_QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
+"""The first group of a layer that reads the keys and values of an earlier one."""
 _GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
 """The first group of a layer with an output gate."""
 _OF_DELTA_NET = (
@@ -103,7 +105,8 @@ class LayerShape:
     has no `attn.v`. With a `latent` it has the linears of `latent.py` instead. With an `output_gate`, what
     attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708). A layer
     with a `delta` net has it in place of attention, and its heads are those that other layers of the model
-    have."""
+    have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it attends to the keys and values of
+    the layer with this index (arXiv 2405.12981)."""
 
     num_heads: int
     num_kv_heads: int
@@ -117,6 +120,7 @@ class LayerShape:
     latent: Latent | None = None
     output_gate: bool = False
     delta: DeltaNet | None = None
+    kv_source: int | None = None
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
@@ -126,6 +130,8 @@ class LayerShape:
             return _OF_DELTA_NET
         if self.output_gate:
             return _GATED, LINEAR_GROUPS["o"]
+        if self.kv_source is not None:
+            return _QUERIES_ONLY, LINEAR_GROUPS["o"]
         if self.latent is None:
             return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
         if not self.latent.q_rank:
@@ -138,6 +144,8 @@ class LayerShape:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
         if self.output_gate and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
+        if self.kv_source is not None and (self.output_gate or self.latent is not None or self.chunk):
+            return "a layer reads the keys and values of another, and has an output gate, latents or a chunk."
         if self.delta is not None:
             if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
                 return "a delta net stands in place of attention, and attention has facts of its own."
@@ -202,8 +210,8 @@ class LayerShape:
     @property
     def cached_numbers(self) -> int:
         """The numbers of one position that a cache holds: keys and values, or latents; none of a delta net,
-        whose state is the same for sequences of any length."""
-        if self.delta is not None:
+        whose state is the same for sequences of any length, nor of a layer that reads those of another."""
+        if self.delta is not None or self.kv_source is not None:
             return 0
         if self.latent is not None:
             return self.latent.cached_width

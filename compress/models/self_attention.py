@@ -22,8 +22,8 @@ from compress.models.token_mixer import TokenMixer
 
 
 class Attention(TokenMixer):
-    """Attention with its linears; `v` is absent where the keys are the values, and `gate` where outputs have
-    none."""
+    """Attention with its linears; `v` is absent where the keys are the values, `gate` where outputs have
+    none, and `k` and `v` where those of another layer are read."""
 
     q: nn.Linear
     k: nn.Linear
@@ -39,7 +39,8 @@ class Attention(TokenMixer):
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
             self.q_norm = norm_of(arch, q_size)
-            self.k_norm = norm_of(arch, k_size)
+            if shape.kv_source is None:
+                self.k_norm = norm_of(arch, k_size)
         if arch.attn_sinks:
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch
@@ -61,15 +62,19 @@ class Attention(TokenMixer):
         if self.arch.queries_grow(shape):
             growth_S = query_growth(self.arch, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
-        k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC, tap)
+        keys_values: tuple[Tensor | None, Tensor | None] = (None, None)
+        if shape.kv_source is None:
+            keys_values = self.keys_values(x_BSD, cos_sin_SC, tap)
         facts = {
             "scale": self.arch.attn_scale,
             "softcap": self.arch.attn_softcap,
             "sinks": self.sinks if self.arch.attn_sinks else None,
             "chunk": shape.chunk,
+            "source": shape.kv_source,
+            "kept": True if layer_idx in self.arch.kv_sources else None,
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
-        out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
+        out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
         out_BSF = out_BSHC[..., : shape.value_dim].reshape(*leading, -1)
         return gated(OUTPUT_GATE, self.gate(x_BSD), out_BSF) if shape.output_gate else out_BSF
 

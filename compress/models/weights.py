@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.experts import FLOAT32_PARAMETERS
+from compress.models.layer_embedding import LAYER_EMBEDS, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
@@ -37,7 +38,8 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`; and those under
+        """Return `embed.weight`, `norm.weight`, `head.weight` when the head is not tied, those of the
+        embeddings for each layer where tokens have them (`layer_embedding.py`), and those under
         `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
@@ -163,10 +165,13 @@ def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.dev
 def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
     """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
     parameter of its own."""
+    outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
     with torch.device("meta"):
-        outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
+        if arch.layer_embed_size:
+            of_layers = LayerEmbeddings(arch).named_parameters(LAYER_EMBEDS)
+            outer |= {name: tuple(each.shape) for name, each in of_layers}
         shapes: dict[LayerShape, dict[str, tuple[int, ...]]] = {}
         for idx, shape in enumerate(arch.layers):
             if shape not in shapes:
@@ -190,7 +195,7 @@ class MemorySource:
         return self._decoder.arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        names = ["embed.weight", "norm.weight"] + ([] if self.arch.tied_head else ["head.weight"])
+        names = parameter_names(self.arch)[0]
         own = {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
         return {**own, **self._untouched}
 

@@ -9,7 +9,7 @@ no sequence: block tables are padded with it, and padding rows write there. Form
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -81,7 +81,7 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     Raises:
         UsageError: the format does not fit the layer.
     """
-    if layer.delta is not None:
+    if layer.delta is not None or layer.kv_source is not None:
         return 0, 0
     if layer.latent is None:
         return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
@@ -136,6 +136,7 @@ class KVCache:
     Layers with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all:
     the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of
     which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
+    Layers that read the keys and values of another have its pages.
 
     Raises:
         UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
@@ -180,10 +181,16 @@ class KVCache:
             for slots, kept in ((num_slots, num_kept), (num_saved, 1))
         )
         self._wanted_S2 = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
+        self.shared: Mapping[int, int] = {idx: idx for idx in arch.kv_sources} | {
+            idx: layer.kv_source for idx, layer in enumerate(arch.layers) if layer.kv_source is not None
+        }
+        """Layers with pages that several of them have -> the one whose keys and values these are."""
         self._layers: list[Pages | DeltaStates] = []
         num_before: Counter[DeltaNet] = Counter()
         for layer, pair in zip(arch.layers, scales, strict=True):
-            if layer.delta is None:
+            if layer.kv_source is not None:
+                self._layers.append(self._layers[layer.kv_source])
+            elif layer.delta is None:
                 self._layers.append(_empty(layer, kv_format, num_blocks, block_size, device, pair))
             else:
                 self._layers.append(self._states(layer.delta, num_before[layer.delta]))
@@ -241,8 +248,8 @@ class KVCache:
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
-        for pages in self._layers:
-            if not isinstance(pages, DeltaStates):
+        for idx, pages in enumerate(self._layers):
+            if not isinstance(pages, DeltaStates) and self.shared.get(idx, idx) == idx:
                 for tensor in pages.tensors:
                     yield tensor.view(torch.uint8)
 

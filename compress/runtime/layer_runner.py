@@ -8,6 +8,7 @@
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
 and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
+Where tokens have embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own.
 Where both halves read one input, it is normed once. The stream x may be a fraction of the hidden states
 (`loader.py`).
 
@@ -36,6 +37,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
+from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.loader import LayerWeights
 from compress.runtime.row_norms import BranchNorms
 
@@ -120,10 +122,13 @@ class LayerRunner:
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,
+        *,
+        input_TP: Tensor | None = None,
     ) -> Stream:
         """Return the stream after a layer; its keys and values are in the cache afterwards.
 
         `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
+        `input_TP` are the embeddings of the tokens for this layer, where they have them.
         """
         if self._arch.block == "parallel":
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
@@ -136,7 +141,9 @@ class LayerRunner:
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, beta_decay_TH=layer.delta.of_rows(qkv_rows, phase))
-        return self.after_qkv(layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows)
+        return self.after_qkv(
+            layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP
+        )
 
     def after_qkv(
         self,
@@ -148,9 +155,10 @@ class LayerRunner:
         reader: Reader | None = None,
         *,
         ffn_rows: Rows | None = None,
+        input_TP: Tensor | None = None,
     ) -> Stream:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
-        where the FFN reads the same input as attention.
+        where the FFN reads the same input as attention, `input_TP` as to `layer`.
         """
         attended_TF = self._attended(layer, projected, attend)
         reads_ffn = layer.experts is None or layer.branch_norms is not None
@@ -171,7 +179,19 @@ class LayerRunner:
         elif layer.experts is not None:
             half = self._mixture
         ffn_half = partial(half, layer, ffn_rows, phase)
-        return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
+        embed = layer.embed
+        if embed is None:
+            return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
+        assert input_TP is not None
+        stream = self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
+        embed_half = partial(self._embed_half, embed, stream.x_TD, input_TP, phase)
+        return self._added(embed_half, stream.x_TD, embed.norm, reader, scale=layer.scale)
+
+    def _embed_half(self, embed: LayerEmbedLinears, x_TD: Tensor, input_TP: Tensor, phase: Phase) -> Tensor:
+        """Return what a layer adds to the stream [T, D] for the embeddings of the tokens, before its norm."""
+        gate_TP = embed.gate(x_TD, phase)
+        rows: Rows = self._act_mul(gate_TP, self._arch.activation, embed.out.quant, up_TF=input_TP)
+        return embed.out(rows, phase)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
         """Return the input of the last linear of attention, or of a delta net. The outputs of a gate follow

@@ -32,6 +32,7 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 from compress.runtime.latent_linears import LatentLinears
+from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.row_norms import (
     BranchNorms,
     branch_norms,
@@ -51,10 +52,11 @@ class LayerWeights:
     The FFN is `gate_up` and `down`, or `experts`; a mixture of experts with a shared one has all of them.
     With `branch_norms`, `ffn_norm` is that of the input of the shared expert.
 
-    `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
+    `qk_norm` holds a weight for every query and key head, [H + K, C], of a layer without keys of its own
+    [H, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
-    queries without one, and it those that read latents.
+    queries without one, and it those that read latents. `embed` reads the embeddings of tokens for the layer.
     """
 
     shape: LayerShape
@@ -75,6 +77,7 @@ class LayerWeights:
     scale: float = 1.0
     latent: LatentLinears | None = None
     delta: DeltaLinears | None = None
+    embed: LayerEmbedLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -85,7 +88,8 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        own += sum(each.weight_bytes for each in (self.latent, self.delta) if each is not None)
+        others = (self.latent, self.delta, self.embed)
+        own += sum(each.weight_bytes for each in others if each is not None)
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
@@ -105,14 +109,15 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        rows += [row for each in (self.latent, self.delta) if each for row in each.report(layer_idx)]
+        others = (self.latent, self.delta, self.embed)
+        rows += [row for each in others if each is not None for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
 
 @dataclass(frozen=True)
 class ModelWeights:
     """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its
-    kernel.
+    kernel. Rows of `embed_VD` go on with the embeddings of a token for each layer, where it has them.
     """
 
     arch: Arch
@@ -124,8 +129,12 @@ class ModelWeights:
 
     @property
     def kv_scales(self) -> list[tuple[float, float]] | None:
-        """Static scales of keys and of values for every layer, or None unless all layers have them."""
-        scales = [layer.kv_scales for layer in self.layers if layer.kv_scales is not None]
+        """Static scales of keys and of values for every layer, or None unless all layers with keys and values
+        of their own have them; others read the pages of those."""
+        of_layers = [
+            layer.kv_scales if layer.shape.kv_source is None else (1.0, 1.0) for layer in self.layers
+        ]
+        scales = [each for each in of_layers if each is not None]
         return scales if len(scales) == len(self.layers) else None
 
     @property
@@ -188,7 +197,8 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
 
 
 def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
-    """Return the embedding [V, D] of the outer weights.
+    """Return the embedding [V, D] of the outer weights, with those for each layer [V, D + L P] where tokens
+    have them.
 
     Raises:
         EnvironmentUnfit: as `load_model`.
@@ -197,7 +207,8 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
-    return _scaled(_dense(outer, "embed.weight", deployment), arch.embed_scale / stream_scale(arch))
+    embed_VD = _scaled(_dense(outer, "embed.weight", deployment), arch.embed_scale / stream_scale(arch))
+    return with_layer_inputs(embed_VD, outer, arch, deployment)
 
 
 def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:
@@ -311,6 +322,12 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
             return None
         return row_norm(arch, _dense(weights, f"{name}.weight", deployment), scale=arch.residual_scale)
 
+    def one(name: str) -> FusedLinear:
+        return fuse((name,), weights, deployment)
+
+    def norm_of_embed(weight: Tensor) -> RowNorm:
+        return row_norm(arch, deployment.placed(weight))
+
     fused = fuse_groups(arch, shape, weights, deployment)
     return LayerWeights(
         shape=shape,
@@ -330,6 +347,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         ffn_post_norm=after("ffn_post_norm"),
         latent=_latent(shape, weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
+        embed=layer_embed_linears(one, weights, norm_of_embed),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
 

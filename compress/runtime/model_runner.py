@@ -30,6 +30,7 @@ from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_attention import Attend
+from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import ModelWeights
 from compress.runtime.prefill_graphs import PrefillGraphs
@@ -76,8 +77,14 @@ class ModelRunner:
 
     @property
     def embedding(self) -> Tensor:
-        """The embedding table [V, D] of the residual stream, scaled; `decode` takes rows of it."""
+        """The embedding table [V, D] of the residual stream, scaled, with those for each layer where tokens
+        have them; `decode` takes rows of it."""
         return self._weights.embed_VD
+
+    @property
+    def stream_embedding(self) -> Tensor:
+        """The embedding table [V, D] of the residual stream alone."""
+        return self._weights.embed_VD[:, : self._arch.hidden_size]
 
     @property
     def short_prompt_rows(self) -> int:
@@ -101,7 +108,7 @@ class ModelRunner:
         features: Features | None = None,
     ) -> Tensor:
         """Return float32 logits [T, V] of the last `q_len` rows of each sequence, whose embeddings are
-        `x_TD`.
+        `x_TD`, rows of `embedding`.
 
         Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are
         filled in. Nothing waits for the host, so a CUDA graph can capture the pass.
@@ -212,8 +219,9 @@ class ModelRunner:
         *,
         all_rows: bool = True,
     ) -> Stream:
-        """Return the residual stream after the last layer, before the final norm; the head reads `all_rows`
-        of it, or some."""
+        """Return the residual stream after the last layer, before the final norm, of rows of `embedding`; the
+        head reads `all_rows` of it, or some."""
+        x_TD, inputs = parted(x_TD, self._arch)
         stream = Stream(x_TD)
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
@@ -221,7 +229,8 @@ class ModelRunner:
             is_last = layer_idx == self._arch.num_layers - 1
             reader = None if is_last and not all_rows else self._readers[layer_idx]
             where = positions_T, slots_T, pages(layer_idx)
-            stream = self._layers.layer(layer, stream, *where, attend, phase, reader)
+            own = None if inputs is None else inputs[layer_idx]
+            stream = self._layers.layer(layer, stream, *where, attend, phase, reader, input_TP=own)
         if features is not None:
             features.keep(self._arch.num_layers, stream.x_TD, self._stream_scale)
         return stream

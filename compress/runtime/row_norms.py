@@ -43,19 +43,21 @@ def stream_norm(
 
 
 def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
-    """Return the norms of queries and keys with a weight for every head, [H + K, C]."""
+    """Return the norms of queries and keys with a weight for every head, [H + K, C]; without keys of its own
+    a layer has those of queries."""
+    num_heads = {"q_norm": shape.num_heads}
+    if shape.kv_source is None:
+        num_heads["k_norm"] = shape.num_kv_heads
     if arch.has_unit_qk_norm(shape):
-        size = shape.num_heads + shape.num_kv_heads, shape.head_dim
+        size = sum(num_heads.values()), shape.head_dim
         return RowNorm(torch.ones(size, dtype=deployment.dtype, device=deployment.device), arch.norm_eps)
     if not arch.qk_norm:
         return None
-    q_norm, k_norm = (
-        deployment.placed(dense(weights[f"attn.{name}.weight"]))
-        .view(-1, shape.head_dim)
-        .expand(num_heads, -1)
-        for name, num_heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads))
-    )
-    return row_norm(arch, torch.cat((q_norm, k_norm)))
+    of_heads = [
+        deployment.placed(dense(weights[f"attn.{name}.weight"])).view(-1, shape.head_dim).expand(count, -1)
+        for name, count in num_heads.items()
+    ]
+    return row_norm(arch, torch.cat(of_heads))
 
 
 @dataclass(frozen=True)

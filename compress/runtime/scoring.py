@@ -67,14 +67,15 @@ def scoring_pass(
 
 
 class _ScratchPages:
-    """Pages for one pass in the format of the cache; layers of the same shape share them."""
+    """Pages for one pass in the format of the cache. Layers of the same shape share them, unless later ones
+    read what is in them."""
 
     def __init__(self, cache: KVCache, num_sequences: int, num_columns: int, block_size: int) -> None:
         self._cache = cache
         self._num_sequences = num_sequences
         self._num_blocks = 1 + num_sequences * num_columns
         self._block_size = block_size
-        self._made: dict[tuple[int, int], Pages] = {}
+        self._made: dict[tuple[tuple[int, int], int | None], Pages] = {}
         self._states: dict[DeltaNet, DeltaStates] = {}
 
     def layer(self, layer_idx: int) -> Pages | DeltaStates:
@@ -84,7 +85,7 @@ class _ScratchPages:
             if like.delta not in self._states:
                 self._states[like.delta] = like.scratch(self._num_sequences)
             return self._states[like.delta]
-        key = like.heads_and_width
+        key = like.heads_and_width, self._cache.shared.get(layer_idx)
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)
         )

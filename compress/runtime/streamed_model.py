@@ -23,6 +23,7 @@ from compress.models.weights import WeightSource
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KVCache
+from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import LayerWeights, embedding, load_layer, output
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
@@ -32,7 +33,8 @@ class StreamedModel:
     """A model on disk, with the sizes that an `Engine` of the same `config` has.
 
     Raises:
-        UsageError: its KV cache has static scales, which only a loaded model has.
+        UsageError: its KV cache has static scales, which only a loaded model has, or layers read the keys and
+            values of others.
         EnvironmentUnfit: no kernel here serves the checkpoint.
     """
 
@@ -40,6 +42,11 @@ class StreamedModel:
         if source.kv_format == FP8_STATIC:
             raise UsageError(
                 f"a model whose KV cache is {FP8_STATIC} is not scored layer by layer: score it loaded."
+            )
+        if source.arch.kv_sources:
+            raise UsageError(
+                "a model whose layers read the keys and values of others is not scored layer by layer: score "
+                "it loaded."
             )
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
@@ -75,7 +82,8 @@ class StreamedModel:
         with torch.inference_mode():
             batches = [each for batch in tokens_NS.split(batch_size) for each in self._at_once(batch)]
             passes = {len(each): self._pass(len(each), length) for each in batches}
-            streams = self._embedded(batches)
+            embedded = self._embedded(batches)
+            streams = [Stream(x_TD) for x_TD, _ in embedded]
             held = [load_layer(self._source, 0, self._deployment)]
             reader: Reader | None = None
             for idx in range(self.arch.num_layers):
@@ -84,8 +92,10 @@ class StreamedModel:
                 for at, each in enumerate(batches):
                     one = passes[len(each)]
                     where = one.positions_T, one.slots_T, one.pages(idx)
+                    _, inputs = embedded[at]
+                    own = None if inputs is None else inputs[idx]
                     streams[at] = self._layers.layer(
-                        held[0], streams[at], *where, one.attend, one.phase, reader
+                        held[0], streams[at], *where, one.attend, one.phase, reader, input_TP=own
                     )
                 held.clear()  # before the next one is read
                 if idx < self.arch.num_layers - 1:
@@ -99,9 +109,11 @@ class StreamedModel:
                 )
                 num_done += num_parts
 
-    def _embedded(self, batches: Sequence[Tensor]) -> list[Stream]:
+    def _embedded(self, batches: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor] | None]]:
+        """Return the embeddings of each batch for the model, and for its layers where tokens have these."""
         embed_VD = embedding(self._source.outer(), self.arch, self._deployment)
-        return [Stream(F.embedding(each.to(self._device).reshape(-1), embed_VD)) for each in batches]
+        tokens = [each.to(self._device).reshape(-1) for each in batches]
+        return [parted(F.embedding(each, embed_VD), self.arch) for each in tokens]
 
     def _head(self) -> Reader:
         return Reader(*output(self._source.outer(), self.arch, self._deployment))

@@ -477,6 +477,32 @@ def test_rope_store_norms_values_and_takes_keys_for_them(
     assert same_bits(again[1], v)
 
 
+@each_usable(usable("rope_store", n=16, k=3))
+@pytest.mark.parametrize("norms", ["none", "heads", "whole", "rotated"])
+def test_rope_store_of_a_layer_without_keys_writes_nothing(
+    kernel: Kernel, device: str, dtype: str, norms: str
+) -> None:
+    qkv = randn(5, (6 + 2 + 2) * 16, device=device, dtype=dtype)
+    positions = torch.tensor([3, 0, 7, 1, 2], device=device)
+    cos, sin = (randn(8, 16, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = 1 + randn(8, 16, device=device, dtype="F32", seed=3) if norms != "none" else None
+    growth = (1 + torch.arange(8, device=device) / 4).to(DTYPES[dtype])
+    facts: dict[str, Any] = {"num_heads": 6, "eps": 1e-6, "growth_P": growth, "v_norm": True}
+    facts |= {"whole": norms == "whole", "rotates_first": norms == "rotated"}
+    kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8])
+    before = [each.clone() for each in kv.tensors]
+    slots = table[0, 0] * 16 + positions
+    rows = cos, sin, positions, slots, kv
+    own = {"qk_norm": None if weight is None else weight[:6], **facts}
+    q = kernel.fn(qkv[:, : 6 * 16], *rows, **own)
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(kv.tensors, before, strict=True))
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = kernel.fn(qkv[one, : 6 * 16], cos, sin, positions[one], slots[one], kv, **own)
+        assert same_bits(alone, q[one])
+    assert same_bits(kernel.fn(qkv, *rows, qk_norm=weight, **facts), q)
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(

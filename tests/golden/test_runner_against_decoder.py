@@ -261,6 +261,48 @@ FEATURES: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "keys and values of another layer": {
+        "qkv_bias": True,
+        "layers": (
+            tiny_shape(),
+            tiny_shape(window=5),
+            tiny_shape(),
+            tiny_shape(window=5, kv_source=1),
+            tiny_shape(kv_source=0, num_heads=2, intermediate_size=80),
+        ),
+    },
+    "normed heads that read the keys of another layer": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "query_growth": (0.1, 16),
+        "layers": (tiny_shape(), tiny_shape(kv_source=0)),
+    },
+    "embeddings for each layer": {
+        "block": "sandwich",
+        "layer_embed_size": 24,
+        "layer_scalar": True,
+        "layers": (tiny_shape(), tiny_shape(experts=BRANCHES), tiny_shape()),
+    },
+    "gemma 4 with embeddings for each layer": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "v_norm": True,
+        "layer_scalar": True,
+        "layer_embed_size": 16,
+        "embed_scale": 7.5,
+        "tied_head": True,
+        "activation": "gelu_pytorch_tanh",
+        "logit_softcap": 30.0,
+        "layers": (
+            tiny_shape(window=40),
+            tiny_shape(head_dim=32, rope=Rope(1e6, "proportional", rotary_dim=8)),
+            tiny_shape(window=40, kv_source=0, intermediate_size=192),
+            tiny_shape(
+                head_dim=32, rope=Rope(1e6, "proportional", rotary_dim=8), kv_source=1, intermediate_size=192
+            ),
+        ),
+    },
     "experts with scaled outputs": {"layers": (tiny_shape(experts=SCALED), tiny_shape())},
     "gemma 4 with experts": {
         "block": "sandwich",

@@ -107,7 +107,8 @@ def compile_all(sm: int) -> list[Any]:
 
 
 def compile_attention(head_dim: int, kv_format: str) -> None:
-    """Compile attention and rope_store; the cap of scores and norms over all heads for one head size."""
+    """Compile attention and rope_store, with and without keys; the cap of scores and norms over all heads
+    for one head size."""
     dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
     kv = empty_pages(kv_format, (2, 4, 64, head_dim))
     table = torch.zeros(2, 3, dtype=torch.int32)
@@ -127,23 +128,26 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     variants = ((False, False, 0), (True, False, 0), (False, True, 0))[: 3 if head_dim == 128 else 1]
     leading = ((False, False, 64),) if head_dim == 256 else ()
     for whole, turned, leading_dim in (*variants, *leading):
-        fused.rope_store(
-            qkv,
-            rope,
-            rope,
-            rows,
-            rows,
-            kv,
-            num_heads=8,
-            qk_norm=torch.zeros(10, head_dim, dtype=torch.float32 if whole else q.dtype),
-            eps=1e-5,
-            whole=whole,
-            rotates_first=turned,
-            centered=whole,
-            growth_P=rope[:, 0].contiguous() if whole else None,
-            hadamard=whole,
-            leading_dim=leading_dim,
-        )
+        weights = torch.zeros(10, head_dim, dtype=torch.float32 if whole else q.dtype)
+        for num_stored, num_normed in ((12, 10), (8, 8)):
+            fused.rope_store(
+                qkv[:, : num_stored * head_dim],
+                rope,
+                rope,
+                rows,
+                rows,
+                kv,
+                num_heads=8,
+                qk_norm=weights[:num_normed],
+                eps=1e-5,
+                whole=whole,
+                rotates_first=turned,
+                centered=whole,
+                growth_P=rope[:, 0].contiguous() if whole else None,
+                hadamard=whole,
+                leading_dim=leading_dim,
+                early=num_stored == 8,
+            )
 
 
 def compile_latents(num_heads: int, kv_format: str) -> None:

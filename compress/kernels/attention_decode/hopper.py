@@ -6,6 +6,12 @@ it. That is sound because it reads only context lengths, block tables and pages 
 Launches since then may not write these, and one of them must wait before it lets the next one start, so that
 everything before *it* is complete: `rope_store.fused` does unless `early` is set, which it never is in the
 first layer of a pass. A kernel that is not launched as a programmatic dependent is complete as a whole.
+
+Queries and the step's own positions are read after the wait. No launch ends before it has waited for the one
+before it, `rope_store.fused` with `early` included, and so everything before this launch is complete then:
+also the own positions of a layer without keys of its own, which the launch of an earlier layer wrote.
+`q_len` counts all positions of a sequence that the pass writes. If it were less in layers without keys of
+their own, the first of these would have to leave `early` unset.
 """
 
 import ctypes

@@ -7,7 +7,8 @@ or q, k = norm(rope(q, k)).
 Before the last step, q, k and v may be replaced by the Hadamard transform of their head.
 
 The values are the last K heads of the projection, which may be its keys as well, and may be normed without a
-weight.
+weight. A layer that attends to the pages of an earlier one projects queries alone: no program has heads of k
+or v, and nothing is written to the cache.
 
 A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head
 is held as its two halves, the partners of the rotation (`models/rope.py`), so that threads exchange
@@ -18,8 +19,8 @@ squares: a few KB from the second-level cache, and no launch of their own. Inter
 model's dtype where the reference rounds them. A head's result depends on that head alone, or on those that
 share its norm.
 
-Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C, or
-(H + K) C where the keys are the values.
+Shapes: T rows, H heads, K kv heads of the projection, C head dimension, P positions, F = (H + 2 K) C, or
+(H + K) C where the keys are the values. K is 0 in a layer without keys of its own.
 """
 
 import torch
@@ -210,10 +211,12 @@ def _rope_store(
                 q_mean, q_square = _moments(qkv_ptr + row * row_stride, H * C, CENTERED, SPAN)
                 mean = tl.where(heads < H, q_mean, mean)
                 square = tl.where(heads < H, q_square, square)
-            if (tl.program_id(1) + 1) * HEADS > H and tl.program_id(1) * HEADS < H + K:
-                k_mean, k_square = _moments(qkv_ptr + row * row_stride + H * C, K * C, CENTERED, SPAN)
-                mean = tl.where(heads < H, mean, k_mean)
-                square = tl.where(heads < H, square, k_square)
+            if K:
+                has_keys = (tl.program_id(1) + 1) * HEADS > H and tl.program_id(1) * HEADS < H + K
+                if has_keys:
+                    k_mean, k_square = _moments(qkv_ptr + row * row_stride + H * C, K * C, CENTERED, SPAN)
+                    mean = tl.where(heads < H, mean, k_mean)
+                    square = tl.where(heads < H, square, k_square)
             if CENTERED:
                 x -= mean
                 y -= mean
@@ -253,47 +256,48 @@ def _rope_store(
     q_at = q_ptr + (row * H + heads) * C + columns
     tl.store(q_at, first, mask=is_q)
     tl.store(q_at + C // 2, second, mask=is_q)
-    is_k = rotated & (heads >= H)
-    is_v = mask & (heads >= H + K)
-    if (tl.program_id(1) + 1) * HEADS > H:
-        k_heads = (heads - H).to(tl.int64)
-        v_heads = (heads - H - K).to(tl.int64)
-        store_heads(
-            k_ptr,
-            k_scale_ptr,
-            k_heads,
-            slot,
-            k_scale,
-            head_stride,
-            scale_stride,
-            first,
-            second,
-            columns,
-            is_k,
-            C,
-            FORMAT,
-            LARGEST,
-            TINY_SCALE,
-            POWERS,
-        )
-        store_heads(
-            v_ptr,
-            v_scale_ptr,
-            v_heads,
-            slot,
-            v_scale,
-            head_stride,
-            scale_stride,
-            first,
-            second,
-            columns,
-            is_v,
-            C,
-            FORMAT,
-            LARGEST,
-            TINY_SCALE,
-            POWERS,
-        )
+    if K:
+        is_k = rotated & (heads >= H)
+        is_v = mask & (heads >= H + K)
+        if (tl.program_id(1) + 1) * HEADS > H:
+            k_heads = (heads - H).to(tl.int64)
+            v_heads = (heads - H - K).to(tl.int64)
+            store_heads(
+                k_ptr,
+                k_scale_ptr,
+                k_heads,
+                slot,
+                k_scale,
+                head_stride,
+                scale_stride,
+                first,
+                second,
+                columns,
+                is_k,
+                C,
+                FORMAT,
+                LARGEST,
+                TINY_SCALE,
+                POWERS,
+            )
+            store_heads(
+                v_ptr,
+                v_scale_ptr,
+                v_heads,
+                slot,
+                v_scale,
+                head_stride,
+                scale_stride,
+                first,
+                second,
+                columns,
+                is_v,
+                C,
+                FORMAT,
+                LARGEST,
+                TINY_SCALE,
+                POWERS,
+            )
 
 
 def rope_store(
@@ -318,11 +322,12 @@ def rope_store(
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
-    H + K where the keys before their norm are the values."""
-    num_kv_heads = kv.k.shape[0]
+    H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
+    earlier one: these are `kv`, `qk_norm` is [H, C], and nothing is written."""
     num_rows = qkv_TF.shape[0]
     head_dim = kv.head_dim
     num_stored = qkv_TF.shape[1] // head_dim
+    num_kv_heads = kv.k.shape[0] if num_stored != num_heads else 0
     assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
@@ -330,6 +335,7 @@ def rope_store(
     assert not (rotates_first and (whole or leading_dim))
     assert not hadamard or head_dim in HADAMARD_HEAD_DIMS
     assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
+    assert qk_norm is None or qk_norm.shape == (num_heads + num_kv_heads, head_dim)
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
     q_THC = torch.empty(num_rows, num_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
     half = triton.next_power_of_2(head_dim // 2)
@@ -364,7 +370,7 @@ def rope_store(
         WHOLE=whole,
         ROTATES_FIRST=rotates_first,
         CENTERED=centered,
-        V_NORM=v_norm,
+        V_NORM=v_norm and num_kv_heads > 0,
         FIRST_V=num_stored - num_kv_heads,
         SPAN=TILE_SIZE,
         HADAMARD=hadamard,

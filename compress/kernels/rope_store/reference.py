@@ -5,7 +5,8 @@ Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.p
 of q and k of which leading dimensions turn are first put in this order, in which keys are stored. The
 norms of q and of k span one head, before or after it is turned, or all heads at once; the heads of v may be
 normed, too, without a weight. The values are the last K heads of the projection, which may be the keys as
-well. A query may be multiplied by a factor of its position, last.
+well. A query may be multiplied by a factor of its position, last. A layer that attends to the pages of an
+earlier one has queries alone, and writes nothing.
 Each step rounds to the model's dtype, as the canonical decoder does. Last, queries, keys and values may be
 replaced by the Hadamard transform of their head (`hadamard/reference.py`).
 """
@@ -41,21 +42,19 @@ def rope_store(
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
-    each query and key head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or H + K
-    where the keys before their norm are the values."""
+    each query and key head of `qkv_TF`, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads,
+    or H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
+    earlier one: these are `kv`, and nothing is written."""
     assert not (leading_dim and rotates_first)
-    num_kv_heads = kv.k.shape[0]
     head_dim = kv.head_dim
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], qkv_TF.shape[1] // head_dim, head_dim)
+    num_stored = qkv_THC.shape[1]
+    num_kv_heads = kv.k.shape[0] if num_stored != num_heads else 0
+    assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     qk_THC = qkv_THC[:, : num_heads + num_kv_heads]
-    v_TKC = qkv_THC[:, -num_kv_heads:]
-    if v_norm:
-        v_TKC = rms_norm(v_TKC, v_TKC.new_ones(head_dim), eps)
     if qk_norm is not None and whole:
-        queries_keys = zip(
-            *(x.split([num_heads, num_kv_heads], dim=-2) for x in (qk_THC, qk_norm)),
-            strict=True,
-        )
+        sizes = [num_heads, num_kv_heads] if num_kv_heads else [num_heads]
+        queries_keys = zip(*(x.split(sizes, dim=-2) for x in (qk_THC, qk_norm)), strict=True)
         qk_THC = torch.cat(
             [
                 rms_norm(x.flatten(1), weight.flatten(), eps, centered=centered).view_as(x)
@@ -72,7 +71,14 @@ def rope_store(
     if growth_P is not None:
         q_THC = q_THC * growth_P[positions_T].view(-1, 1, 1)
     if hadamard:
-        q_THC, k_TKC, v_TKC = (transform(each) for each in (q_THC, k_TKC, v_TKC))
+        q_THC = transform(q_THC)
+    if not num_kv_heads:
+        return q_THC
+    v_TKC = qkv_THC[:, -num_kv_heads:]
+    if v_norm:
+        v_TKC = rms_norm(v_TKC, v_TKC.new_ones(head_dim), eps)
+    if hadamard:
+        k_TKC, v_TKC = (transform(each) for each in (k_TKC, v_TKC))
     kv.write_(slots_T, k_TKC, v_TKC)
     return q_THC
 

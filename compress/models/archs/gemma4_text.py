@@ -2,33 +2,39 @@
 full attention have wider heads, of which a part rotates, and may take their keys for values.
 
 In the model with experts (26B-A4B) each layer has its dense FFN, too: it is the shared expert of a mixture
-whose branches are normed apart. The models named E have an embedding for each layer and layers that share
-keys and values: no decoder here computes these, and their configs are refused.
+whose branches are normed apart. In the models named E tokens have embeddings for each layer, and the last
+layers read the keys and values of the last layer of their type before them; their FFNs may be twice as wide.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.family import FAMILIES, PER_LAYER, Family
+from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
 from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.mixture import BARE, Mixture, apart, in_one
-from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
+from compress.models.module_names import LAYER_MODULES, OUTER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields, shown
 
 _PERIOD = 6
 _OWN_WIDTHS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Fields of widths -> those that state them for layers with full attention."""
-_COUNTS = {
-    "hidden_size_per_layer_input": "embeddings for each layer",
-    "num_kv_shared_layers": "layers that read the keys and values of other layers",
-}
-_SWITCHES = {"use_double_wide_mlp": "FFNs of twice the width in some layers"}
-"""Fields that are counts and those that are true or false -> what a model has where they are not zero."""
+
+
+def layer_embed_modules(prefix: str) -> Mapping[str, str]:
+    """Return the modules of the embeddings for each layer -> those on disk, under the text model."""
+    return {
+        "layer_embeds.table": f"{prefix}.embed_tokens_per_layer",
+        "layer_embeds.proj": f"{prefix}.per_layer_model_projection",
+        "layer_embeds.norm": f"{prefix}.per_layer_projection_norm",
+    }
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    _refuse_what_is_missing(config)
+    _check_causal(config)
     cap = "final_logit_softcapping"
     return {
         "block": "sandwich",
@@ -36,21 +42,17 @@ def _facts(config: Fields) -> dict[str, Any]:
         "layer_scalar": True,
         "embed_scale": config.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
         "attn_scale": 1.0,
+        "layer_embed_size": _layer_embed_size(config),
         "logit_softcap": config.number(cap, 1e-3, SCALES[1]) if config.has(cap) else None,
     }
 
 
-def _refuse_what_is_missing(config: Fields) -> None:
-    """Refuse the variants that the decoder does not compute.
+def _check_causal(config: Fields) -> None:
+    """Refuse text with attention to later positions.
 
     Raises:
-        UnsupportedArch: the config is of such a variant; the message names what the decoder lacks.
+        UnsupportedArch: the config states it.
     """
-    stated: dict[str, Any] = {name: config.integer(name, 0, MAX_SIZE, default=0) for name in _COUNTS}
-    stated |= {name: config.flag(name, default=False) for name in _SWITCHES}
-    for name, what in {**_COUNTS, **_SWITCHES}.items():
-        if stated[name]:
-            raise UnsupportedArch(f"{config.where} has {name} = {stated[name]}: the decoder lacks {what}.")
     # Among images, `vision` lets positions see later ones; text is causal.
     name = "use_bidirectional_attention"
     if config.has(name) and config.text(name) != "vision":
@@ -58,6 +60,38 @@ def _refuse_what_is_missing(config: Fields) -> None:
             f"{config.where} has {name} = {shown(config.text(name))}: the decoder lacks attention to later "
             "positions."
         )
+
+
+def _layer_embed_size(config: Fields) -> int:
+    size = config.integer("hidden_size_per_layer_input", 0, MAX_SIZE, default=0)
+    own, all_tokens = "vocab_size_per_layer_input", config.integer("vocab_size", 1, MAX_SIZE)
+    if size and config.has(own) and config.integer(own, 1, MAX_SIZE) != all_tokens:
+        raise config.wrong(own, config.integer(own, 1, MAX_SIZE), f"{all_tokens}, the vocab_size")
+    return size
+
+
+def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """Return the layers, the last of which read the keys and values of earlier ones."""
+    num_shared = config.integer("num_kv_shared_layers", 0, MAX_LAYERS, default=0)
+    num_own = len(layers) - num_shared
+    factor = 2 if config.flag("use_double_wide_mlp", default=False) else 1
+    sources = {layer.window: idx for idx, layer in enumerate(layers[: max(num_own, 0)])}
+    if any(layer.window not in sources for layer in layers):
+        raise config.wrong(
+            "num_kv_shared_layers",
+            num_shared,
+            f"at most as many as leave a layer of each type before them, of {len(layers)}",
+        )
+    shared = (
+        replace(
+            layer,
+            kv_source=sources[layer.window],
+            keys_are_values=False,
+            intermediate_size=layer.intermediate_size * factor,
+        )
+        for layer in layers[num_own:]
+    )
+    return (*layers[:num_own], *shared)
 
 
 def _implied(config: Fields) -> dict[str, Any]:
@@ -114,6 +148,7 @@ GEMMA4_TEXT = Family(
     full_widths={"head_dim": "global_head_dim", "num_kv_heads": "num_global_key_value_heads"},
     full_keys_are_values="attention_k_eq_v",
     facts=_facts,
+    shapes=_shapes,
     implied=_implied,
     spelled={"hidden_act": "hidden_activation"},
     mixture=Mixture(
@@ -126,10 +161,14 @@ GEMMA4_TEXT = Family(
         facts={"renormalize": True, "branch_norms": True, "output_scale": True},
         is_sparse=_is_sparse,
     ),
+    outer_modules={**OUTER_MODULES, **layer_embed_modules("model")},
     layer_modules={
         **LAYER_MODULES,
         **SANDWICH_NORMS,
         "layer_scalar": "layer_scalar",
+        "layer_embed.gate": "per_layer_input_gate",
+        "layer_embed.out": "per_layer_projection",
+        "layer_embed.norm": "post_per_layer_input_norm",
         "moe.router": "router.proj",
         "moe.router_norm.weight": "router.scale",
         "moe.output_scale": "router.per_expert_scale",

@@ -84,7 +84,7 @@ class SpeculativeDecoding:
         self._proposer = proposer
         self._runner = runner
         self._scheduler = scheduler
-        proposer.begin(sizes, runner.embedding)
+        proposer.begin(sizes, runner.stream_embedding)
         graphs: Graphs[Tensor] = Graphs(deployment.device, deployment.max_batch_size)
         self._state = SpeculativeState(
             max_rows=graphs.max_rows,
@@ -115,7 +115,9 @@ class SpeculativeDecoding:
     def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
         """Prefill the model's cache, then the proposer's; return logits as `ModelRunner.prefill` does."""
         depths = self._proposer.feature_layers
-        features = Features.empty(depths, len(batch.tokens_T), self._runner.embedding) if depths else None
+        features = (
+            Features.empty(depths, len(batch.tokens_T), self._runner.stream_embedding) if depths else None
+        )
         logits_WV = self._runner.prefill(batch, short=short, features=features)
         self._proposer.prefill(batch, features, short=short)
         return logits_WV

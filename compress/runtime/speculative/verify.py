@@ -69,7 +69,9 @@ class Verifier:
         rows = state.sampling.first(num_rows)
         tokens_RQ = torch.cat((state.last_SN[:num_rows, -1:], drafts_RK), dim=1)
         depths = self._proposer.feature_layers
-        features = Features.empty(depths, tokens_RQ.numel(), self._runner.embedding) if depths else None
+        features = (
+            Features.empty(depths, tokens_RQ.numel(), self._runner.stream_embedding) if depths else None
+        )
         logits_TV = state.logits(self._runner, tokens_RQ, first_R + k, features)
         if features is not None:
             self._proposer.verified(features, state, q_len=1 + k)

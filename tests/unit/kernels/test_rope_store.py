@@ -156,6 +156,73 @@ if INTERPRETED:
                 assert torch.equal(bits(our_kv.k), bits(their_kv.k))
             assert torch.equal(bits(our_kv.v), bits(their_kv.v))
 
+    @pytest.mark.parametrize(
+        ("kv_format", "num_heads", "num_kv_heads", "head_dim", "leading_dim", "hadamard"),
+        [
+            ("INT4_TOKEN_HEAD", 8, 2, 64, 0, True),
+            ("dense", 8, 1, 128, 0, False),
+            ("FP8_TOKEN_HEAD", 9, 3, 80, 22, False),
+            ("INT8_TOKEN_HEAD", 5, 1, 256, 64, True),
+            ("FP8_STATIC", 3, 3, 132, 130, False),
+            ("FP8_ATTENTION", 1, 1, 64, 0, False),
+            ("dense", 3, 1, 512, 0, False),
+        ],
+    )
+    @pytest.mark.parametrize("norms", ["none", "heads", "whole", "rotated"])
+    @pytest.mark.parametrize("flags", [False, True])
+    def test_queries_without_keys_are_those_beside_keys_and_nothing_is_written(
+        kv_format: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        leading_dim: int,
+        hadamard: bool,
+        norms: str,
+        flags: bool,
+    ) -> None:
+        qkv_TF, *others = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        q_TF = qkv_TF[:, : num_heads * head_dim]
+        qk_norm = q_norm = None
+        if norms != "none":
+            weights = torch.float32 if flags else torch.float16
+            qk_norm = 1 + randn(num_heads + num_kv_heads, head_dim, dtype=weights, seed=3) / 4
+            q_norm = qk_norm[:num_heads]
+        facts = {
+            "num_heads": num_heads,
+            "eps": 1e-5,
+            "whole": norms == "whole",
+            "rotates_first": norms == "rotated",
+            "centered": flags,
+            "growth_P": 1 + torch.arange(NUM_POSITIONS).to(torch.float16) / 16 if flags else None,
+            "v_norm": flags,
+            "hadamard": hadamard,
+            "leading_dim": 0 if norms == "rotated" else leading_dim,
+            "early": flags,
+        }
+        results = []
+        for kernel in (reference.rope_store, rope_store):
+            kv, untouched, written = (
+                filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(3)
+            )
+            results.append(kernel(q_TF, *others, kv, qk_norm=q_norm, **facts))
+            assert results[-1].shape == (NUM_ROWS, num_heads, head_dim)
+            assert torch.equal(kernel(qkv_TF, *others, written, qk_norm=qk_norm, **facts), results[-1])
+            assert not torch.equal(bits(written.k), bits(untouched.k))
+            for name in ("k", "v", "k_scale", "v_scale"):
+                ours, theirs = getattr(kv, name), getattr(untouched, name)
+                assert ours is theirs is None or torch.equal(bits(ours.view(-1)), bits(theirs.view(-1)))
+        bound = 0 if norms == "none" else 2**-9  # the sum of squares has another order
+        torch.testing.assert_close(results[1], results[0], rtol=bound, atol=bound)
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_weights_of_keys_that_are_not_there_are_refused(whole: bool) -> None:
+        qkv_TF, *others = arguments(8, 2, 64, torch.float16)
+        kv = filled_pages("dense", 2, 64, torch.float16)
+        facts = {"num_heads": 8, "qk_norm": torch.ones(10, 64), "eps": 1e-5, "whole": whole}
+        for kernel in (reference.rope_store, rope_store):
+            with pytest.raises((AssertionError, RuntimeError)):
+                kernel(qkv_TF[:, : 8 * 64], *others, kv, **facts)
+
     def test_scales_that_are_powers_of_two_are_those_of_the_reference() -> None:
         args = arguments(8, 2, 64, torch.float32)
         expected, actual = (filled_pages("FP8_ATTENTION", 2, 64, torch.float32) for _ in range(2))

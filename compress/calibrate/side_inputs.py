@@ -1,0 +1,124 @@
+"""What layers read beside the stream of a rank's samples: the embeddings of tokens for each layer, and the
+keys and values of an earlier layer.
+
+An embedding for a layer depends on the token alone, so those of all tokens that occur are computed once. Keys
+and values are those of the last pass through their layer: of the compressed layer, once it is compressed.
+
+Shapes: N samples, B of them, S sequence, U tokens that occur, L layers, P width of an embedding for a layer,
+K kv heads, C head dimension.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.calibrate.samples import Samples
+from compress.models.arch import Arch
+from compress.models.attention import FullAttention
+from compress.models.decoder import embedded
+from compress.models.layer_embedding import LAYER_EMBEDS, inputs_of_tokens
+from compress.models.weights import Weights, dense
+
+
+@dataclass(frozen=True)
+class SideInputs:
+    """The side inputs of samples.
+
+    `inputs_ULP` are the embeddings of the tokens that occur, and `rows_NS` where in them each token lies;
+    None where tokens have none. `kept` holds keys beside values [N, S, 2 K C] by layer, of those that later
+    layers read, and `num_heads` the kv heads of each.
+    """
+
+    inputs_ULP: Tensor | None
+    rows_NS: Tensor | None
+    kept: Mapping[int, Samples]
+    num_heads: Mapping[int, int]
+
+    @staticmethod
+    def of(
+        arch: Arch, outer: Weights, tokens_NS: Tensor, *, dtype: torch.dtype, device: torch.device
+    ) -> "SideInputs":
+        """Return those of samples with these tokens; `outer` are the weights outside of the layers."""
+        inputs_ULP, rows_NS = None, None
+        if arch.layer_embed_size:
+            weights = {name: dense(value) for name, value in weights_read(outer).items()}
+            tokens_U, rows_NS = tokens_NS.to(torch.int64).cpu().unique(return_inverse=True)
+
+            def embed(tokens: Tensor) -> Tensor:
+                return embedded(arch, weights["embed.weight"], tokens)
+
+            inputs_UF = inputs_of_tokens(arch, weights, tokens_U, embed, dtype=dtype, device=device)
+            inputs_ULP = inputs_UF.unflatten(1, (arch.num_layers, -1))
+            rows_NS = rows_NS.to(device)
+        layers = {idx: arch.layers[idx] for idx in arch.kv_sources}
+        kept = {
+            idx: Samples((*tokens_NS.shape, 2 * layer.num_kv_heads * layer.head_dim), dtype, device)
+            for idx, layer in layers.items()
+        }
+        return SideInputs(
+            inputs_ULP, rows_NS, kept, {idx: layer.num_kv_heads for idx, layer in layers.items()}
+        )
+
+    def twin(self) -> "SideInputs":
+        """Return those of the same samples on their way through other layers."""
+        return replace(self, kept={idx: each.clone() for idx, each in self.kept.items()})
+
+    def attention(self, piece: slice) -> FullAttention:
+        """Return attention that reads and keeps those of a piece of the samples."""
+        attention = FullAttention()
+        if self.inputs_ULP is not None and self.rows_NS is not None:
+            attention.layer_inputs = _InputsOfPiece(self.inputs_ULP, self.rows_NS[piece])
+        attention.kept = _KeptOfPiece(self, piece)
+        return attention
+
+
+def weights_read(outer: Weights) -> Weights:
+    """Return those of the weights outside of the layers by which side inputs are computed; none where tokens
+    have no embeddings for layers."""
+    of_layers = {name: value for name, value in outer.items() if name.startswith(f"{LAYER_EMBEDS}.")}
+    return of_layers | {"embed.weight": outer["embed.weight"]} if of_layers else {}
+
+
+@dataclass(frozen=True)
+class _InputsOfPiece(Mapping[int, Tensor]):
+    """Layer -> the embeddings [B, S, P] of the tokens of a piece for it."""
+
+    inputs_ULP: Tensor
+    rows_BS: Tensor
+
+    def __getitem__(self, layer_idx: int) -> Tensor:
+        return self.inputs_ULP[self.rows_BS, layer_idx]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return self.inputs_ULP.shape[1]
+
+
+@dataclass(frozen=True)
+class _KeptOfPiece(MutableMapping[int, tuple[Tensor, Tensor]]):
+    """Layer -> its keys and values [B, S, K, C] of a piece."""
+
+    inputs: SideInputs
+    piece: slice
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        heads = self.inputs.kept[layer_idx][self.piece].unflatten(-1, (2, -1))
+        k_BSF, v_BSF = heads.unbind(-2)
+        shape = (self.inputs.num_heads[layer_idx], -1)
+        return k_BSF.unflatten(-1, shape), v_BSF.unflatten(-1, shape)
+
+    def __setitem__(self, layer_idx: int, keys_values: tuple[Tensor, Tensor]) -> None:
+        self.inputs.kept[layer_idx][self.piece] = torch.cat([each.flatten(2) for each in keys_values], dim=-1)
+
+    def __delitem__(self, layer_idx: int) -> None:
+        raise KeyError(layer_idx)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inputs.kept)
+
+    def __len__(self) -> int:
+        return len(self.inputs.kept)

@@ -1,0 +1,85 @@
+"""Embeddings of a token for each layer (Gemma 3n and 4: per-layer embeddings, PLE).
+
+    e_l = (norm(proj_l(embed(token)) / sqrt(D)) + sqrt(P) table_l[token]) / sqrt(2)     outside of the layers
+    h   = h + norm_l(out_l(act(gate_l(h)) * e_l))                                       at the end of layer l
+
+e depends on the token alone. Both lines keep the order of roundings of `transformers`.
+
+Shapes: B batch, S sequence, L layers, P width of an embedding for a layer, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.ffn import gated
+from compress.models.norms import norm_of
+
+LAYER_EMBEDS = "layer_embeds"
+"""The name of `LayerEmbeddings` in the decoder."""
+_TOKENS_AT_ONCE = 4096
+
+
+class LayerEmbeddings(nn.Module):
+    """The embeddings of tokens for all layers. The table [V, L P] and the projection [L P, D] hold those of
+    one layer after the other."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__()
+        width = arch.num_layers * arch.layer_embed_size
+        self.table = nn.Embedding(arch.vocab_size, width)
+        self.proj = nn.Linear(arch.hidden_size, width, bias=False)
+        self.norm = norm_of(arch, arch.layer_embed_size)
+
+    def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return the embeddings [..., L, P] of tokens for all layers, given those for the model [..., D]."""
+        size = self.norm.weight.shape[0]
+        rows = self.table(tokens)
+        own = rows * torch.full((), size**0.5, dtype=rows.dtype, device=rows.device)
+        projected = self.proj(embedded) * embedded.shape[-1] ** -0.5
+        return (self.norm(projected.unflatten(-1, (-1, size))) + own.unflatten(-1, (-1, size))) * 2**-0.5
+
+
+@torch.no_grad()
+def inputs_of_tokens(
+    arch: Arch,
+    outer: Mapping[str, Tensor],
+    tokens_U: Tensor,
+    embed: Callable[[Tensor], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return the embeddings [U, L P] of tokens for all layers, computed in `dtype` on the device. `embed`
+    returns those for the model [.., D]; `outer` are the dense weights outside of the layers."""
+    names = {name: f"{LAYER_EMBEDS}.{name}.weight" for name in ("table", "proj", "norm")}
+    with torch.device("meta"):
+        module = LayerEmbeddings(arch)
+    table_VF = outer[names["table"]]
+    module.proj.weight, module.norm.weight = (
+        nn.Parameter(outer[names[name]].to(device=device, dtype=dtype)) for name in ("proj", "norm")
+    )
+    width = table_VF.shape[1]
+    inputs_UF = torch.empty(len(tokens_U), width, dtype=dtype, device=device)
+    for some, into_uF in zip(tokens_U.split(_TOKENS_AT_ONCE), inputs_UF.split(_TOKENS_AT_ONCE), strict=True):
+        rows_uF = table_VF[some.to(table_VF.device)].to(device=device, dtype=dtype)
+        module.table.weight = nn.Parameter(rows_uF)
+        order_u = torch.arange(len(some), device=device)
+        into_uF.copy_(module(order_u, embed(some).to(device=device, dtype=dtype)).flatten(1))
+    return inputs_UF
+
+
+class LayerEmbedding(nn.Module):
+    """What a layer adds to its output: out(act(gate(h)) * e), normed."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__()
+        self.gate = nn.Linear(arch.hidden_size, arch.layer_embed_size, bias=False)
+        self.out = nn.Linear(arch.layer_embed_size, arch.hidden_size, bias=False)
+        self.norm = norm_of(arch, arch.hidden_size)
+        self.activation = arch.activation
+
+    def forward(self, x_BSD: Tensor, layer_input_BSP: Tensor) -> Tensor:
+        return self.norm(self.out(gated(self.activation, self.gate(x_BSD), layer_input_BSP)))

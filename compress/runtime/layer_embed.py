@@ -1,0 +1,78 @@
+"""Embeddings of tokens for each layer in serving (`models/layer_embedding.py`).
+
+They depend on the token alone, so the table of embeddings has them beside those for the model, computed once:
+a row is [D + L P]. A pass takes the rows of its tokens and parts them.
+
+Shapes: T rows, D hidden, L layers, P width of an embedding for a layer, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.rows import RowNorm
+from compress.models.arch import Arch
+from compress.models.decoder import embedded
+from compress.models.layer_embedding import LAYER_EMBEDS, inputs_of_tokens
+from compress.models.weights import Weights, dense
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import FusedLinear
+
+
+@dataclass(frozen=True)
+class LayerEmbedLinears:
+    """The linears by which a layer reads its embeddings, and the norm of what it adds to the stream."""
+
+    gate: FusedLinear
+    out: FusedLinear
+    norm: RowNorm
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a decode step reads of these weights."""
+        return self.gate.weight_bytes + self.out.weight_bytes
+
+    def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
+        return self.gate.report(layer_idx) + self.out.report(layer_idx)
+
+
+def layer_embed_linears(
+    fuse: Callable[[str], FusedLinear], weights: Weights, norm: Callable[[Tensor], RowNorm]
+) -> LayerEmbedLinears | None:
+    """Return the linears of a layer that read its embeddings, None where tokens have none."""
+    if "layer_embed.gate.weight" not in weights:
+        return None
+    return LayerEmbedLinears(
+        fuse("layer_embed.gate"), fuse("layer_embed.out"), norm(dense(weights["layer_embed.norm.weight"]))
+    )
+
+
+def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
+    """Return the table [V, D + L P] of the embeddings of all tokens for the model, and for all layers where
+    tokens have those."""
+    if not arch.layer_embed_size:
+        return embed_VD
+    names = ("embed.weight", *(name for name in outer if name.startswith(f"{LAYER_EMBEDS}.")))
+    weights = {name: dense(outer[name]) for name in names}
+
+    def embed(tokens: Tensor) -> Tensor:
+        return embedded(arch, weights["embed.weight"], tokens)
+
+    tokens_V = torch.arange(arch.vocab_size)
+    inputs_VF = inputs_of_tokens(
+        arch, weights, tokens_V, embed, dtype=deployment.dtype, device=deployment.device
+    )
+    return torch.cat((embed_VD, inputs_VF), dim=1)
+
+
+def parted(rows_TF: Tensor, arch: Arch) -> tuple[Tensor, list[Tensor] | None]:
+    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, None where there
+    are none."""
+    if not arch.layer_embed_size:
+        return rows_TF, None
+    x_TD, inputs_TF = rows_TF.split([arch.hidden_size, rows_TF.shape[1] - arch.hidden_size], dim=1)
+    return x_TD.contiguous(), list(inputs_TF.split(arch.layer_embed_size, dim=1))
