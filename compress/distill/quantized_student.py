@@ -23,13 +23,12 @@ def quantized_student(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Decoder:
-    """Return a decoder with the embedding, the last norm and the head of `outer`, and with layers whose
-    quantized linears are what `make_linear` returns. Everything else is frozen, in `dtype`."""
+    """Return a decoder with the modules of `outer` outside of the layers, and with layers whose quantized
+    linears are what `make_linear` returns. Everything else is frozen, in `dtype`."""
     with torch.device("meta"):
         student = Decoder(outer.arch)
-    student.embed = outer.embed
-    student.norm = outer.norm
-    student.head = outer.head
+    for name, module in _outside_of_layers(outer).items():
+        setattr(student, name, module)
     for idx in range(outer.arch.num_layers):
         weights = layers(idx)
         layer = build_layer(outer.arch, idx, weights, dtype=dtype, device=device)
@@ -46,16 +45,20 @@ def quantized_student(
 
 
 def outer_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return a decoder whose embedding, last norm and head have the source's weights, dequantized; its
-    layers have none."""
+    """Return a decoder whose modules outside of the layers (embeddings, last norm, head) have the source's
+    weights, dequantized; its layers have none."""
     with torch.device("meta"):
         decoder = Decoder(source.arch)
     weights = split_outer(source.outer())[0]
-    for name in ("embed", "norm", "head"):
-        if name != "head" or not source.arch.tied_head:
-            fill_(
-                decoder.get_submodule(name), {"weight": weights[f"{name}.weight"]}, dtype=dtype, device=device
-            )
+    for module_name, module in _outside_of_layers(decoder).items():
+        prefix = f"{module_name}."
+        own = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+        if own:  # a tied head has none
+            fill_(module, own, dtype=dtype, device=device)
     if source.arch.tied_head:
         decoder.head.weight = decoder.embed.weight
     return decoder.requires_grad_(False)
+
+
+def _outside_of_layers(decoder: Decoder) -> dict[str, nn.Module]:
+    return {name: module for name, module in decoder.named_children() if name != "layers"}

@@ -17,7 +17,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
-from compress.models.pruning import Widths, resized, with_layers
+from compress.models.pruning import Widths, resized, why_layers_stay, with_layers
 from compress.models.weights import WeightSource, dense, split_outer
 from compress.quant.kv import KV_SCALES
 
@@ -67,6 +67,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher has delta nets, from which no student is cut; remove layers or channels of "
             "the FFN by `prune` instead."
         )
+    if (reason := why_layers_stay(teacher)) is not None:
+        raise UsageError(f"student: {reason} No student is cut from it; name a smaller checkpoint.")
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),

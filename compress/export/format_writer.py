@@ -10,10 +10,12 @@ from compress.export.restated import restated_fields
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
 from compress.models.family import family_of
+from compress.models.layer_embedding import IN_LAYERS, PROJECTION
 from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import Scheme
 
 GRAPH_SHARD_BYTES = 1_000_000_000
 """Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
@@ -76,9 +78,9 @@ def write_format(
 
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
-    take them for linears like others: routers, the gates of shared experts, and the decay and the beta of
-    delta nets."""
-    others = [
+    take them for linears like others: routers, the gates of shared experts, the decay and the beta of delta
+    nets, and those that read embeddings for each layer."""
+    others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
         for part in (layer.delta, layer.experts)
@@ -86,6 +88,9 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
         for name, shape in part.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2
     ]
+    if arch.layer_embed_size:
+        modules = [f"layers.{idx}.layer_embed.{name}" for idx in range(arch.num_layers) for name in IN_LAYERS]
+        others += [(module, None) for module in (*modules, PROJECTION)]
     return replace(scheme, exceptions=(*scheme.exceptions, *others))
 
 

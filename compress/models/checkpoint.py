@@ -355,7 +355,11 @@ def _names_of(
 ) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
     """Return the names and shapes of the tensors in a checkpoint: (outer, one mapping a layer)."""
     outer, layers = parameter_names(arch)
-    return outer, [layer | (dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}) for layer in layers]
+    scales = dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}
+    return outer, [
+        names | (scales if layer.kv_source is None else {})
+        for layer, names in zip(arch.layers, layers, strict=True)
+    ]
 
 
 def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -281,11 +281,17 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         attend = attention if attention is not None else FullAttention()
-        x_BSD = self.embed(tokens_BS)
-        if self.arch.layer_embed_size:
-            assert isinstance(attend, FullAttention)
-            inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD)
-            attend.layer_inputs = dict(enumerate(inputs_BSLP.unbind(-2)))
+        x_BSD = self.embedded(tokens_BS, attend)
         for layer in self.layers:
             x_BSD = layer(x_BSD, positions, attend)
         return self.norm(x_BSD)
+
+    def embedded(self, tokens_BS: Tensor, attention: AttentionFn) -> Tensor:
+        """Return the input [B, S, D] of the first layer; where tokens have embeddings for each layer,
+        `attention` has these afterwards."""
+        x_BSD = self.embed(tokens_BS)
+        if self.arch.layer_embed_size:
+            assert isinstance(attention, FullAttention)
+            inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD)
+            attention.layer_inputs = dict(enumerate(inputs_BSLP.unbind(-2)))
+        return x_BSD

@@ -134,6 +134,7 @@ def eagle3_facts(
                 output_gate=False,
                 head_dim=last.value_dim,
                 chunk=None,
+                kv_source=None,
             ),
         ),
         activation="silu",
@@ -318,7 +319,9 @@ def fresh_eagle3(
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
-    last = target.layer(_last_attention(target.arch))
+    idx = _last_attention(target.arch)
+    kv_source = target.arch.layers[idx].kv_source
+    last = target.layer(idx) if kv_source is None else {**target.layer(kv_source), **target.layer(idx)}
     size = facts.arch.hidden_size
     layer = "layers.0."
     with torch.no_grad():

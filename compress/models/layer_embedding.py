@@ -19,6 +19,9 @@ from compress.models.norms import norm_of
 
 LAYER_EMBEDS = "layer_embeds"
 """The name of `LayerEmbeddings` in the decoder."""
+PROJECTION = f"{LAYER_EMBEDS}.proj"
+IN_LAYERS = ("gate", "out")
+"""The linears of `LayerEmbeddings` and of `LayerEmbedding`; no scheme is theirs."""
 _TOKENS_AT_ONCE = 4096
 
 
@@ -29,17 +32,19 @@ class LayerEmbeddings(nn.Module):
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         width = arch.num_layers * arch.layer_embed_size
+        self.size = arch.layer_embed_size
         self.table = nn.Embedding(arch.vocab_size, width)
         self.proj = nn.Linear(arch.hidden_size, width, bias=False)
         self.norm = norm_of(arch, arch.layer_embed_size)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """Return the embeddings [..., L, P] of tokens for all layers, given those for the model [..., D]."""
-        size = self.norm.weight.shape[0]
         rows = self.table(tokens)
-        own = rows * torch.full((), size**0.5, dtype=rows.dtype, device=rows.device)
-        projected = self.proj(embedded) * embedded.shape[-1] ** -0.5
-        return (self.norm(projected.unflatten(-1, (-1, size))) + own.unflatten(-1, (-1, size))) * 2**-0.5
+        own = (rows * torch.full((), self.size**0.5, dtype=rows.dtype, device=rows.device)).unflatten(
+            -1, (-1, self.size)
+        )
+        projected = (self.proj(embedded) * embedded.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
+        return (self.norm(projected) + own) * 2**-0.5
 
 
 @torch.no_grad()

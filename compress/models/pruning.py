@@ -142,6 +142,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     accordingly: where a rule counts layers, each layer's type is spelled out."""
     if list(kept) == list(range(arch.num_layers)):
         return arch
+    assert why_layers_stay(arch) is None
     layers = tuple(arch.layers[idx] for idx in kept)
     family = family_of({"model_type": arch.family})
     stated = family.completed(arch.config)
@@ -194,10 +195,21 @@ def fits_consumers(arch: Arch, num_heads: int) -> bool:
     return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
 
 
+def why_layers_stay(arch: Arch) -> str | None:
+    """Return the reason why no layer of a model can be removed, None where some can."""
+    if arch.kv_sources:
+        return f"the last layers of this {arch.family} model read the keys and values of earlier ones."
+    if arch.layer_embed_size:
+        return f"tokens of a {arch.family} model have embeddings for each of its layers."
+    return None
+
+
 def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
     if arch.has_delta_nets:
         return f"most layers of this {arch.family} model have delta nets, whose heads are not removed."
+    if arch.kv_sources:
+        return f"layers of this {arch.family} model share keys and values, so their heads go together."
     if arch.whole_qk_norm:
         return f"the norms of q and k of a {arch.family} model span all heads, so each head depends on all."
     if family_of({"model_type": arch.family}).heads_span_hidden:

@@ -239,6 +239,17 @@ class Onnx:
             rules.append(
                 Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
             )
+        if arch.kv_sources:
+            rules.append(
+                Rule("shared-keys-values", "layers share keys and values, and each of the graph has its own.")
+            )
+        if arch.layer_embed_size:
+            rules.append(
+                Rule(
+                    "layer-embeddings",
+                    "tokens have embeddings for each layer, which the graph does not read.",
+                )
+            )
         if any(layer.output_gate for layer in arch.layers):
             rules.append(
                 Rule("output-gate", "attention has an output gate, which the graph does not compute.")

@@ -92,6 +92,9 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
     )
     if spec.lora is None:
         student.requires_grad_(True)
+        if student.arch.layer_embed_size:
+            # A row of this table is read for one token, and it is larger than all else.
+            student.layer_embeds.table.requires_grad_(False)
     else:
         add_lora_(
             student, spec.lora.rank, alpha=spec.lora.alpha or 2.0 * spec.lora.rank, generator=ctx.rng("lora")

@@ -13,7 +13,14 @@ from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.expert_pruning import with_experts
-from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, why_heads_stay
+from compress.models.pruning import (
+    HeadUnit,
+    Widths,
+    as_mistral,
+    can_have_bias,
+    why_heads_stay,
+    why_layers_stay,
+)
 from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
@@ -281,6 +288,9 @@ class Prune(Spec):
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, "
                 "which it cannot say here."
             )
+        reason = why_layers_stay(arch)
+        if "depth" in self.axes and reason is not None:
+            raise UsageError(f"depth: {reason}")
         reason = why_heads_stay(arch)
         if "heads" in self.axes and reason is not None:
             raise UsageError(f"heads: {reason} Prune `ffn` and `depth`.")

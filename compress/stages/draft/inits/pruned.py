@@ -34,7 +34,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
-from compress.models.pruning import LayerSubset, Widths, resized, why_heads_stay, with_layers
+from compress.models.pruning import LayerSubset, Widths, resized, why_heads_stay, why_layers_stay, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
 from compress.recipe import MAX_SAMPLES, MAX_SIZE, ByKind, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
@@ -107,6 +107,8 @@ class Pruned(Spec):
                 f"draft: a draft cut from a {arch.family} model would need its {' and '.join(parts)}. Take "
                 "`init: eagle3`, or a checkpoint of a text model."
             )
+        if (reason := why_layers_stay(arch)) is not None:
+            raise UsageError(f"draft: {reason} Take `init: eagle3`, or a smaller checkpoint.")
         if self.heads is not None and (reason := why_heads_stay(arch)) is not None:
             raise UsageError(f"draft: heads: {reason} Leave out `heads`.")
         if isinstance(self.keep_layers, int):
