@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.ffn import gated
+from compress.models.linear import Linear
 from compress.models.norms import norm_of
 
 LAYER_EMBEDS = "layer_embeds"
@@ -34,7 +35,7 @@ class LayerEmbeddings(nn.Module):
         width = arch.num_layers * arch.layer_embed_size
         self.size = arch.layer_embed_size
         self.table = nn.Embedding(arch.vocab_size, width)
-        self.proj = nn.Linear(arch.hidden_size, width, bias=False)
+        self.proj = Linear(arch.hidden_size, width, bias=False)
         self.norm = norm_of(arch, arch.layer_embed_size)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class LayerEmbedding(nn.Module):
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
-        self.gate = nn.Linear(arch.hidden_size, arch.layer_embed_size, bias=False)
-        self.out = nn.Linear(arch.layer_embed_size, arch.hidden_size, bias=False)
+        self.gate = Linear(arch.hidden_size, arch.layer_embed_size, bias=False)
+        self.out = Linear(arch.layer_embed_size, arch.hidden_size, bias=False)
         self.norm = norm_of(arch, arch.hidden_size)
         self.activation = arch.activation
 

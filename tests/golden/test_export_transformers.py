@@ -112,6 +112,8 @@ EXPORTED = [
     ("gemma3-vision", "W4A16_G128"),
     ("gemma4", "W4A16_G32"),
     ("gemma4-vision", "FP8_DYNAMIC"),
+    ("gemma4-e", "W4A16_G32"),
+    ("gemma4-e-vision", "FP8_DYNAMIC"),
     ("mistral3-ministral3", "FP8_DYNAMIC"),
     ("qwen2_5_vl", "W4A16_G128"),
     ("qwen2_vl", "W4A16_G128"),
@@ -200,6 +202,8 @@ def quantized(
     """
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
+    if "num_kv_shared_layers" in changes:  # the second layer reads the keys and values of the first
+        layers = {"layer_types": ["full_attention"] * NUM_LAYERS, "num_kv_shared_layers": 1}
     sizes = {**WHOLE_GROUPS, **layers, **inner_widths(changes, 128)}
     saved(tmp_path / "source", family, {**changes, **sizes}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")

@@ -22,7 +22,7 @@ from compress.models.family import family_of
 from compress.models.mixture import AS_IN_MEMORY
 from compress.models.overrides import decide
 from compress.models.stored_tensors import members_of, places_of
-from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
+from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, parameter_names, split_outer
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, Scheme
@@ -60,6 +60,8 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 def wide(case: str, directory: Path) -> Any:
     family, changes = CASES[case]
     sizes = dict(WIDE)
+    if "num_kv_shared_layers" in changes:  # the second layer reads the keys and values of the first
+        sizes |= {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
     if "intermediate_size_mlp" in changes:
         sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
@@ -136,9 +138,9 @@ def test_another_text_model_inside_is_refused(tmp_path: Path) -> None:
 @each_wrapper
 def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: Path) -> None:
     saved(tmp_path, *CASES[case])
-    outer = Dense(Checkpoint(tmp_path)).outer()
-    own, untouched = split_outer(outer)
-    assert set(own) <= {"embed.weight", "norm.weight", "head.weight"}
+    source = Checkpoint(tmp_path)
+    own, untouched = split_outer(Dense(source).outer())
+    assert set(own) == set(parameter_names(source.arch)[0])
     stored = tensors_of(tmp_path)
     for name, value in untouched.items():
         assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])

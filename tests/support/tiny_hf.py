@@ -692,6 +692,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4-e-vision": (
+        "gemma4",
+        {
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 97,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 5,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4-vision-experts": (
         "gemma4",
         {

@@ -3,21 +3,26 @@ what is refused."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.distill.student import Shape, student_arch
 from compress.errors import UnsupportedArch, UsageError
 from compress.export.refusals import check_rules
 from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, with_layers
+from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
+from tests.support.tiny_hf import CASES, saved
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 CONFIG: dict[str, Any] = {
@@ -108,10 +113,20 @@ def test_other_widths_by_layer_are_refused(stated: Any, types: list[str]) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "= 256: the decoder lacks embeddings for each layer"),
-        ({"hidden_size_per_layer_input": None}, "= 256: the decoder lacks embeddings for each layer"),
-        ({"num_kv_shared_layers": 2}, "= 2: the decoder lacks layers that read the keys and values of other"),
-        ({"use_double_wide_mlp": True}, "= True: the decoder lacks FFNs of twice the width"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}, "= 60; it must be 61"),
+        (
+            {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers = 1; it must be at most as many as leave a layer",
+        ),
+        (
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers = 3; it must be at most as many as leave a layer",
+        ),
+        (
+            {"num_kv_shared_layers": 4},
+            "num_kv_shared_layers = 4; it must be at most as many as leave a layer",
+        ),
+        ({"use_double_wide_mlp": "x"}, "use_double_wide_mlp"),
         ({"use_bidirectional_attention": "all"}, "= 'all': the decoder lacks attention to later positions"),
         ({"global_head_dim": 7}, "global_head_dim = 7; it must be even"),
         ({"per_layer_config": [1]}, "per_layer_config = .* a JSON object"),
@@ -127,6 +142,79 @@ def test_variants_that_the_decoder_does_not_compute_are_refused(
     wrapped = {"model_type": "gemma4", "text_config": text}
     with pytest.raises(UnsupportedArch, match=message):
         family_of(wrapped).read_config(wrapped)
+
+
+def of_e(**changes: Any) -> Arch:
+    """Return the facts of a model like those named E: of six layers, the last three share keys and values."""
+    shared = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 3,
+        "num_hidden_layers": 6,
+        "attention_k_eq_v": False,
+        "layer_types": [*TYPES, "sliding_attention", "full_attention", "full_attention"],
+    }
+    return arch_of(**{**shared, **changes})
+
+
+def test_the_last_layers_read_the_keys_and_values_of_the_last_of_their_type_before_them() -> None:
+    arch = of_e(use_double_wide_mlp=True)
+    assert [layer.kv_source for layer in arch.layers] == [None, None, None, 1, 2, 2]
+    assert [layer.intermediate_size for layer in arch.layers] == [48, 48, 48, 96, 96, 96]
+    assert [layer.intermediate_size for layer in of_e().layers] == [48] * 6
+    assert arch.kv_sources == {1, 2}
+    assert arch.cached_numbers == sum(layer.cached_numbers for layer in arch.layers[:3])
+    assert list(arch.layers[3].linears)[:2] == ["attn.q", "attn.o"]
+    of_keys = [layer.keys_are_values for layer in of_e(attention_k_eq_v=True).layers]
+    assert of_keys == [False, False, True, False, False, False]
+
+
+def test_tokens_have_embeddings_for_each_layer() -> None:
+    arch = of_e(use_double_wide_mlp=True)
+    assert arch.layer_embed_size == 8
+    assert arch_of(hidden_size_per_layer_input=None).layer_embed_size == 256  # the default of its class
+    with torch.device("meta"):
+        decoder = Decoder(arch)
+    assert arch.num_params == sum(parameter.numel() for parameter in decoder.parameters())
+    assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
+    assert family_of(CONFIG).read_config(family_of(CONFIG).write_config(arch)).layers == arch.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_source": 3}, "layer 3: it reads the keys and values of layer 3, which has none before it"),
+        ({"kv_source": 4}, "layer 3: it reads the keys and values of layer 4, which has none before it"),
+        ({"kv_source": 2}, "layer 3: .* of layer 2, whose heads, rope or window differ"),
+        ({"output_gate": True}, "layer 3: a layer reads the keys and values of another, and has an output"),
+    ],
+)
+def test_keys_and_values_that_cannot_be_read_are_refused(changes: dict[str, Any], message: str) -> None:
+    arch = of_e()
+    layers = (*arch.layers[:3], replace(arch.layers[3], **changes), *arch.layers[4:])
+    with pytest.raises(UnsupportedArch, match=message):
+        arch.replace(layers=layers)
+    with pytest.raises(UnsupportedArch, match="embeddings for each layer in a 'pre' block"):
+        arch.replace(block="pre")
+
+
+def test_a_layer_that_reads_the_keys_of_another_may_be_published_with_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, *CASES["gemma4-e"])
+    plain = Checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    expected = plain.layer(3)
+    width = plain.arch.layers[3].head_dim
+    names = [plain.family.tensor(f"layers.3.attn.{name}.weight") for name in ("k", "v", "k_norm")]
+    extra = {name: torch.ones(width) for name in names}
+    save_file({**tensors, **extra}, file, metadata={"format": "pt"})
+    again = Checkpoint(tmp_path)
+    assert not any(name.startswith(("attn.k", "attn.v")) for name in again.layer(3))
+    assert all(torch.equal(dense(each), dense(again.layer(3)[name])) for name, each in expected.items())
+    other = plain.family.tensor("layers.0.attn.o.bias")
+    save_file({**tensors, other: torch.ones(width)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedArch, match="holds the tensor"):
+        Checkpoint(tmp_path)
 
 
 def test_text_is_causal_where_images_are_not() -> None:
@@ -145,6 +233,22 @@ def test_widths_of_one_type_that_differ_are_in_no_config() -> None:
     narrow = replace(arch.layers[1], num_kv_heads=1)
     with pytest.raises(UnsupportedArch, match="layers of one type differ in width"):
         family_of(CONFIG).write_config(arch.replace(layers=(arch.layers[0], narrow, arch.layers[2])))
+
+
+def test_ffns_of_one_kind_of_layer_that_differ_are_in_no_config() -> None:
+    arch = of_e(use_double_wide_mlp=True)
+    wider = replace(arch.layers[4], intermediate_size=192)
+    with pytest.raises(UnsupportedArch, match="layers of one type differ in width"):
+        family_of(CONFIG).write_config(arch.replace(layers=(*arch.layers[:4], wider, arch.layers[5])))
+
+
+def test_values_that_other_layers_read_are_not_smoothed() -> None:
+    arch = of_e().replace(v_norm=False)
+    with torch.device("meta"):
+        producers = [
+            [pair.producer for pair in DecoderLayer(arch, idx).smoothing_pairs()] for idx in range(6)
+        ]
+    assert [("attn.v" in each) for each in producers] == [True, *(False,) * 5]
 
 
 def test_nothing_is_smoothed_from_normed_values_or_values_that_are_keys() -> None:
