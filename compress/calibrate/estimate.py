@@ -90,8 +90,8 @@ class Workload:
 def peak_bytes(work: Workload) -> int:
     """Return the peak of the rank that needs most, beyond the interpreter and its libraries."""
     arch = work.arch
-    num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
-    width = work.num_streams * arch.hidden_size
+    num_outer = arch.num_outer_params
+    width = work.num_streams * (arch.hidden_size + _kept_width(arch))
     if work.true_sequential:  # the values at a second tap are kept
         width += max(max(_input_sizes(arch, layer)) for layer in arch.layers)
     num_tokens = -(-work.num_samples // work.num_ranks) * work.seq_len
@@ -103,6 +103,11 @@ def peak_bytes(work: Workload) -> int:
         + max(2 * num_outer, layer_bytes)
         + kept
     )
+
+
+def _kept_width(arch: Arch) -> int:
+    """Return the numbers of a token that are kept for later layers: keys and values that they read."""
+    return sum(arch.layers[idx].cached_numbers for idx in arch.kv_sources)
 
 
 def host_bytes(work: Workload) -> int:

@@ -49,8 +49,9 @@ class SideInputs:
             def embed(tokens: Tensor) -> Tensor:
                 return embedded(arch, weights["embed.weight"], tokens)
 
-            inputs_UF = inputs_of_tokens(arch, weights, tokens_U, embed, dtype=dtype, device=device)
-            inputs_ULP = inputs_UF.unflatten(1, (arch.num_layers, -1))
+            shape = len(tokens_U), arch.num_layers, arch.layer_embed_size
+            inputs_ULP = torch.empty(shape, dtype=dtype, device=device)
+            inputs_of_tokens(arch, weights, tokens_U, embed, inputs_ULP.flatten(1))
             rows_NS = rows_NS.to(device)
         layers = {idx: arch.layers[idx] for idx in arch.kv_sources}
         kept = {

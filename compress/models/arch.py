@@ -221,8 +221,7 @@ class Arch:
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        heads = 1 if self.tied_head else 2
-        total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
+        total = self.num_outer_params + self.hidden_size + self.num_linear_params
         total += self.num_layer_embed_params
         for layer in self.layers:
             total += self.num_norms(layer) * self.hidden_size
@@ -243,13 +242,19 @@ class Arch:
 
     @property
     def num_layer_embed_params(self) -> int:
-        """The parameters of the embeddings for each layer: the table, its projection and norm, and in each
-        layer two matrices and a norm."""
+        """The parameters of the embeddings for each layer without their table and its projection: a norm, and
+        in each layer two matrices and a norm."""
         size = self.layer_embed_size
         if not size:
             return 0
-        of_all = (self.vocab_size + self.hidden_size) * self.num_layers * size + size
-        return of_all + self.num_layers * (2 * size + 1) * self.hidden_size
+        return size + self.num_layers * (2 * size + 1) * self.hidden_size
+
+    @property
+    def num_outer_params(self) -> int:
+        """The parameters outside of the layers that are tables or matrices: embeddings, a head that is not
+        one of them, and the projection of the embeddings for each layer."""
+        own = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+        return own + (self.vocab_size + self.hidden_size) * self.num_layers * self.layer_embed_size
 
     @property
     def num_active_params(self) -> int:

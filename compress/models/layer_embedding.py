@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, L layers, P width of an embedding for a layer, D hi
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,27 +55,24 @@ def inputs_of_tokens(
     outer: Mapping[str, Tensor],
     tokens_U: Tensor,
     embed: Callable[[Tensor], Tensor],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Return the embeddings [U, L P] of tokens for all layers, computed in `dtype` on the device. `embed`
-    returns those for the model [.., D]; `outer` are the dense weights outside of the layers."""
+    into_UF: Tensor,
+) -> None:
+    """Write the embeddings [U, L P] of tokens for all layers, computed in the dtype and on the device of that
+    tensor. `embed` returns those for the model [.., D]; `outer` are the dense weights outside of the
+    layers."""
+    place: dict[str, Any] = {"device": into_UF.device, "dtype": into_UF.dtype}
     names = {name: f"{LAYER_EMBEDS}.{name}.weight" for name in ("table", "proj", "norm")}
     with torch.device("meta"):
         module = LayerEmbeddings(arch)
     table_VF = outer[names["table"]]
     module.proj.weight, module.norm.weight = (
-        nn.Parameter(outer[names[name]].to(device=device, dtype=dtype)) for name in ("proj", "norm")
+        nn.Parameter(outer[names[name]].to(**place)) for name in ("proj", "norm")
     )
-    width = table_VF.shape[1]
-    inputs_UF = torch.empty(len(tokens_U), width, dtype=dtype, device=device)
-    for some, into_uF in zip(tokens_U.split(_TOKENS_AT_ONCE), inputs_UF.split(_TOKENS_AT_ONCE), strict=True):
-        rows_uF = table_VF[some.to(table_VF.device)].to(device=device, dtype=dtype)
-        module.table.weight = nn.Parameter(rows_uF)
-        order_u = torch.arange(len(some), device=device)
-        into_uF.copy_(module(order_u, embed(some).to(device=device, dtype=dtype)).flatten(1))
-    return inputs_UF
+    for some, into_uF in zip(tokens_U.split(_TOKENS_AT_ONCE), into_UF.split(_TOKENS_AT_ONCE), strict=True):
+        own = some.to(table_VF.device)
+        module.table.weight = nn.Parameter(table_VF[own].to(**place))
+        order_u = torch.arange(len(some), device=into_UF.device)
+        into_uF.copy_(module(order_u, embed(own).to(**place)).flatten(1))
 
 
 class LayerEmbedding(nn.Module):

@@ -18,7 +18,6 @@ from compress.models.arch import Arch
 from compress.models.decoder import embedded
 from compress.models.layer_embedding import LAYER_EMBEDS, inputs_of_tokens
 from compress.models.weights import Weights, dense
-from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 
 
@@ -51,7 +50,7 @@ def layer_embed_linears(
     )
 
 
-def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
+def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     """Return the table [V, D + L P] of the embeddings of all tokens for the model, and for all layers where
     tokens have those."""
     if not arch.layer_embed_size:
@@ -62,11 +61,11 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch, deployment: 
     def embed(tokens: Tensor) -> Tensor:
         return embedded(arch, weights["embed.weight"], tokens)
 
-    tokens_V = torch.arange(arch.vocab_size)
-    inputs_VF = inputs_of_tokens(
-        arch, weights, tokens_V, embed, dtype=deployment.dtype, device=deployment.device
-    )
-    return torch.cat((embed_VD, inputs_VF), dim=1)
+    width = arch.hidden_size + arch.num_layers * arch.layer_embed_size
+    table_VF = embed_VD.new_empty(arch.vocab_size, width)
+    table_VF[:, : arch.hidden_size] = embed_VD
+    inputs_of_tokens(arch, weights, torch.arange(arch.vocab_size), embed, table_VF[:, arch.hidden_size :])
+    return table_VF
 
 
 def parted(rows_TF: Tensor, arch: Arch) -> tuple[Tensor, list[Tensor] | None]:

@@ -208,7 +208,7 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
     embed_VD = _scaled(_dense(outer, "embed.weight", deployment), arch.embed_scale / stream_scale(arch))
-    return with_layer_inputs(embed_VD, outer, arch, deployment)
+    return with_layer_inputs(embed_VD, outer, arch)
 
 
 def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:

@@ -140,9 +140,9 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
 
 
 def outer_bytes(arch: Arch, head: Scheme | None) -> int:
-    """Return the bytes of embedding and head on disk, in 16 bits unless the head has a scheme."""
-    dense_bytes = 2 * arch.vocab_size * arch.hidden_size
-    if arch.tied_head:
+    """Return the bytes of embeddings and head on disk, in 16 bits unless the head has a scheme."""
+    dense_bytes = 2 * arch.num_outer_params
+    if arch.tied_head or head is None:
         return dense_bytes
-    head_bytes = dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size)
-    return dense_bytes + head_bytes
+    of_head = head.weight_bytes(arch.vocab_size, arch.hidden_size)
+    return dense_bytes - 2 * arch.vocab_size * arch.hidden_size + of_head

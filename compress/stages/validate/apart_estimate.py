@@ -74,7 +74,7 @@ def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     """Return the bytes of what a streamed model holds, without those of a batch."""
     ends_in_norm = arch.block in ("post", "sandwich")
     outer = arch.vocab_size * arch.hidden_size
-    stored = STORED_BYTES * outer * (1 if arch.tied_head else 2)
+    stored = STORED_BYTES * arch.num_outer_params
     layer = max(_layer_params(arch, each) for each in arch.layers)
     of_layers = layer * ((2 if ends_in_norm else 1) * width + STORED_BYTES)
     of_head = stored + 2 * width * outer + (width * layer if ends_in_norm else 0)

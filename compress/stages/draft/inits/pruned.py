@@ -155,7 +155,7 @@ class Pruned(Spec):
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         arch = self.shape(facts.arch)
-        outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
+        outer = arch.num_outer_params
         frozen = 0 if self.train_embeddings else outer
         found = training_estimate(
             spec, arch, facts.arch, facts, num_trained=arch.num_params - frozen, frozen_bytes=4 * frozen
