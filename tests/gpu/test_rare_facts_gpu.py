@@ -52,6 +52,8 @@ PLAIN_QUERIES = replace(
     rope=Rope(10000.0, rotary_dim=64),
     latent=Latent(q_rank=0, kv_rank=384, rope_dim=64, value_dim=128, interleaved=True),
 )
+NARROW = replace(LOCAL, head_dim=256, num_kv_heads=1)
+WIDE = replace(LAYER, head_dim=512, num_kv_heads=1, rope=Rope(1e6, "proportional", rotary_dim=128))
 LATENT = replace(
     PLAIN_QUERIES,
     head_dim=256,
@@ -91,6 +93,24 @@ FACTS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "logit_softcap": 30.0,
         "layers": (LOCAL, replace(LAYER, head_dim=512, num_heads=4, num_kv_heads=1)),
+    },
+    "gemma 4 e": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "v_norm": True,
+        "layer_scalar": True,
+        "layer_embed_size": 64,
+        "embed_scale": 19.6,
+        "logit_softcap": 30.0,
+        "activation": "gelu_pytorch_tanh",
+        "layers": (
+            NARROW,
+            WIDE,
+            replace(NARROW, kv_source=0, intermediate_size=2000),
+            replace(WIDE, kv_source=1, intermediate_size=2000),
+            replace(NARROW, kv_source=0, intermediate_size=2000),
+        ),
     },
     "gemma 4 with experts": {
         "block": "sandwich",
@@ -246,7 +266,9 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r", "deepseek v2", "qwen 3.5"])
+@pytest.mark.parametrize(
+    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5"]
+)
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])
     requests = make_requests()
@@ -258,7 +280,9 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5"])
+@pytest.mark.parametrize(
+    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5"]
+)
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
     arch = arch.replace(layers=tuple(replace(layer, intermediate_size=1024) for layer in arch.layers))
