@@ -362,11 +362,8 @@ def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     linears of their latents, those of a delta net, or gate and up."""
     fused = [*(name for group in LINEAR_GROUPS.values() for name in group.linears[:-1]), "attn.q_down"]
     fused += ["delta.q", "delta.k", "delta.v"]
-    return [
-        name
-        for name, (out_features, _) in sorted(shapes(arch).items())
-        if name in fused and out_features % scheme.block_rows
-    ]
+    ragged = {name for name, (out_features, _) in shapes(arch) if out_features % scheme.block_rows}
+    return sorted(ragged.intersection(fused))
 
 
 FORMATS.add("compressed-tensors", CompressedTensors())

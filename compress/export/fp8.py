@@ -171,7 +171,7 @@ class Fp8:
                     f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8.",
                 )
             )
-        for name, (out_features, in_features) in sorted(shapes(arch).items()):
+        for name, (out_features, in_features) in shapes(arch):
             if in_features % 128:
                 rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of 128."))
             if out_features % 128:

@@ -305,7 +305,7 @@ class ModelOpt:
                 )
             )
         rules += _split_groups(arch, scheme)
-        for name, (out_features, _) in sorted(quantized_shapes(arch, scheme).items()):
+        for name, (out_features, _) in quantized_shapes(arch, scheme):
             if scheme.layers.num_bits == 4 and scheme.layers.type == "int" and out_features % 2:
                 rules.append(Rule("whole-bytes", f"{name} has N = {out_features}; two rows fill a byte."))
         return [*rules, *layout_rules(arch, scheme, self.quant_method), *whole_group_rules(arch, scheme)]

@@ -57,7 +57,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, quant_method: str, *, bits: Co
     rules += layout_rules(arch, scheme, quant_method)
     rules += whole_group_rules(arch, scheme)
     per_word = codes_in_whole_words(layers.num_bits)
-    for name, (out_features, in_features) in sorted(quantized_shapes(arch, scheme).items()):
+    for name, (out_features, in_features) in quantized_shapes(arch, scheme):
         if out_features % per_word or in_features % per_word:
             rules.append(
                 Rule(
@@ -198,11 +198,16 @@ def in_layers(linears: Sequence[str]) -> list[str]:
     return [linear for linear in linears if re.search(r"\.\d+\.", linear)]
 
 
-def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
-    """Return [O, I] of the linears of layers."""
-    return {
-        name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears
-    }
+def shapes(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
+    """Return the names of the linears of layers with [O, I], sorted; one that differs between layers comes
+    with each of its shapes."""
+    return sorted(
+        {
+            (name, layer.linear_shape(name, arch.hidden_size))
+            for layer in dict.fromkeys(arch.layers)
+            for name in layer.linears
+        }
+    )
 
 
 def quantized_linears(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Scheme]]:
@@ -213,11 +218,10 @@ def quantized_linears(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, in
                 yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 
-def quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:
-    """Return [O, I] of each linear that some layer has quantized, by its name in the layer, and of the head
-    if it is quantized."""
-    found = {"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {}
+def quantized_shapes(arch: Arch, scheme: ModelScheme) -> list[tuple[str, tuple[int, int]]]:
+    """Return `shapes` of those linears that some layer has quantized, and of the head if it is quantized."""
+    found = {("head", (arch.vocab_size, arch.hidden_size))} if scheme.head is not None else set()
     for idx, layer in enumerate(arch.layers):
         quantized = [name for name in layer.linears if scheme.for_linear(f"layers.{idx}.{name}") is not None]
-        found |= {name: layer.linear_shape(name, arch.hidden_size) for name in quantized}
-    return found
+        found |= {(name, layer.linear_shape(name, arch.hidden_size)) for name in quantized}
+    return sorted(found)

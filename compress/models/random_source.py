@@ -96,7 +96,15 @@ class RandomSource:
             return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         if name.endswith("bias"):
             return tensor.normal_(0.0, _BIAS_STD, generator=generator)
-        return tensor.fill_(1.0 if name == PLAIN_NORM else 1.0 - self._arch.norm_offset)
+        return tensor.fill_(1.0 if name == PLAIN_NORM else self._gain(name, shape) - self._arch.norm_offset)
+
+    def _gain(self, name: str, shape: tuple[int, ...]) -> float:
+        """Return what a norm multiplies by: 1, and for normed queries what gives scores of a deviation of
+        1."""
+        scale = self._arch.attn_scale
+        if name != "attn.q_norm.weight" or scale is None or self._arch.whole_qk_norm:
+            return 1.0
+        return shape[0] ** -0.5 / scale
 
     def _generator(self, layer_idx: int) -> torch.Generator:
         return torch.Generator(self._device).manual_seed((self._seed << 20) + layer_idx - _OUTER)
