@@ -238,9 +238,9 @@ def _backward(
     gradient, *others = torch.autograd.grad(
         [y_1SD, *made], [x_1SD, *read, *outputs.values()], [gradient_1SD, *of_made]
     )
-    of_read, of_outputs = others[: len(read)], others[len(read) :]
     if source is not None:
-        of_kept[source].add_(torch.cat([each.flatten(2) for each in of_read], dim=-1))
+        of_kept[source].add_(torch.cat([each.flatten(2) for each in others[: len(read)]], dim=-1))
+    of_outputs = others[len(read) :]
     found = {name: each.flatten(0, -2) for name, each in zip(outputs, of_outputs, strict=True)}
     with torch.no_grad():
         for group in layer.groups():

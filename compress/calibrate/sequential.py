@@ -193,9 +193,9 @@ def _start(
     samples = _embedded(arch, outer, own_NS, device, compute_dtype)
     side_inputs = SideInputs.of(arch, outer, own_NS, dtype=compute_dtype, device=device)
     del outer
-    source_samples, source_side_inputs = None, None
-    if compression.compares_with_source:
-        source_samples, source_side_inputs = samples.clone(), side_inputs.twin()
+    compares = compression.compares_with_source
+    source_samples = samples.clone() if compares else None
+    source_side_inputs = side_inputs.twin() if compares else None
     all_samples = [samples, source_samples]
     for each in (side_inputs, source_side_inputs):
         all_samples += [] if each is None else each.kept.values()

@@ -1,5 +1,5 @@
-"""What layers read beside the stream of a rank's samples: the embeddings of tokens for each layer, and the
-keys and values of an earlier layer.
+"""The inputs of layers other than the stream of a rank's samples: the embeddings of tokens for each layer,
+and the keys and values of an earlier layer.
 
 An embedding for a layer depends on the token alone, so those of all tokens that occur are computed once. Keys
 and values are those of the last pass through their layer: of the compressed layer, once it is compressed.
@@ -24,10 +24,10 @@ from compress.models.weights import Weights, dense
 
 @dataclass(frozen=True)
 class SideInputs:
-    """The side inputs of samples.
+    """The inputs of layers other than the stream, for some samples.
 
     `inputs_ULP` are the embeddings of the tokens that occur, and `rows_NS` where in them each token lies;
-    None where tokens have none. `kept` holds keys beside values [N, S, 2 K C] by layer, of those that later
+    None where tokens have none. `kept` holds keys and then values [N, S, 2 K C] by layer, of those that later
     layers read, and `num_heads` the kv heads of each.
     """
 
@@ -41,7 +41,8 @@ class SideInputs:
         arch: Arch, outer: Weights, tokens_NS: Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> "SideInputs":
         """Return those of samples with these tokens; `outer` are the weights outside of the layers."""
-        inputs_ULP, rows_NS = None, None
+        inputs_ULP = None
+        rows_NS = None
         if arch.layer_embed_size:
             weights = {name: dense(value) for name, value in weights_read(outer).items()}
             tokens_U, rows_NS = tokens_NS.to(torch.int64).cpu().unique(return_inverse=True)

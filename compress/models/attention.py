@@ -108,8 +108,8 @@ def attend_with_scores(
 
 
 class FullAttention:
-    """Each sequence of the batch attends to itself from position 0. What layers read beside the stream is
-    here: the embeddings of the tokens for each layer, and keys and values that are kept for later layers."""
+    """Each sequence of the batch attends to itself from position 0. The inputs of layers other than the
+    stream are here: embeddings of the tokens for each layer, and keys and values that later layers read."""
 
     def __init__(self) -> None:
         self.layer_inputs: Mapping[int, Tensor] = {}

@@ -76,7 +76,7 @@ def inputs_of_tokens(
 
 
 class LayerEmbedding(nn.Module):
-    """What a layer adds to its output: out(act(gate(h)) * e), normed."""
+    """The term out(act(gate(h)) * e), normed, that a layer adds to its output."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()

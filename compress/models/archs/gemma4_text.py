@@ -64,7 +64,8 @@ def _check_causal(config: Fields) -> None:
 
 def _layer_embed_size(config: Fields) -> int:
     size = config.integer("hidden_size_per_layer_input", 0, MAX_SIZE, default=0)
-    own, all_tokens = "vocab_size_per_layer_input", config.integer("vocab_size", 1, MAX_SIZE)
+    own = "vocab_size_per_layer_input"
+    all_tokens = config.integer("vocab_size", 1, MAX_SIZE)
     if size and config.has(own) and config.integer(own, 1, MAX_SIZE) != all_tokens:
         raise config.wrong(own, config.integer(own, 1, MAX_SIZE), f"{all_tokens}, the vocab_size")
     return size
