@@ -100,6 +100,7 @@ def peak_bytes(work: Workload) -> int:
     return (
         LIBRARY_BYTES[work.device]
         + width * num_tokens * work.value_bytes
+        + min(arch.vocab_size, num_tokens) * arch.num_layers * arch.layer_embed_size * work.value_bytes
         + max(2 * num_outer, layer_bytes)
         + kept
     )

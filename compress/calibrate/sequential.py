@@ -196,10 +196,10 @@ def _start(
     compares = compression.compares_with_source
     source_samples = samples.clone() if compares else None
     source_side_inputs = side_inputs.twin() if compares else None
-    all_samples = [samples, source_samples]
-    for each in (side_inputs, source_side_inputs):
-        all_samples += [] if each is None else each.kept.values()
-    memory = MemoryGuard(ctx.progress, *(each for each in all_samples if each is not None))
+    stores = [samples, *side_inputs.kept.values()]
+    if source_samples is not None and source_side_inputs is not None:
+        stores += [source_samples, *source_side_inputs.kept.values()]
+    memory = MemoryGuard(ctx.progress, *stores)
     counted_NS = compression.counted_NS
     return LayerRun(
         samples,

@@ -1,7 +1,7 @@
 """Embeddings of tokens for each layer in serving (`models/layer_embedding.py`).
 
-They depend on the token alone, so they are computed once, and follow those for the model in the rows [D + L P]
-of one table. A pass takes the rows of its tokens and parts them.
+They depend on the token alone, so they are computed once, and follow those for the model in the rows
+[D + L P] of one table. A pass takes the rows of its tokens and parts them.
 
 Shapes: T rows, D hidden, L layers, P width of an embedding for a layer, V vocabulary.
 """
