@@ -188,10 +188,10 @@ def _start(
     if device.type == "cpu":
         return_freed_blocks(arch)
     shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
-    own_NS = tokens_NS[sample_range(shards)]
+    own = sample_range(shards)
     outer = _outer(source, out if ranks.rank == 0 else None)
-    samples = _embedded(arch, outer, own_NS, device, compute_dtype)
-    side_inputs = SideInputs.of(arch, outer, own_NS, dtype=compute_dtype, device=device)
+    samples = _embedded(arch, outer, tokens_NS[own], device, compute_dtype)
+    side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, own=own)
     del outer
     compares = compression.compares_with_source
     source_samples = samples.clone() if compares else None
@@ -210,7 +210,7 @@ def _start(
         compute_dtype,
         compression.experts,
         piece_tokens_of(arch),
-        None if counted_NS is None else counted_NS[sample_range(shards)],
+        None if counted_NS is None else counted_NS[own],
         side_inputs,
         source_side_inputs,
     )

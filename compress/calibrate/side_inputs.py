@@ -38,9 +38,23 @@ class SideInputs:
 
     @staticmethod
     def of(
-        arch: Arch, outer: Weights, tokens_NS: Tensor, *, dtype: torch.dtype, device: torch.device
+        arch: Arch,
+        outer: Weights,
+        tokens_NS: Tensor,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        own: slice = slice(None),
+        on_host: bool = False,
     ) -> "SideInputs":
-        """Return those of samples with these tokens; `outer` are the weights outside of the layers."""
+        """Return those of the samples `own` among samples with these tokens.
+
+        Args:
+            outer: the weights outside of the layers.
+            own: the samples of a rank. The embeddings are those of the tokens of all, because a product of
+                other rows may have other bits.
+            on_host: keys and values are kept in host memory.
+        """
         inputs_ULP = None
         rows_NS = None
         if arch.layer_embed_size:
@@ -53,10 +67,15 @@ class SideInputs:
             shape = len(tokens_U), arch.num_layers, arch.layer_embed_size
             inputs_ULP = torch.empty(shape, dtype=dtype, device=device)
             inputs_of_tokens(arch, weights, tokens_U, embed, inputs_ULP.flatten(1))
-            rows_NS = rows_NS.to(device)
+            rows_NS = rows_NS[own].to(device)
         layers = {idx: arch.layers[idx] for idx in arch.kv_sources}
         kept = {
-            idx: Samples((*tokens_NS.shape, 2 * layer.num_kv_heads * layer.head_dim), dtype, device)
+            idx: Samples(
+                (*tokens_NS[own].shape, 2 * layer.num_kv_heads * layer.head_dim),
+                dtype,
+                device,
+                on_host=on_host,
+            )
             for idx, layer in layers.items()
         }
         return SideInputs(

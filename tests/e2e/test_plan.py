@@ -84,6 +84,8 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-32b", 32_762_123_264),
         ("gemma-4-26b-a4b", 25_233_141_790),
+        ("gemma-4-e2b", 4_628_569_379),
+        ("gemma-4-e4b", 7_463_013_418),
         ("ernie-4.5-21b-a3b-pt", 21_825_437_888),
         ("glm-4.5-air", 106_852_251_264),
         ("glm-4.7-flash", 29_943_393_920),
@@ -102,7 +104,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 22
+    assert len(known_models()) == 24
 
 
 @pytest.mark.usefixtures("no_network")

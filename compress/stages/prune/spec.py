@@ -288,12 +288,13 @@ class Prune(Spec):
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, "
                 "which it cannot say here."
             )
-        reason = why_layers_stay(arch)
-        if "depth" in self.axes and reason is not None:
-            raise UsageError(f"depth: {reason}")
+        of_layers = why_layers_stay(arch)
+        if "depth" in self.axes and of_layers is not None:
+            raise UsageError(f"depth: {of_layers}")
         reason = why_heads_stay(arch)
         if "heads" in self.axes and reason is not None:
-            raise UsageError(f"heads: {reason} Prune `ffn` and `depth`.")
+            others = "`ffn` and `depth`" if of_layers is None else "`ffn`"
+            raise UsageError(f"heads: {reason} Prune {others}.")
         compensation = cast(Compensation, self.compensate)
         of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
         without = [

@@ -133,7 +133,7 @@ def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(
 def test_what_is_replayed_already_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = LayerRun.on_one_rank(torch.zeros(4, 2, 3))
     monkeypatch.setattr(
-        observe, "forward", failing(lambda layer, x_1SD, tap: x_1SD + 1, lambda number, args: number == 3)
+        observe, "forward", failing(lambda layer, x_1SD, tap, _: x_1SD + 1, lambda number, args: number == 3)
     )
     observe.replay_(None, run.samples, run)  # type: ignore[arg-type]
     assert run.samples.on_host

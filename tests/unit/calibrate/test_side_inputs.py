@@ -6,6 +6,7 @@ compressed layer, or of the source's for the source's samples. The whole decoder
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -377,3 +378,15 @@ def test_layers_with_keys_of_their_own_have_scales_of_a_cache_and_no_others(
             for name, x_NSKC in zip(KV_SCALES, attention.kept[idx], strict=True):
                 scale = float(dense(stored[KV_SCALES[name]]))
                 assert scale == pytest.approx(float(x_NSKC.abs().max()) / FP8_MAX, rel=1e-3)
+
+
+@pytest.mark.parametrize("own", [slice(0, 3), slice(3, 8)])
+def test_a_rank_computes_the_embeddings_of_its_tokens_among_those_of_all(own: slice) -> None:
+    """The sizes are such that a product of fewer rows has other last bits, at least on some machines."""
+    source = tiny_source(block="sandwich", layer_embed_size=64, vocab_size=5000, hidden_size=1536)
+    tokens_NS = tiny_tokens(source.arch, 8, 2)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    of_all = SideInputs.of(source.arch, source.outer(), tokens_NS, **how).attention(own)
+    of_rank = SideInputs.of(source.arch, source.outer(), tokens_NS, own=own, **how).attention(slice(None))
+    for idx in range(source.arch.num_layers):
+        assert torch.equal(of_rank.layer_inputs[idx], of_all.layer_inputs[idx])
