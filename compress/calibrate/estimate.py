@@ -100,10 +100,16 @@ def peak_bytes(work: Workload) -> int:
     return (
         LIBRARY_BYTES[work.device]
         + width * num_tokens * work.value_bytes
-        + min(arch.vocab_size, num_tokens) * arch.num_layers * arch.layer_embed_size * work.value_bytes
+        + _layer_input_bytes(work, work.num_samples * work.seq_len)
         + max(2 * num_outer, layer_bytes)
         + kept
     )
+
+
+def _layer_input_bytes(work: Workload, num_tokens: int) -> int:
+    """Return the bytes of the embeddings for each layer of the tokens that occur, all of them different."""
+    width = work.arch.num_layers * work.arch.layer_embed_size
+    return min(work.arch.vocab_size, num_tokens) * width * work.value_bytes
 
 
 def _kept_width(arch: Arch) -> int:
@@ -153,7 +159,10 @@ def guide_effort(work: Workload, guide: Guide) -> tuple[int, float]:
         if layer.token_frac(name) == 1.0  # a guide has no moments of experts' outputs
     ]
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
-    held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.value_bytes
+    tokens = samples * work.seq_len
+    held = ((arch.num_layers + 2) * arch.hidden_size + 2 * _kept_width(arch)) * tokens * work.value_bytes
+    if arch.layer_embed_size:  # the weights of the embeddings stay for all walks
+        held += 2 * arch.num_outer_params + _layer_input_bytes(work, tokens)
     return held + 10 * work.seq_len * arch.vocab_size, walks + moments
 
 

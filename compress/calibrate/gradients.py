@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.calibrate.observe import observe_on_one_rank
-from compress.calibrate.side_inputs import SideInputs, weights_read
+from compress.calibrate.side_inputs import SideInputs
 from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
@@ -34,7 +34,14 @@ from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, capped, embedded
 from compress.models.layer_shape import LinearGroup
 from compress.models.norms import Norm, final_norm
-from compress.models.weights import Weights, WeightSource, build_layer, dense, fill_
+from compress.models.weights import (
+    Weights,
+    WeightSource,
+    build_layer,
+    dense,
+    fill_,
+    layer_embed_weights,
+)
 
 
 class GradientVisitor(Protocol):
@@ -74,7 +81,9 @@ class EmbedAndHead:
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = final_norm(arch)
         fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
-        return EmbedAndHead(embed_VD, norm.requires_grad_(False), head_VD.to(dtype), weights_read(outer))
+        return EmbedAndHead(
+            embed_VD, norm.requires_grad_(False), head_VD.to(dtype), layer_embed_weights(outer)
+        )
 
 
 def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:

@@ -52,6 +52,7 @@ def walk(
     outer = source.outer()
     embed = dense(outer["embed.weight"])
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, on_host=True)
+    del outer
     x_NSD = torch.stack(
         [embedded(arch, embed, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
     )

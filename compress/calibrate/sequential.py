@@ -73,7 +73,8 @@ class Compression:
         passes: applied in order; with `true_sequential` none may change linears outside of its group.
         scheme: of each linear, to read stored layers back; None if all stay dense.
         true_sequential: compress the linear groups of a layer one after the other.
-        kv_scales: also find and store the static scales of every layer's KV cache.
+        kv_scales: also find and store the static scales of the KV cache, for every layer that makes keys and
+            values.
         guide: token weights and output moments from gradients; without, all tokens count the same.
         pruned: shapes that the passes leave, if they change them; it has as many layers.
         experts: what becomes of the statistics of experts that see few tokens.
@@ -190,8 +191,12 @@ def _start(
     shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
     own = sample_range(shards)
     outer = _outer(source, out if ranks.rank == 0 else None)
+    # First, because samples begin on the host where they find no room.
+    side_inputs = MemoryGuard(ctx.progress).retry_on_oom(
+        partial(SideInputs.of, arch, outer, tokens_NS, dtype=compute_dtype, device=device, own=own),
+        "computing embeddings for each layer",
+    )
     samples = _embedded(arch, outer, tokens_NS[own], device, compute_dtype)
-    side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, own=own)
     del outer
     compares = compression.compares_with_source
     source_samples = samples.clone() if compares else None

@@ -18,8 +18,8 @@ from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import embedded
-from compress.models.layer_embedding import LAYER_EMBEDS, inputs_of_tokens
-from compress.models.weights import Weights, dense
+from compress.models.layer_embedding import inputs_of_tokens
+from compress.models.weights import Weights, layer_embed_weights
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SideInputs:
         inputs_ULP = None
         rows_NS = None
         if arch.layer_embed_size:
-            weights = {name: dense(value) for name, value in weights_read(outer).items()}
+            weights = layer_embed_weights(outer)
             tokens_U, rows_NS = tokens_NS.to(torch.int64).cpu().unique(return_inverse=True)
 
             def embed(tokens: Tensor) -> Tensor:
@@ -93,13 +93,6 @@ class SideInputs:
             attention.layer_inputs = _InputsOfPiece(self.inputs_ULP, self.rows_NS[piece])
         attention.kept = _KeptOfPiece(self, piece)
         return attention
-
-
-def weights_read(outer: Weights) -> Weights:
-    """Return those of the weights outside of the layers by which side inputs are computed; none where tokens
-    have no embeddings for layers."""
-    of_layers = {name: value for name, value in outer.items() if name.startswith(f"{LAYER_EMBEDS}.")}
-    return of_layers | {"embed.weight": outer["embed.weight"]} if of_layers else {}
 
 
 @dataclass(frozen=True)

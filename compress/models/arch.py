@@ -131,7 +131,7 @@ class Arch:
         if layer.kv_source is None:
             return None
         source = self.layers[layer.kv_source] if layer.kv_source < layer_idx else None
-        if source is None or source.kv_source is not None or source.delta is not None:
+        if source is None or source.kv_source is not None or not source.cached_numbers:
             return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
         heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
         if heads[0] != heads[1]:

@@ -290,11 +290,16 @@ class Checkpoint:
         return is_after and f"{prefix}{idx}.eh_proj.weight" in self._files
 
     def _modules_of_others(self) -> tuple[str, ...]:
-        """Return how the names of tensors begin that make keys and values in layers that read those of
-        another. Gemma 4 was published with them, and nothing reads them."""
+        """Return how the names of tensors begin that belong to keys and values in layers that read those of
+        another: the linears with which Gemma 4 was published and which nothing reads, and the scales of the
+        other layer, which consumers look up here, too."""
         layers = [idx for idx, layer in enumerate(self._arch.layers) if layer.kv_source is not None]
         modules = [f"layers.{idx}.{name}" for idx in layers for name in ("attn.k", "attn.v", "attn.k_norm")]
-        return tuple(f"{self.family.to_disk(module)}." for module in modules)
+        scales = [f"layers.{idx}.{name}" for idx in layers for name in KV_SCALES.values()]
+        return (
+            *(f"{self.family.to_disk(module)}." for module in modules),
+            *(self.family.tensor(scale) for scale in scales),
+        )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

@@ -18,6 +18,7 @@ from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Weights, WeightSource
 from compress.quant.codec import Codec
 from compress.quant.global_scale import with_one_global_scale
+from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -77,8 +78,14 @@ def write_checkpoint(
 
     for name, value in source.outer().items():
         add(name, value)
-    for idx in range(arch.num_layers):
-        for name, value in with_shared_scales(arch.layers[idx], source.layer(idx)).items():
+    kv_scales: dict[int, Weights] = {}
+    for idx, shape in enumerate(arch.layers):
+        weights = source.layer(idx)
+        if idx in arch.kv_sources:
+            kv_scales[idx] = {name: weights[name] for name in KV_SCALES.values() if name in weights}
+        # Consumers read the pages of another layer with the scales of the one that reads.
+        anothers = {} if shape.kv_source is None else kv_scales[shape.kv_source]
+        for name, value in with_shared_scales(shape, {**weights, **anothers}).items():
             add(f"layers.{idx}.{name}", value)
     shards.finish()
     config = family.changed(family.write_config(arch), **(fields or {}))

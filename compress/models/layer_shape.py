@@ -144,8 +144,12 @@ class LayerShape:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
         if self.output_gate and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
-        if self.kv_source is not None and (self.output_gate or self.latent is not None or self.chunk):
-            return "a layer reads the keys and values of another, and has an output gate, latents or a chunk."
+        own = self.output_gate or self.latent is not None or self.delta is not None or self.keys_are_values
+        if self.kv_source is not None and (own or self.chunk):
+            return (
+                "a layer reads the keys and values of another, and has an output gate, latents, a delta net, "
+                "a chunk or keys that are its values, too."
+            )
         if self.delta is not None:
             if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
                 return "a delta net stands in place of attention, and attention has facts of its own."

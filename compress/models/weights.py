@@ -59,6 +59,13 @@ def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
 
 
+def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
+    """Return the dense weights by which embeddings for each layer are computed, those for the model among
+    them; none where tokens have none."""
+    names = [name for name in outer if name.startswith(f"{LAYER_EMBEDS}.")]
+    return {name: dense(outer[name]) for name in (*names, "embed.weight")} if names else {}
+
+
 def split_outer(
     outer: Weights,
 ) -> tuple[dict[str, Tensor | QuantizedWeight], dict[str, Tensor | QuantizedWeight]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from compress.kernels.operands.rows import RowNorm
 from compress.models.arch import Arch
 from compress.models.decoder import embedded
-from compress.models.layer_embedding import LAYER_EMBEDS, inputs_of_tokens
-from compress.models.weights import Weights, dense
+from compress.models.layer_embedding import inputs_of_tokens
+from compress.models.weights import Weights, dense, layer_embed_weights
 from compress.runtime.fused_linear import FusedLinear
 
 
@@ -55,8 +55,7 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     tokens have those."""
     if not arch.layer_embed_size:
         return embed_VD
-    names = ("embed.weight", *(name for name in outer if name.startswith(f"{LAYER_EMBEDS}.")))
-    weights = {name: dense(outer[name]) for name in names}
+    weights = layer_embed_weights(outer)
 
     def embed(tokens: Tensor) -> Tensor:
         return embedded(arch, weights["embed.weight"], tokens)

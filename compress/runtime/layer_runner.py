@@ -179,7 +179,7 @@ class LayerRunner:
         elif layer.experts is not None:
             half = self._mixture
         ffn_half = partial(half, layer, ffn_rows, phase)
-        embed = layer.embed
+        embed = layer.layer_embed
         if embed is None:
             return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
         assert input_TP is not None

@@ -56,7 +56,8 @@ class LayerWeights:
     [H, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
-    queries without one, and it those that read latents. `embed` reads the embeddings of tokens for the layer.
+    queries without one, and it those that read latents. `layer_embed` reads the embeddings of tokens for the
+    layer.
     """
 
     shape: LayerShape
@@ -77,7 +78,7 @@ class LayerWeights:
     scale: float = 1.0
     latent: LatentLinears | None = None
     delta: DeltaLinears | None = None
-    embed: LayerEmbedLinears | None = None
+    layer_embed: LayerEmbedLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -88,7 +89,7 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        others = (self.latent, self.delta, self.embed)
+        others = (self.latent, self.delta, self.layer_embed)
         own += sum(each.weight_bytes for each in others if each is not None)
         if self.experts is None:
             return own
@@ -109,7 +110,7 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        others = (self.latent, self.delta, self.embed)
+        others = (self.latent, self.delta, self.layer_embed)
         rows += [row for each in others if each is not None for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
@@ -347,7 +348,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         ffn_post_norm=after("ffn_post_norm"),
         latent=_latent(shape, weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
-        embed=layer_embed_linears(one, weights, norm_of_embed),
+        layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
 

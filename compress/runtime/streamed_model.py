@@ -23,18 +23,26 @@ from compress.models.weights import WeightSource
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
 from compress.runtime.loader import LayerWeights, embedding, load_layer, output
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
+
+
+def why_not_streamed(arch: Arch) -> str | None:
+    """Return why a model cannot be scored layer by layer, None where it can."""
+    if not arch.kv_sources and not arch.layer_embed_size:
+        return None
+    return (
+        f"layers of a {arch.family} model read more than the stream, keys and values of others or embeddings "
+        "of their own, so it is not scored layer by layer: score it loaded."
+    )
 
 
 class StreamedModel:
     """A model on disk, with the sizes that an `Engine` of the same `config` has.
 
     Raises:
-        UsageError: its KV cache has static scales, which only a loaded model has, or layers read the keys and
-            values of others.
+        UsageError: its KV cache has static scales, which only a loaded model has, or `why_not_streamed`.
         EnvironmentUnfit: no kernel here serves the checkpoint.
     """
 
@@ -43,11 +51,8 @@ class StreamedModel:
             raise UsageError(
                 f"a model whose KV cache is {FP8_STATIC} is not scored layer by layer: score it loaded."
             )
-        if source.arch.kv_sources:
-            raise UsageError(
-                "a model whose layers read the keys and values of others is not scored layer by layer: score "
-                "it loaded."
-            )
+        if reason := why_not_streamed(source.arch):
+            raise UsageError(reason)
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
         self._source = source
@@ -82,8 +87,7 @@ class StreamedModel:
         with torch.inference_mode():
             batches = [each for batch in tokens_NS.split(batch_size) for each in self._at_once(batch)]
             passes = {len(each): self._pass(len(each), length) for each in batches}
-            embedded = self._embedded(batches)
-            streams = [Stream(x_TD) for x_TD, _ in embedded]
+            streams = self._embedded(batches)
             held = [load_layer(self._source, 0, self._deployment)]
             reader: Reader | None = None
             for idx in range(self.arch.num_layers):
@@ -92,10 +96,8 @@ class StreamedModel:
                 for at, each in enumerate(batches):
                     one = passes[len(each)]
                     where = one.positions_T, one.slots_T, one.pages(idx)
-                    _, inputs = embedded[at]
-                    own = None if inputs is None else inputs[idx]
                     streams[at] = self._layers.layer(
-                        held[0], streams[at], *where, one.attend, one.phase, reader, input_TP=own
+                        held[0], streams[at], *where, one.attend, one.phase, reader
                     )
                 held.clear()  # before the next one is read
                 if idx < self.arch.num_layers - 1:
@@ -109,11 +111,9 @@ class StreamedModel:
                 )
                 num_done += num_parts
 
-    def _embedded(self, batches: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor] | None]]:
-        """Return the embeddings of each batch for the model, and for its layers where tokens have these."""
+    def _embedded(self, batches: Sequence[Tensor]) -> list[Stream]:
         embed_VD = embedding(self._source.outer(), self.arch, self._deployment)
-        tokens = [each.to(self._device).reshape(-1) for each in batches]
-        return [parted(F.embedding(each, embed_VD), self.arch) for each in tokens]
+        return [Stream(F.embedding(each.to(self._device).reshape(-1), embed_VD)) for each in batches]
 
     def _head(self) -> Reader:
         return Reader(*output(self._source.outer(), self.arch, self._deployment))

@@ -98,7 +98,7 @@ def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
         check_rules(name, arch, scheme, kv_format)
         _check_one_scale(name, scheme, quantize, is_trained="recover" in facts.specs)
     head = quantize.head_scheme
-    size = _linear_bytes(quantize, arch, itemsize=itemsize) + _outer_bytes(arch, head, itemsize=itemsize)
+    size = _linear_bytes(quantize, arch, itemsize=itemsize) + outer_bytes(arch, head, itemsize=itemsize)
     consumers = [] if possible[-1] is None else FORMATS.get(name).consumers(arch, possible[-1])
     notes = tuple(
         f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers
@@ -136,13 +136,6 @@ def _linear_bytes(quantize: Quantize, arch: Arch, *, itemsize: int) -> int:
     return total
 
 
-def _outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int) -> int:
-    """Return the bytes of embedding and head on disk."""
-    embed_size = matrix_bytes(arch.vocab_size, arch.hidden_size, None, itemsize=itemsize)
-    head_size = matrix_bytes(arch.vocab_size, arch.hidden_size, head, itemsize=itemsize)
-    return embed_size if arch.tied_head else embed_size + head_size
-
-
 def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
     """Return the memory in bytes that writing `size` bytes takes: one shard at most. Formats with a graph
     have smaller shards, except for an embedding that is larger than one; writing them also holds the
@@ -151,7 +144,7 @@ def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
         return min(size, MAX_SHARD_BYTES)
     itemsize = dense_itemsize(name)
     shard_size = max(GRAPH_SHARD_BYTES, itemsize * arch.vocab_size * arch.hidden_size)
-    return _outer_bytes(arch, head, itemsize=itemsize) + min(size, shard_size)
+    return outer_bytes(arch, head, itemsize=itemsize) + min(size, shard_size)
 
 
 @STAGES.stage(

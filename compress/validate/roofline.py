@@ -34,7 +34,7 @@ class Work:
     """
 
     weight_bytes: int  # read once by every step; of a mixture of experts, by a step of one row
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # as stored: what several layers read counts once
     flops_per_token: int  # 2 x weights of the linears that every token passes
     head_flops: int  # 2 x weights of the head: once a sequence and step, in prefill too
     attention_flops_per_pair: int  # one query against one key, all layers: 4 x heads x head_dim x layers

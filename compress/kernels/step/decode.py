@@ -12,7 +12,8 @@ a block that the block table does not have yet, `begin_step` reads the number of
 `end_step` writes its results to one of two places in turn, so that the host may read one step while the next
 one runs: `num_steps` counts the steps begun, and step n uses place n % 2.
 
-Shapes: R rows, B blocks of the longest sequence, S rows of the state (R or more), V vocabulary, D hidden.
+Shapes: R rows, B blocks of the longest sequence, S rows of the state (R or more), V vocabulary, D width of a
+row of the embedding table.
 """
 
 from dataclasses import dataclass
@@ -60,13 +61,13 @@ def begin_step(
     A block that a row enters is in the block table afterwards.
     """
     device = state.tokens_S.device
-    hidden_size = embed_VD.shape[1]
+    width = embed_VD.shape[1]
     if not uses_kernels(device):
         positions_R, slots_R = _begin_by_torch(state, num_rows, block_size)
         return F.embedding(state.tokens_S[:num_rows], embed_VD), positions_R, slots_R
     positions_R, slots_R = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
-    x_RD = torch.empty(num_rows, hidden_size, dtype=embed_VD.dtype, device=device)
-    _begin[num_rows, -(-hidden_size // _COLUMNS)](
+    x_RD = torch.empty(num_rows, width, dtype=embed_VD.dtype, device=device)
+    _begin[num_rows, -(-width // _COLUMNS)](
         *(state.tokens_S, embed_VD, x_RD),
         *(
             state.context_lens_S,
@@ -77,7 +78,7 @@ def begin_step(
             positions_R,
             slots_R,
         ),
-        HIDDEN=hidden_size,
+        HIDDEN=width,
         COLUMNS=_COLUMNS,
         TABLE_COLUMNS=state.block_table_SB.shape[1],
         BLOCK_SIZE=block_size,

@@ -76,6 +76,8 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     num_shared = config.integer("num_kv_shared_layers", 0, MAX_LAYERS, default=0)
     num_own = len(layers) - num_shared
     factor = 2 if config.flag("use_double_wide_mlp", default=False) else 1
+    if factor == 2 and any(layer.experts is not None for layer in layers):
+        raise config.wrong("use_double_wide_mlp", True, "false in a model with experts")
     sources = {layer.window: idx for idx, layer in enumerate(layers[: max(num_own, 0)])}
     if any(layer.window not in sources for layer in layers):
         raise config.wrong(

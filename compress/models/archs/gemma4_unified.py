@@ -9,6 +9,7 @@ from compress.models.wrapper import LANGUAGE_MODEL_NAMES, sized, wrapper
 _TEXT = replace(
     sized(GEMMA4_TEXT, max_position_embeddings=262144, sliding_window=1024, hidden_size_per_layer_input=0),
     model_type="gemma4_unified_text",
+    fixed_fields={"hidden_size_per_layer_input": 0},
 )
 _EMBEDDER = ("patch_ln1", "patch_dense", "patch_ln2", "pos_embedding", "pos_norm")
 _PROJECTION = "embedding_projection"

@@ -57,9 +57,13 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     is_read_later = spec.student is not None and spec.student.checkpoint is not None
     if spec.lora is not None and not is_read_later:
         spec.lora.check_rank(student, "distill", is_trained=lambda _: True)
-    num_trained = student.num_params if spec.lora is None else lora_params(student, spec.lora.rank)
     width = 4 if facts.device == "cpu" else 2
-    frozen = 0 if spec.lora is None else width * student.num_params
+    table = student.vocab_size * student.num_layers * student.layer_embed_size
+    num_trained = student.num_params - table
+    frozen = 4 * table
+    if spec.lora is not None:
+        num_trained = lora_params(student, spec.lora.rank)
+        frozen = width * student.num_params
     found = training_estimate(spec, student, teacher, facts, num_trained=num_trained, frozen_bytes=frozen)
     return replace(found, notes=tuple(_notes(spec, student, teacher)))
 

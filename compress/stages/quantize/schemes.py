@@ -8,7 +8,7 @@ from compress.models.arch import Arch
 from compress.models.overrides import decide, overridden
 from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import Scheme
-from compress.stages.budget.costs import GroupSchemes, largest_bytes, schemes_by_group
+from compress.stages.budget.costs import GroupSchemes, largest_bytes, matrix_bytes, schemes_by_group
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.spec import Quantize
 
@@ -139,10 +139,12 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
     return largest_bytes(spec.scheme, arch, groups, outer_bytes(arch, spec.head_scheme))
 
 
-def outer_bytes(arch: Arch, head: Scheme | None) -> int:
-    """Return the bytes of embeddings and head on disk, in 16 bits unless the head has a scheme."""
-    dense_bytes = 2 * arch.num_outer_params
-    if arch.tied_head or head is None:
+def outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int = 2) -> int:
+    """Return the bytes on disk of embeddings, of the head, and of the narrow linears that read embeddings for
+    each layer; all have numbers of `itemsize` bytes, unless the head has a scheme."""
+    dense_bytes = itemsize * (arch.num_outer_params + arch.num_layer_embed_params)
+    if arch.tied_head:
         return dense_bytes
-    of_head = head.weight_bytes(arch.vocab_size, arch.hidden_size)
-    return dense_bytes - 2 * arch.vocab_size * arch.hidden_size + of_head
+    shape = arch.vocab_size, arch.hidden_size
+    of_head = matrix_bytes(*shape, head, itemsize=itemsize) - matrix_bytes(*shape, None, itemsize=itemsize)
+    return dense_bytes + of_head

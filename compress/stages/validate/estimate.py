@@ -13,6 +13,7 @@ from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.runtime.kv_cache import kv_bytes_per_token, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
+from compress.runtime.streamed_model import why_not_streamed
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
@@ -112,6 +113,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
                     f"validate: {key} asks source and candidate in turn, and with apart only one of them is "
                     f"in memory: leave out {key} or apart."
                 )
+        for each in (source_arch, arch) if spec.apart.streamed else ():
+            if reason := why_not_streamed(each):
+                raise UsageError(f"validate: apart: streamed: {reason} Leave out `streamed`.")
         need = apart_needs(spec, source_arch, arch, facts, num_kept=1 + num_between)
         peak = max(need.source_bytes, need.candidate_bytes + reading)
         disk_bytes += need.kept_bytes

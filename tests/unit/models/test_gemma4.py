@@ -16,6 +16,7 @@ from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder, DecoderLayer
+from compress.models.delta_net import DeltaNet
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, with_layers
 from compress.models.weights import dense
@@ -23,6 +24,7 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
 from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_source import tiny_shape, tiny_source
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 CONFIG: dict[str, Any] = {
@@ -187,6 +189,7 @@ def test_tokens_have_embeddings_for_each_layer() -> None:
         ({"kv_source": 4}, "layer 3: it reads the keys and values of layer 4, which has none before it"),
         ({"kv_source": 2}, "layer 3: .* of layer 2, whose heads, rope or window differ"),
         ({"output_gate": True}, "layer 3: a layer reads the keys and values of another, and has an output"),
+        ({"keys_are_values": True}, "layer 3: a layer reads the keys and values of another, and has"),
     ],
 )
 def test_keys_and_values_that_cannot_be_read_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -196,6 +199,35 @@ def test_keys_and_values_that_cannot_be_read_are_refused(changes: dict[str, Any]
         arch.replace(layers=layers)
     with pytest.raises(UnsupportedArch, match="embeddings for each layer in a 'pre' block"):
         arch.replace(block="pre")
+
+
+def test_a_delta_net_reads_no_keys_and_gives_none() -> None:
+    delta = tiny_shape(delta=DeltaNet(2, 1, 8, 8, 2), rope=None)
+    for layers in ((tiny_shape(), replace(delta, kv_source=0)), (delta, tiny_shape(kv_source=0))):
+        with pytest.raises(UnsupportedArch, match="reads the keys and values"):
+            tiny_source(layers=layers)
+
+
+def test_wide_ffns_beside_experts_are_refused() -> None:
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "hidden_size_per_layer_input": 0,
+    }
+    assert of_e(**experts).layers[4].experts is not None
+    with pytest.raises(UnsupportedArch, match="use_double_wide_mlp = True; it must be false in a model with"):
+        of_e(**experts, use_double_wide_mlp=True)
+
+
+def test_the_model_without_towers_has_no_embeddings_for_layers() -> None:
+    text = {**CONFIG, "model_type": "gemma4_unified_text"}
+    config = {"model_type": "gemma4_unified", "text_config": text}
+    assert family_of(config).read_config(config).layer_embed_size == 0
+    text["hidden_size_per_layer_input"] = 256
+    with pytest.raises(UnsupportedArch, match="hidden_size_per_layer_input = 256"):
+        family_of(config).read_config(config)
 
 
 def test_a_layer_that_reads_the_keys_of_another_may_be_published_with_its_own(tmp_path: Path) -> None:
