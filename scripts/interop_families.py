@@ -288,6 +288,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "mup_enabled": True,
     },
+    "cohere_norms": {
+        "model_type": "cohere",
+        "architectures": ["CohereForCausalLM"],
+        "logit_scale": 0.0625,
+        "use_qk_norm": True,
+        "tie_word_embeddings": True,
+    },
     "cohere2": {
         "architectures": ["Cohere2ForCausalLM"],
         "logit_scale": 0.25,

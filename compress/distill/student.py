@@ -117,7 +117,11 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
         for name, value in source.layer(source_idx).items():
             if name not in KV_SCALES.values():
                 state[f"layers.{idx}.{name}"] = _cut(
-                    name, dense(value, torch.float32), hidden, channels, is_whole=arch.whole_qk_norm
+                    name,
+                    dense(value, torch.float32),
+                    hidden,
+                    channels,
+                    is_whole=arch.whole_qk_norm or arch.own_qk_norm,
                 )
     if arch.tied_head:
         state["head.weight"] = state["embed.weight"]

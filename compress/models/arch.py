@@ -39,6 +39,7 @@ class Arch:
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`).
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
+        own_qk_norm: those norms have a weight of its own for each head.
         rotates_first: each head of q and k is normed after it is rotated, and not before.
         v_norm: each head of the values is normed (RMS), without a weight.
         layer_scalar: the output of a layer is multiplied by a number of its own.
@@ -88,6 +89,7 @@ class Arch:
     unit_qk_norm: bool = False
     rotates_first: bool = False
     layer_embed_size: int = 0
+    own_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -99,6 +101,8 @@ class Arch:
             raise UnsupportedArch(
                 "norms of q and k that follow the rotation are those of single heads, with weights."
             )
+        if self.own_qk_norm and (self.whole_qk_norm or not self.qk_norm):
+            raise UnsupportedArch("norms with a weight for each head are those of single heads of q and k.")
         if self.layer_embed_size and self.block != "sandwich":
             raise UnsupportedArch(
                 f"tokens have embeddings for each layer in a '{self.block}' block; the decoder reads them in "
@@ -273,7 +277,8 @@ class Arch:
 
     def qk_norm_sizes(self, layer: LayerShape) -> tuple[int, int]:
         """Return the sizes of the norms of q and of k: those of a head, or of all heads."""
-        q_heads, k_heads = (layer.num_heads, layer.num_kv_heads) if self.whole_qk_norm else (1, 1)
+        of_all = self.whole_qk_norm or self.own_qk_norm
+        q_heads, k_heads = (layer.num_heads, layer.num_kv_heads) if of_all else (1, 1)
         return q_heads * layer.head_dim, k_heads * layer.head_dim
 
     def score_scale(self, layer: LayerShape) -> float:
@@ -368,7 +373,7 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
     flags = ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar", "growth_unrotated", "unit_qk_norm")
-    for name in (*flags, "rotates_first"):
+    for name in (*flags, "rotates_first", "own_qk_norm"):
         if model.has(name):
             model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):

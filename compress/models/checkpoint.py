@@ -171,7 +171,8 @@ class Checkpoint:
         if self._is_mxfp4(name):
             return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
         tensor = self._files.get(stored)
-        return tensor.squeeze(0) if self.family.is_in_one_row(name) else tensor
+        is_matrix = self.family.num_rows(self._arch, name, tensor.numel()) is not None
+        return tensor.flatten() if is_matrix else tensor
 
     def _is_mxfp4(self, name: str) -> bool:
         """Return whether a parameter is stored in blocks of four-bit floats."""
@@ -196,7 +197,8 @@ class Checkpoint:
             return ()
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
-            return (1, *shape) if self.family.is_in_one_row(name) else shape
+            num_rows = self.family.num_rows(self._arch, name, shape[0])
+            return shape if num_rows is None else (num_rows, shape[0] // num_rows)
         num_experts = num_experts_of(self._arch, name)
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))

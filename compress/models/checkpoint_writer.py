@@ -63,7 +63,8 @@ def write_checkpoint(
             places = places_of(family, arch, members, [part.shape[0] for part in parts])
             value = expert_stack(places, parts, stored) if all_experts else stacked(stored, places, parts)
         if not isinstance(value, QuantizedWeight):
-            value = value.unsqueeze(0) if family.is_in_one_row(name) else value
+            num_rows = family.num_rows(arch, name, value.numel())
+            value = value if num_rows is None else value.view(num_rows, -1)
             shards.add(
                 stored, value if value.dim() else value.reshape(1)
             )  # scales of the KV cache: consumers want [1]

@@ -95,7 +95,8 @@ class Family:
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers; `output_gate` is one for all layers. `shapes` is the
     last to change layers.
-    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row; `dense_size` is the
+    `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
+    that they store as one with a row for each head, if heads have weights of their own; `dense_size` is the
     field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
@@ -127,6 +128,7 @@ class Family:
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
+    in_heads: frozenset[str] = frozenset()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -347,10 +349,14 @@ class Family:
         """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
         return self._names.tensor(parameter)
 
-    def is_in_one_row(self, parameter: str) -> bool:
-        """Return whether the tensor of a canonical parameter is a matrix of one row."""
+    def num_rows(self, arch: Arch, parameter: str, size: int) -> int | None:
+        """Return the rows of the matrix that a checkpoint stores in place of a vector of so many numbers,
+        None where it stores the parameter as it is."""
         _, _, of_layer = parameter.partition("layers.")
-        return of_layer.partition(".")[2] in self.in_one_row
+        idx, _, name = of_layer.partition(".")
+        if name in self.in_heads and arch.own_qk_norm:
+            return size // arch.layers[int(idx)].head_dim
+        return 1 if name in self.in_one_row else None
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;

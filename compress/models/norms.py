@@ -9,10 +9,18 @@ from compress.models.norm_gradient import norm_cpu
 
 class Norm(nn.Module):
     """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm without a
-    bias). `offset` is added to the weight, and the output is multiplied by `scale`."""
+    bias). `offset` is added to the weight, and the output is multiplied by `scale`. With `heads`, the last
+    but one dimension, the weight is that of one head after the other."""
 
     def __init__(
-        self, size: int, eps: float, *, offset: float = 0.0, centered: bool = False, scale: float = 1.0
+        self,
+        size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        centered: bool = False,
+        scale: float = 1.0,
+        heads: int = 1,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
@@ -20,9 +28,10 @@ class Norm(nn.Module):
         self.offset = offset
         self.centered = centered
         self.scale = scale
+        self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = not self.centered and not self.offset
+        plain = not self.centered and not self.offset and self.heads == 1
         if plain and x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             normed = norm_cpu(x, self.weight, self.eps)
         else:
@@ -33,13 +42,15 @@ class Norm(nn.Module):
             if plain:
                 normed = self.weight * normed.to(x.dtype)
             else:  # in float32, as `transformers` computes these
-                normed = ((self.weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
+                weight = self.weight if self.heads == 1 else self.weight.view(self.heads, -1)
+                normed = ((weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
         return normed if self.scale == 1 else normed * self.scale
 
 
-def norm_of(arch: Arch, size: int, *, scale: float = 1.0) -> Norm:
-    """Return a norm of a model over `size` numbers."""
-    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=arch.norm == "layer", scale=scale)
+def norm_of(arch: Arch, size: int, *, scale: float = 1.0, heads: int = 1) -> Norm:
+    """Return a norm of a model with `size` weights."""
+    centered = arch.norm == "layer"
+    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=centered, scale=scale, heads=heads)
 
 
 def final_norm(arch: Arch) -> Norm:

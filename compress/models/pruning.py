@@ -210,6 +210,8 @@ def why_heads_stay(arch: Arch) -> str | None:
         return f"most layers of this {arch.family} model have delta nets, whose heads are not removed."
     if arch.kv_sources:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."
+    if arch.own_qk_norm:
+        return f"each head of q and k of this {arch.family} model has a norm of its own."
     if arch.whole_qk_norm:
         return f"the norms of q and k of a {arch.family} model span all heads, so each head depends on all."
     if family_of({"model_type": arch.family}).heads_span_hidden:

@@ -102,9 +102,13 @@ class RandomSource:
         """Return what a norm multiplies by: 1, and for normed queries what gives scores of a deviation of
         1."""
         scale = self._arch.attn_scale
-        if name != "attn.q_norm.weight" or scale is None or self._arch.whole_qk_norm:
+        if name != "attn.q_norm.weight" or scale is None or self._is_of_all_heads:
             return 1.0
         return shape[0] ** -0.5 / scale
+
+    @property
+    def _is_of_all_heads(self) -> bool:
+        return self._arch.whole_qk_norm or self._arch.own_qk_norm
 
     def _generator(self, layer_idx: int) -> torch.Generator:
         return torch.Generator(self._device).manual_seed((self._seed << 20) + layer_idx - _OUTER)

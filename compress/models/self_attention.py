@@ -38,9 +38,10 @@ class Attention(TokenMixer):
                 self.add_module(linear.removeprefix("attn."), linear_of(arch, shape, linear))
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
-            self.q_norm = norm_of(arch, q_size)
+            heads = (shape.num_heads, shape.num_kv_heads) if arch.own_qk_norm else (1, 1)
+            self.q_norm = norm_of(arch, q_size, heads=heads[0])
             if shape.kv_source is None:
-                self.k_norm = norm_of(arch, k_size)
+                self.k_norm = norm_of(arch, k_size, heads=heads[1])
         if arch.attn_sinks:
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch

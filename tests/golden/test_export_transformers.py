@@ -111,6 +111,7 @@ EXPORTED = [
     ("seed_oss", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
     ("gemma4", "W4A16_G32"),
+    ("cohere-norms-of-heads", "W4A16_G128"),
     ("gemma4-vision", "FP8_DYNAMIC"),
     ("gemma4-e", "W4A16_G32"),
     ("gemma4-e-vision", "FP8_DYNAMIC"),

@@ -75,9 +75,11 @@ REFUSED = {
         "idefics3",
     ),
     "longrope": ("longrope",),
+    "norms-of-heads": ("norms-of-heads",),
+    "shared-keys-values": ("gemma4-e",),
 }
 """Rule -> parts of the names of cases that it refuses, but for `DENSE`."""
-DENSE = ("granitemoehybrid", "granitemoehybrid-no-positions")
+DENSE = ("granitemoehybrid", "granitemoehybrid-no-positions", "gemma4-equal-widths")
 """Cases whose names say more than their layers have."""
 
 

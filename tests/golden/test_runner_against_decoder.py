@@ -161,6 +161,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         "whole_qk_norm": True,
         "layers": (tiny_shape(num_heads=6, num_kv_heads=3), tiny_shape(head_dim=24, num_kv_heads=1)),
     },
+    "heads with norms of their own": {"qk_norm": True, "own_qk_norm": True, "norm": "layer"},
+    "heads with norms of their own and an offset": {
+        "qk_norm": True,
+        "own_qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (tiny_shape(num_heads=6, num_kv_heads=3), tiny_shape(head_dim=24, num_kv_heads=1)),
+    },
     "heads normed after they are rotated": {"qk_norm": True, "rotates_first": True},
     "normed heads with an offset": {"qk_norm": True, "norm_offset": 1.0},
     "centered heads": {"qk_norm": True, "norm": "layer"},

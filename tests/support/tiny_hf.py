@@ -651,6 +651,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("cohere", {"tie_word_embeddings": True}),
     "cohere-untied-biases": ("cohere", {"attention_bias": True, "logit_scale": 0.7}),
+    "cohere-norms-of-heads": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
     "cohere2": ("cohere2", {"sliding_window": 5, "layer_types": MIXED, "tie_word_embeddings": True}),
     "cohere2-biases": (
         "cohere2",
@@ -1367,7 +1368,7 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith("_bias")):
+            if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith(("_bias", "_norm.weight"))):
                 parameter.copy_(parameter + 0.3 * noise)
                 if family.startswith("gemma4") and name.endswith("self_attn.q_norm.weight"):
                     parameter.mul_(parameter.numel() ** -0.5)  # Gemma 4 has no other scale of its scores

@@ -239,6 +239,10 @@ class Onnx:
             rules.append(
                 Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
             )
+        if arch.own_qk_norm:
+            rules.append(
+                Rule("norms-of-heads", "heads have norms of their own, and the graph has one for all.")
+            )
         if arch.kv_sources:
             rules.append(
                 Rule("shared-keys-values", "layers share keys and values, and each of the graph has its own.")
