@@ -291,7 +291,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_norms": {
         "model_type": "cohere",
         "architectures": ["CohereForCausalLM"],
-        "logit_scale": 0.0625,
+        "logit_scale": 0.25,
+        "layer_norm_eps": 1e-5,
         "use_qk_norm": True,
         "tie_word_embeddings": True,
     },

@@ -132,6 +132,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "logit_scale": 0.0625,
         "layers": (LOCAL, replace(LAYER, rope=None)),
     },
+    "command r+": {"block": "parallel", "norm": "layer", "qk_norm": True, "own_qk_norm": True},
     "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "attn_scale": 0.0156},
     "ministral 3": {"query_growth": (0.1, 64)},
     "vaultgemma": {
