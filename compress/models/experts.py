@@ -42,8 +42,9 @@ class Experts:
         score: `softmax` over all experts, `sigmoid` of each, or `softmax_topk`, over those chosen.
         renormalize: divide the weights of the chosen experts by their sum, which is one with `softmax_topk`.
         scale: factor of all weights.
-        num_groups, top_groups: consecutive experts form groups, and only those of the `top_groups` groups
-            whose two best scores have the largest sum can be chosen (arXiv 2412.19437).
+        num_groups, top_groups, group_best: consecutive experts form groups, and only those of the
+            `top_groups` groups can be chosen whose `group_best` best scores have the largest sum: two (arXiv
+            2412.19437) or one (arXiv 2405.04434).
         router_bias: the router adds a bias to its logits.
         selection_bias: a bias is added to scores where experts are chosen, and not to their weights (arXiv
             2408.15664).
@@ -65,6 +66,7 @@ class Experts:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
     selection_bias: bool = False
     expert_bias: bool = False
@@ -78,6 +80,7 @@ class Experts:
         assert self.num_experts % self.num_groups == 0
         assert 1 <= self.top_groups <= self.num_groups
         assert self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
+        assert self.group_best in (1, 2)
         assert not self.weighs_input or (self.top_k == 1 and self.score == "sigmoid" and not self.renormalize)
         assert not self.branch_norms or self.shared_size
 
@@ -151,6 +154,7 @@ class Experts:
             "shared_size": (0, MAX_EXPERT_SIZE, 0),
             "num_groups": (1, MAX_EXPERTS, 1),
             "top_groups": (1, MAX_EXPERTS, 1),
+            "group_best": (1, 2, 2),
         }
         facts: dict[str, Any] = {
             name: stored.integer(name, low, high, default=default)

@@ -150,6 +150,12 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "k-exaone": {"qk_norm": True, "layers": (LOCAL, replace(SPARSE, rope=None, experts=SIGMOID))},
     "deepseek v2": {"layers": (PLAIN_QUERIES, replace(PLAIN_QUERIES, experts=SIGMOID)), "attn_scale": 0.09},
+    "deepseek v2 with groups": {
+        "layers": (
+            replace(PLAIN_QUERIES, experts=Experts(16, 4, 176, num_groups=4, top_groups=2, group_best=1)),
+            PLAIN_QUERIES,
+        ),
+    },
     "mistral small 4": {
         "query_growth": (0.1, 64),
         "layers": (

@@ -890,6 +890,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            **LATENTS,
+            "n_shared_experts": 1,
+            "n_routed_experts": 9,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "deepseek_v2-query-latent": (
         "deepseek_v2",
         {

@@ -45,6 +45,7 @@ def _choose(
     SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
     SHARED: tl.constexpr,
@@ -68,8 +69,10 @@ def _choose(
     if GROUPS > 1:
         by_group = tl.reshape(keys, [GROUPS, E2 // GROUPS])
         first = tl.max(by_group, axis=1)
-        second = tl.max(tl.where(by_group == first[:, None], -(1 << 63), by_group), axis=1)
-        worth = tl.where(second > -(1 << 63), _number(first) + _number(second), _number(first))
+        worth = _number(first)
+        if GROUP_BEST > 1:
+            second = tl.max(tl.where(by_group == first[:, None], -(1 << 63), by_group), axis=1)
+            worth = tl.where(second > -(1 << 63), worth + _number(second), worth)
         worth_keys = _keys(worth, GROUPS, GROUPS)
         kept = worth_keys != worth_keys
         for _ in tl.static_range(TOP_GROUPS):
@@ -145,6 +148,7 @@ def _choose_rows(
     SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
     SHARED: tl.constexpr,
@@ -159,7 +163,7 @@ def _choose_rows(
         logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST, SHARED,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, LEAST, SHARED,
     )  # fmt: skip
 
 
@@ -175,6 +179,7 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
         "SCALE": facts.scale,
         "GROUPS": facts.num_groups,
         "TOP_GROUPS": facts.top_groups,
+        "GROUP_BEST": facts.group_best,
         "SELECTION_BIAS": facts.selection_bias,
         "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
         "SHARED": shared,

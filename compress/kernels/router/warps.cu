@@ -2,7 +2,7 @@
 //
 //     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
 //     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits where those decide alone
-//     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
+//     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
 //
 // A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
@@ -26,7 +26,7 @@ struct Args {
     u32* arrivals;
     int* ids;
     float* weights;
-    int size, num_experts, num_rows, choices, num_groups, top_groups, shared;
+    int size, num_experts, num_rows, choices, num_groups, top_groups, group_best, shared;
     float scale, least;
 };
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& ar
             second = v > first ? first : fmaxf(second, v);
             first = fmaxf(first, v);
         }
-        keys[0] = ordered(members > 1 ? first + second : first);
+        keys[0] = ordered(members > 1 && args.group_best > 1 ? first + second : first);
     }
     u32 kept = 0, largest;
     for (int i = 0; i < args.top_groups; ++i) kept |= 1u << take_largest(keys, lane, largest);

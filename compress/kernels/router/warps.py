@@ -86,6 +86,7 @@ class _Arguments(ctypes.Structure):
                 "choices",
                 "num_groups",
                 "top_groups",
+                "group_best",
                 "shared",
             )
         ),
@@ -141,6 +142,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
         facts.top_k,
         facts.num_groups,
         facts.top_groups,
+        facts.group_best,
         shared,
         facts.scale,
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,

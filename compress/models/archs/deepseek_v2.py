@@ -1,9 +1,12 @@
-"""DeepSeek-V2-Lite and DeepSeek-Coder-V2-Lite (arXiv 2405.04434): latent attention, first layers that are
-dense, and experts chosen by the softmax of the router. The larger models of this architecture, which choose
-groups of experts by the best of each, are not read."""
+"""DeepSeek-V2, its Coder and the Lite models of both (arXiv 2405.04434): latent attention, first layers that
+are dense, and experts chosen by the softmax of the router. The large models choose groups of experts first,
+by the best of each."""
+
+from typing import Any
 
 from compress.models.archs.glm4_moe import MIXTURE_MODULES
 from compress.models.config_facts import implies_own_code
+from compress.models.experts import MAX_EXPERTS
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.mixture import (
@@ -15,6 +18,7 @@ from compress.models.mixture import (
     state_first,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.untrusted.fields import Fields
 
 _FIELDS = {
     "num_experts": "n_routed_experts",
@@ -22,6 +26,23 @@ _FIELDS = {
     "expert_size": "moe_intermediate_size",
     "scale": "routed_scaling_factor",
 }
+
+
+def _more(config: Fields) -> dict[str, Any]:
+    return {**shared_of("n_shared_experts")(config), **_groups(config)}
+
+
+def _groups(config: Fields) -> dict[str, int]:
+    """Return how groups of experts are chosen; without groups, the number of groups that a config states
+    means nothing."""
+    name = "topk_method"
+    method = config.text(name, default="greedy")
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise config.wrong(name, method, "greedy or group_limited_greedy")
+    sizes = {"num_groups": "n_group", "top_groups": "topk_group"}
+    return {"group_best": 1} | {fact: config.integer(each, 1, MAX_EXPERTS) for fact, each in sizes.items()}
 
 
 FAMILIES.add(
@@ -38,7 +59,7 @@ FAMILIES.add(
             _FIELDS,
             is_sparse=sparse_after_first,
             state_sparse=state_first,
-            read_more=shared_of("n_shared_experts"),
+            read_more=_more,
         ),
         layer_modules={
             **LAYER_MODULES,
@@ -53,6 +74,7 @@ FAMILIES.add(
                 "first_k_dense_replace",
                 "n_group",
                 "topk_group",
+                "topk_method",
                 "attention_bias",
                 "auto_map",
             }
@@ -62,7 +84,6 @@ FAMILIES.add(
             "moe_layer_freq": 1,
             "norm_topk_prob": False,
             "scoring_func": "softmax",
-            "topk_method": "greedy",
         },
         defaults={
             "hidden_act": "silu",

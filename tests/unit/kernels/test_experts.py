@@ -43,6 +43,7 @@ ROUTINGS = (
     Experts(7, 4, 16, score="softmax_topk"),
     Experts(16, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
     Experts(8, 3, 16, renormalize=True, output_scale=True),
+    Experts(16, 4, 16, scale=16.0, num_groups=4, top_groups=2, group_best=1),
 )
 
 
@@ -440,6 +441,8 @@ def test_groups_limit_the_choice() -> None:
     routing = route(facts, logits)
     assert routing.experts_TR.tolist() == [[2, 3]]  # the best expert is in a group of a worse sum
     torch.testing.assert_close(routing.weights_TR, logits[:, 2:4].sigmoid())
+    by_best = route(replace(facts, group_best=1), logits)
+    assert by_best.experts_TR.tolist() == [[0, 1]]  # the best expert brings the worst
 
 
 def test_logits_decide_where_softmax_keeps_their_order() -> None:
