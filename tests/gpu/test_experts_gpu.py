@@ -73,6 +73,8 @@ ROUTERS = [
     (Experts(40, 8, 16, renormalize=True), 512, True),
     (Experts(160, 6, 16), 512, False),
     (Experts(128, 8, 16, renormalize=True, output_scale=True), 2816, False),
+    (Experts(64, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 512, False),
+    (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120, False),
     (
         Experts(
             64,
