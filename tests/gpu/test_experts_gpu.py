@@ -75,6 +75,7 @@ ROUTERS = [
     (Experts(128, 8, 16, renormalize=True, output_scale=True), 2816, False),
     (Experts(64, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 512, False),
     (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120, False),
+    (Experts(24, 4, 16, score="sigmoid", num_groups=4, top_groups=2, selection_bias=True), 512, True),
     (
         Experts(
             64,

@@ -50,8 +50,11 @@ def _choose(
     LEAST: tl.constexpr,
     SHARED: tl.constexpr,
 ) -> None:
-    """Choose for one row, whose logits [E2] are -inf beyond E."""
-    ids = tl.arange(0, E2)
+    """Choose for one row. Each group takes up a power of two of its logits [E2], the last of which are -inf
+    and of no expert."""
+    SPAN: tl.constexpr = E2 // GROUPS
+    MEMBERS: tl.constexpr = E // GROUPS
+    places = tl.arange(0, E2)
     if SCORE == 0:
         most = tl.max(logits, axis=0)
         exponents = tl.exp(logits - most)
@@ -64,8 +67,9 @@ def _choose(
     BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1
     compared = logits if BY_LOGIT else scores
     if SELECTION_BIAS:
-        compared += tl.load(selection_bias_ptr + ids, mask=ids < E, other=0.0)
-    keys = _keys(compared, E2, E)
+        at_bias = selection_bias_ptr + places // SPAN * MEMBERS + places % SPAN
+        compared += tl.load(at_bias, mask=places % SPAN < MEMBERS, other=0.0)
+    keys = tl.where(places % SPAN < MEMBERS, _keys(compared, E2), -(1 << 63))
     if GROUPS > 1:
         by_group = tl.reshape(keys, [GROUPS, E2 // GROUPS])
         first = tl.max(by_group, axis=1)
@@ -73,7 +77,7 @@ def _choose(
         if GROUP_BEST > 1:
             second = tl.max(tl.where(by_group == first[:, None], -(1 << 63), by_group), axis=1)
             worth = tl.where(second > -(1 << 63), worth + _number(second), worth)
-        worth_keys = _keys(worth, GROUPS, GROUPS)
+        worth_keys = _keys(worth, GROUPS)
         kept = worth_keys != worth_keys
         for _ in tl.static_range(TOP_GROUPS):
             best = tl.max(worth_keys, axis=0)
@@ -86,14 +90,14 @@ def _choose(
     weights = tl.full([K2], float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
     for k in tl.static_range(K):
         best = tl.max(keys, axis=0)
-        expert = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        place = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
         if SELECTION_BIAS:
-            score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+            score = tl.sum(tl.where(places == place, scores, 0.0), axis=0)
         else:
             score = _number(best)
-        chosen = tl.where(columns == k, expert, chosen)
+        chosen = tl.where(columns == k, place // SPAN * MEMBERS + place % SPAN, chosen)
         weights = tl.where(columns == k, score, weights)
-        keys = tl.where(ids == expert, -(1 << 63), keys)
+        keys = tl.where(places == place, -(1 << 63), keys)
     if BY_LOGIT:
         weights = tl.where(columns < K, tl.exp(weights - most) / total, 0.0)
     if SCORE == 2:
@@ -113,14 +117,12 @@ def _choose(
 
 
 @jit()
-def _keys(numbers: tl.tensor, SIZE: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
-    """Return int64 keys in the order of float32 numbers, of equal ones the lowest index largest; the least
-    integer beyond COUNT."""
+def _keys(numbers: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Return int64 keys in the order of float32 numbers, of equal ones the lowest index largest."""
     index = tl.arange(0, SIZE)
     bits = (numbers + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (SIZE - 1 - index).to(tl.int64)
-    return tl.where(index < COUNT, keys, -(1 << 63))
+    return (ordered.to(tl.int64) << 32) | (SIZE - 1 - index).to(tl.int64)
 
 
 @jit()
@@ -157,10 +159,14 @@ def _choose_rows(
     launch_dependents(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    every = tl.arange(0, E2)
-    logits = tl.load(logits_ptr + row * E + every, mask=every < E, other=float("-inf"))
+    SPAN: tl.constexpr = E2 // GROUPS
+    MEMBERS: tl.constexpr = E // GROUPS
+    places = tl.arange(0, E2)
+    ids = places // SPAN * MEMBERS + places % SPAN
+    is_expert = places % SPAN < MEMBERS
+    logits = tl.load(logits_ptr + row * E + ids, mask=is_expert, other=float("-inf"))
     if BIAS:
-        logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
+        logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
         RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, LEAST, SHARED,
@@ -171,7 +177,7 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
     return {
         "BIAS": router.bias_E is not None,
         "E": facts.num_experts,
-        "E2": _power_of_two(facts.num_experts),
+        "E2": facts.num_groups * _power_of_two(facts.num_experts // facts.num_groups),
         "K": facts.top_k,
         "K2": _power_of_two(facts.top_k + shared),
         "SCORE": SCORE_CODES[facts.score],
@@ -197,7 +203,7 @@ def route_many(
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
     assert (router.output_scale_E is not None) == facts.output_scale
-    assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
+    assert _power_of_two(facts.num_groups) == facts.num_groups or facts.num_groups == 1
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
@@ -225,8 +231,8 @@ def _many(problem: Problem) -> str | None:
         return "a row's bits depend on the number of rows"
     if refusal := triton_refusal(problem):
         return refusal
-    if problem.expert_groups > 1 and _power_of_two(problem.experts) != problem.experts:
-        return f"limits groups of experts whose number is a power of two, not {problem.experts}"
+    if problem.expert_groups > 1 and _power_of_two(problem.expert_groups) != problem.expert_groups:
+        return f"chooses a power of two of groups of experts, not {problem.expert_groups}"
     return None
 
 
