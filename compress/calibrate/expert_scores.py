@@ -18,7 +18,8 @@ from compress.calibrate.observe import forward
 from compress.calibrate.samples import Samples
 from compress.calibrate.side_inputs import SideInputs
 from compress.context import Context
-from compress.models.decoder import DecoderLayer, embedded
+from compress.models.decoder import DecoderLayer
+from compress.models.embedding import embedded
 from compress.models.experts import ALL_TOKENS
 from compress.models.tap import no_tap
 from compress.models.weights import WeightSource, build_layer, dense

@@ -31,7 +31,8 @@ from compress.context import Context
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, capped, embedded
+from compress.models.decoder import DecoderLayer, capped
+from compress.models.embedding import embedded
 from compress.models.layer_shape import LinearGroup
 from compress.models.norms import Norm, final_norm
 from compress.models.weights import (

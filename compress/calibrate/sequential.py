@@ -60,7 +60,7 @@ from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.decoder import embedded
+from compress.models.embedding import embedded
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import Schemes
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import embedded
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.weights import Weights, layer_embed_weights
 
@@ -58,15 +57,11 @@ class SideInputs:
         inputs_ULP = None
         rows_NS = None
         if arch.layer_embed_size:
-            weights = layer_embed_weights(outer)
             tokens_U, rows_NS = tokens_NS.to(torch.int64).cpu().unique(return_inverse=True)
-
-            def embed(tokens: Tensor) -> Tensor:
-                return embedded(arch, weights["embed.weight"], tokens)
 
             shape = len(tokens_U), arch.num_layers, arch.layer_embed_size
             inputs_ULP = torch.empty(shape, dtype=dtype, device=device)
-            inputs_of_tokens(arch, weights, tokens_U, embed, inputs_ULP.flatten(1))
+            inputs_of_tokens(arch, layer_embed_weights(outer), tokens_U, inputs_ULP.flatten(1))
             rows_NS = rows_NS[own].to(device)
         layers = {idx: arch.layers[idx] for idx in arch.kv_sources}
         kept = {

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
+from compress.models.embedding import Embedding
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
@@ -57,30 +57,10 @@ class SmoothingPair:
     offset: float = 0.0
 
 
-def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
-    """Return the embeddings [..., D] of token ids. Their scale is rounded to their dtype first, as
-    `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
-    x = F.embedding(tokens, embed_VD)
-    if arch.embed_scale == 1:
-        return x
-    return x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
-
-
 def capped(arch: Arch, logits: Tensor) -> Tensor:
     """Return the logits of a model from the products with its head."""
     cap = arch.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-class Embedding(nn.Embedding):
-    """The embedding of a model, with its scale."""
-
-    def __init__(self, arch: Arch) -> None:
-        super().__init__(arch.vocab_size, arch.hidden_size)
-        self.arch = arch
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return embedded(self.arch, self.weight, tokens)
 
 
 class DecoderLayer(nn.Module):

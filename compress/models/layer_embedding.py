@@ -8,13 +8,14 @@ e depends on the token alone. Both lines keep the order of roundings of `transfo
 Shapes: B batch, S sequence, L layers, P width of an embedding for a layer, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
+from compress.models.embedding import embedded
 from compress.models.ffn import gated
 from compress.models.linear import Linear
 from compress.models.norms import norm_of
@@ -39,13 +40,14 @@ class LayerEmbeddings(nn.Module):
         self.proj = Linear(arch.hidden_size, width, bias=False)
         self.norm = norm_of(arch, arch.layer_embed_size)
 
-    def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
-        """Return the embeddings [..., L, P] of tokens for all layers, given those for the model [..., D]."""
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Return the embeddings [..., L, P] of tokens for all layers, given those for the model x
+        [..., D]."""
         rows = self.table(tokens)
         own = (rows * torch.full((), self.size**0.5, dtype=rows.dtype, device=rows.device)).unflatten(
             -1, (-1, self.size)
         )
-        projected = (self.proj(embedded) * embedded.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
+        projected = (self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
         return (self.norm(projected) + own) * 2**-0.5
 
 
@@ -54,12 +56,10 @@ def inputs_of_tokens(
     arch: Arch,
     outer: Mapping[str, Tensor],
     tokens_U: Tensor,
-    embed: Callable[[Tensor], Tensor],
     into_UF: Tensor,
 ) -> None:
     """Write the embeddings [U, L P] of tokens for all layers, computed in the dtype and on the device of that
-    tensor. `embed` returns those for the model [.., D]; `outer` are the dense weights outside of the
-    layers."""
+    tensor. `outer` are the dense weights outside of the layers."""
     place: dict[str, Any] = {"device": into_UF.device, "dtype": into_UF.dtype}
     names = {name: f"{LAYER_EMBEDS}.{name}.weight" for name in ("table", "proj", "norm")}
     with torch.device("meta"):
@@ -72,7 +72,8 @@ def inputs_of_tokens(
         own = some.to(table_VF.device)
         module.table.weight = nn.Parameter(table_VF[own].to(**place))
         order_u = torch.arange(len(some), device=into_UF.device)
-        into_uF.copy_(module(order_u, embed(own).to(**place)).flatten(1))
+        embedded_uD = embedded(arch, outer["embed.weight"], own).to(**place)
+        into_uF.copy_(module(order_u, embedded_uD).flatten(1))
 
 
 class LayerEmbedding(nn.Module):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import RowNorm
 from compress.models.arch import Arch
-from compress.models.decoder import embedded
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.weights import Weights, dense, layer_embed_weights
 from compress.runtime.fused_linear import FusedLinear
@@ -55,15 +54,11 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     tokens have those."""
     if not arch.layer_embed_size:
         return embed_VD
-    weights = layer_embed_weights(outer)
-
-    def embed(tokens: Tensor) -> Tensor:
-        return embedded(arch, weights["embed.weight"], tokens)
-
     width = arch.hidden_size + arch.num_layers * arch.layer_embed_size
     table_VF = embed_VD.new_empty(arch.vocab_size, width)
     table_VF[:, : arch.hidden_size] = embed_VD
-    inputs_of_tokens(arch, weights, torch.arange(arch.vocab_size), embed, table_VF[:, arch.hidden_size :])
+    tokens_V = torch.arange(arch.vocab_size)
+    inputs_of_tokens(arch, layer_embed_weights(outer), tokens_V, table_VF[:, arch.hidden_size :])
     return table_VF
 
 

@@ -21,6 +21,26 @@ def tiny_shape(**changes: Any) -> LayerShape:
     return LayerShape(**{**facts, **changes})
 
 
+LIKE_GEMMA4_E: dict[str, Any] = {
+    "layers": (
+        tiny_shape(window=5),
+        tiny_shape(),
+        tiny_shape(window=5, kv_source=0),
+        tiny_shape(kv_source=1, intermediate_size=176),
+        tiny_shape(window=5, kv_source=0, num_heads=2),
+    ),
+    "block": "sandwich",
+    "layer_embed_size": 8,
+    "qk_norm": True,
+    "v_norm": True,
+    "layer_scalar": True,
+    "embed_scale": 3.25,
+    "logit_softcap": 3.0,
+}
+"""Facts of a model whose tokens have embeddings for each layer, and whose last layers read the keys and
+values of earlier ones."""
+
+
 def tiny_source(**changes: Any) -> MemorySource:
     """The same for the same facts; norms and biases are off their initial values."""
     facts: dict[str, Any] = {

@@ -19,33 +19,18 @@ from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.layer_shape import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from tests.support.tiny_decoder import tiny_tokens
-from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_GEMMA4_E, tiny_source
 
 NUM_SAMPLES = 3
 SEQ_LEN = 17
-LAYERS = (
-    tiny_shape(window=5),
-    tiny_shape(),
-    tiny_shape(window=5, kv_source=0),
-    tiny_shape(kv_source=1, intermediate_size=176),
-    tiny_shape(window=5, kv_source=0, num_heads=2),
-)
+LAYERS = LIKE_GEMMA4_E["layers"]
 Gradients = dict[tuple[int, str], list[Tensor]]
 """(layer, linear) -> the gradient [T, O] at its output for each sample."""
 
 
 @pytest.fixture(scope="module")
 def source() -> WeightSource:
-    return tiny_source(
-        layers=LAYERS,
-        block="sandwich",
-        layer_embed_size=8,
-        qk_norm=True,
-        v_norm=True,
-        layer_scalar=True,
-        embed_scale=3.25,
-        logit_softcap=3.0,
-    )
+    return tiny_source(**LIKE_GEMMA4_E)
 
 
 class Recorder:

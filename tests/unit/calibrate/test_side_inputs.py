@@ -28,7 +28,9 @@ from compress.methods.quantize.rtn import Rtn
 from compress.models import layer_embedding
 from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name, load_weights
-from compress.models.decoder import Decoder, embedded
+from compress.models.decoder import Decoder
+from compress.models.embedding import embedded
+from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, build_decoder, build_layer, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import FP8_MAX, SCHEMES, QuantizedWeight, Scheme
@@ -36,18 +38,12 @@ from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import tiny_tokens
-from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_GEMMA4_E, tiny_source
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 11
 SEQ_LEN = 13
-LAYERS = (
-    tiny_shape(window=5),
-    tiny_shape(),
-    tiny_shape(window=5, kv_source=0),
-    tiny_shape(kv_source=1, intermediate_size=176),
-    tiny_shape(window=5, kv_source=0, num_heads=2),
-)
+LAYERS: tuple[LayerShape, ...] = LIKE_GEMMA4_E["layers"]
 READERS = {idx: layer.kv_source for idx, layer in enumerate(LAYERS) if layer.kv_source is not None}
 TAPS = ("attn_in", "attn_out", "ffn_in", "ffn_mid")
 COARSE = Scheme("W2", 2, symmetric=True, group_size=None)  # dense layers would give quite other keys
@@ -56,15 +52,7 @@ W8 = SCHEMES["W8A16"]
 
 @pytest.fixture(scope="module")
 def source() -> WeightSource:
-    return tiny_source(
-        layers=LAYERS,
-        block="sandwich",
-        layer_embed_size=8,
-        qk_norm=True,
-        v_norm=True,
-        layer_scalar=True,
-        embed_scale=3.25,
-    )
+    return tiny_source(**LIKE_GEMMA4_E)
 
 
 @pytest.fixture(scope="module", name="tokens_NS")

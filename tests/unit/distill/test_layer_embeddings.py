@@ -26,27 +26,10 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.prune.spec import Prune
 from tests.support.tiny_decoder import tiny_tokens
-from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_GEMMA4_E, tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
 SCHEME = Scheme("W3", 3, symmetric=True, group_size=None)
-LAYERS = (
-    tiny_shape(window=5),
-    tiny_shape(),
-    tiny_shape(window=5, kv_source=0),
-    tiny_shape(kv_source=1, intermediate_size=176),
-    tiny_shape(window=5, kv_source=0, num_heads=2),
-)
-FACTS: dict[str, Any] = {
-    "layers": LAYERS,
-    "block": "sandwich",
-    "layer_embed_size": 8,
-    "qk_norm": True,
-    "v_norm": True,
-    "layer_scalar": True,
-    "embed_scale": 3.25,
-    "logit_softcap": 3.0,
-}
 
 
 class Rounded:
@@ -72,7 +55,7 @@ class Rounded:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own_head", "tied_head"])
 def source(request: pytest.FixtureRequest) -> WeightSource:
-    return tiny_source(**FACTS, tied_head=request.param)
+    return tiny_source(**LIKE_GEMMA4_E, tied_head=request.param)
 
 
 def tokens_of(source: WeightSource) -> Tensor:
@@ -110,7 +93,7 @@ def test_layers_that_run_again_give_the_same_gradients(
         decoder = make(source)
         if again:
             checkpoint_layers_(decoder)
-        runs = [0] * len(LAYERS)
+        runs = [0] * len(LIKE_GEMMA4_E["layers"])
 
         def count(module: nn.Module, args: Any, idx: int, runs: list[int] = runs) -> None:
             runs[idx] += 1
@@ -121,7 +104,7 @@ def test_layers_that_run_again_give_the_same_gradients(
             )
         logits_BSV = decoder(tokens_BS[:, :-1])
         F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten()).backward()
-        assert runs == [2 if again else 1] * len(LAYERS)
+        assert runs == [2 if again else 1] * len(LIKE_GEMMA4_E["layers"])
         trained = {name: each for name, each in decoder.named_parameters() if each.requires_grad}
         gradients.append({name: each.grad for name, each in trained.items()})
     assert gradients[0].keys() == gradients[1].keys()
@@ -154,7 +137,7 @@ def test_a_student_of_quantized_layers_computes_the_dequantized_decoder(
     student = student_of(rounded, make)
     tokens_BS = tokens_of(source)
     torch.testing.assert_close(student(tokens_BS), decoder_of(rounded)(tokens_BS), rtol=1e-4, atol=1e-4)
-    assert len(made) == sum(len(layer.linears) for layer in LAYERS) == 7 * 2 + 5 * 3
+    assert len(made) == sum(len(layer.linears) for layer in LIKE_GEMMA4_E["layers"]) == 7 * 2 + 5 * 3
 
 
 def test_an_outer_decoder_has_all_that_is_outside_of_the_layers(source: WeightSource) -> None:
@@ -175,7 +158,7 @@ def test_features_of_a_target_are_the_hidden_states_of_the_decoder(source: Weigh
         layer.register_forward_pre_hook(lambda module, args: states.append(args[0]))
     decoder.norm.register_forward_pre_hook(lambda module, args: states.append(args[0]))
     hidden_BSD = decoder.hidden(tokens_BS)
-    assert len(states) == len(LAYERS) + 1
+    assert len(states) == len(LIKE_GEMMA4_E["layers"]) + 1
     layer_ids = (0, 2, 3, 5)
     target = Target(decoder_of(source), layer_ids, torch.arange(50), device=CPU)
     embedded_BSD, features_BSE, final_BSD = target.features(tokens_BS)
@@ -186,11 +169,11 @@ def test_features_of_a_target_are_the_hidden_states_of_the_decoder(source: Weigh
 
 @pytest.mark.parametrize("num_layers", [3, 4, 5])
 def test_a_fresh_head_takes_the_keys_and_values_that_the_last_layer_reads(num_layers: int) -> None:
-    source = tiny_source(**{**FACTS, "layers": LAYERS[:num_layers]})
+    source = tiny_source(**{**LIKE_GEMMA4_E, "layers": LIKE_GEMMA4_E["layers"][:num_layers]})
     facts = eagle3_facts(source.arch, draft_vocab_size=50)
     assert (facts.arch.layers[0].kv_source, facts.arch.layer_embed_size) == (None, 0)
     head = fresh_eagle3(facts, source, torch.arange(50), generator=torch.Generator().manual_seed(1))
-    shape = LAYERS[num_layers - 1]
+    shape = LIKE_GEMMA4_E["layers"][num_layers - 1]
     assert shape.kv_source is not None
     last, read = source.layer(num_layers - 1), source.layer(shape.kv_source)
     size = source.arch.hidden_size
