@@ -369,7 +369,8 @@ def read(family: str, **fields: Any) -> Arch:
         ("deepseek_v3", "qk_head_dim", 16),
         ("deepseek_v3", "num_key_value_heads", 2),
         ("deepseek_v3", "v_head_dim", 32),
-        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "n_group", 2),
     ],
 )
 def test_configs_of_latents_that_programs_read_in_several_ways_are_refused(

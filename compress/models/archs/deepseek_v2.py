@@ -33,16 +33,26 @@ def _more(config: Fields) -> dict[str, Any]:
 
 
 def _groups(config: Fields) -> dict[str, int]:
-    """Return how groups of experts are chosen; without groups, the number of groups that a config states
-    means nothing."""
+    """Return how groups of experts are chosen.
+
+    Raises:
+        UnsupportedArch: another method, or groups that some programs choose by and `transformers` does not.
+    """
     name = "topk_method"
     method = config.text(name, default="greedy")
-    if method == "greedy":
-        return {}
-    if method != "group_limited_greedy":
+    if method == "group_limited_greedy":
+        sizes = {"num_groups": "n_group", "top_groups": "topk_group"}
+        return {"group_best": 1} | {
+            fact: config.integer(each, 1, MAX_EXPERTS) for fact, each in sizes.items()
+        }
+    if method != "greedy":
         raise config.wrong(name, method, "greedy or group_limited_greedy")
-    sizes = {"num_groups": "n_group", "top_groups": "topk_group"}
-    return {"group_best": 1} | {fact: config.integer(each, 1, MAX_EXPERTS) for fact, each in sizes.items()}
+    num_groups = config.integer("n_group", 1, MAX_EXPERTS) if config.has("n_group") else 1
+    if num_groups > 1:
+        raise config.wrong(
+            "n_group", num_groups, f"1 beside {name} = greedy, where programs differ on groups"
+        )
+    return {}
 
 
 FAMILIES.add(

@@ -102,10 +102,10 @@ def test_a_dense_first_layer_and_the_experts_of_the_others_are_listed() -> None:
     assert all(row.problem.sinks for row in rows if row.problem.op.startswith("attention"))
 
 
-def test_groups_of_experts_that_are_no_power_of_two_fall_back_in_prompts() -> None:
+def test_experts_in_groups_that_are_no_power_of_two_fall_back_in_prompts() -> None:
     hopper = KernelDevice("cuda", 90, torch.bfloat16)
-    for count, refused in ((96, True), (64, False)):
-        facts = {"n": count, "k": 128, "experts": count, "top_k": 4, "expert_groups": 8}
+    for count, groups, refused in ((96, 6, True), (96, 8, False), (64, 8, False)):
+        facts = {"n": count, "k": 128, "experts": count, "top_k": 4, "expert_groups": groups}
         reason = refusals(hopper.problem("router", phase="prefill", **facts)).get("triton.product", "")
         assert ("power of two" in reason) == refused
         assert select(hopper.problem("router", **facts)).name == "cuda.warps"
