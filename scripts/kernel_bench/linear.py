@@ -25,7 +25,7 @@ from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.loader import fuse
+from compress.runtime.fusing import fuse
 from scripts.kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, relative_error
 from scripts.kernel_bench.timer import num_copies, walk
 

@@ -41,6 +41,7 @@ from compress.kernels.operands.page_store import store_heads
 from compress.kernels.operands.paged import CODED_FORMATS, INT4_TOKEN_HEAD, LARGEST_CODE, PagedKV
 from compress.kernels.operands.rows import TINY_SCALE
 from compress.kernels.problem import Problem
+from compress.kernels.rope_store.turns import angles, moments, turned
 from compress.kernels.select import Kernel, register
 from compress.quant.kv import HADAMARD_HEAD_DIMS
 
@@ -48,69 +49,6 @@ TILE_SIZE = 1024
 """Elements of a program: two warps, 16 bytes of each half in a thread. It is the same for every T, and so
 are the bits."""
 NUM_WARPS = 2
-
-
-@jit()
-def _angles(
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    position: tl.tensor,
-    columns: tl.tensor,
-    half: tl.tensor,
-    C: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return a position's rows of the tables as halves: cos and cos, sin and sin."""
-    at = position * C + columns
-    cos_first = tl.load(cos_ptr + at, mask=half, other=0.0)
-    cos_second = tl.load(cos_ptr + at + C // 2, mask=half, other=0.0)
-    return (
-        cos_first,
-        cos_second,
-        tl.load(sin_ptr + at, mask=half, other=0.0),
-        tl.load(sin_ptr + at + C // 2, mask=half, other=0.0),
-    )
-
-
-@jit()
-def _moments(
-    row_ptr: tl.tensor, SIZE: tl.constexpr, CENTERED: tl.constexpr, SPAN: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the mean of SIZE numbers, 0 unless `CENTERED`, and the mean of the squares around it."""
-    columns = tl.arange(0, SPAN)
-    mean = 0.0
-    if CENTERED:
-        sums = tl.zeros([SPAN], tl.float32)
-        for start in tl.range(0, SIZE, SPAN):
-            sums += tl.load(row_ptr + start + columns, mask=start + columns < SIZE, other=0.0).to(tl.float32)
-        mean = tl.sum(sums, axis=0) / SIZE
-    squares = tl.zeros([SPAN], tl.float32)
-    for start in tl.range(0, SIZE, SPAN):
-        real = start + columns < SIZE
-        x = tl.load(row_ptr + start + columns, mask=real, other=0.0).to(tl.float32)
-        if CENTERED:
-            x = tl.where(real, x - mean, 0.0)
-        squares += x * x
-    return mean, tl.sum(squares, axis=0) / SIZE
-
-
-@jit()
-def _turned(
-    x: tl.tensor,
-    y: tl.tensor,
-    cos_first: tl.tensor,
-    cos_second: tl.tensor,
-    sin_first: tl.tensor,
-    sin_second: tl.tensor,
-    dtype: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the halves of heads turned by the angles of `_angles`, products and sums rounded to `dtype`."""
-    first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (y * sin_first.to(tl.float32)).to(
-        dtype
-    ).to(tl.float32)
-    second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (x * sin_second.to(tl.float32)).to(
-        dtype
-    ).to(tl.float32)
-    return first.to(dtype), second.to(dtype)
 
 
 @jit(varying=("num_positions",), unaligned=("positions_ptr", "slots_ptr"))
@@ -170,7 +108,7 @@ def _rope_store(
     guess = tl.minimum(
         tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64), 0), num_positions - 1
     )
-    cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, guess, columns, half, C)
+    cos_first, cos_second, sin_first, sin_second = angles(cos_ptr, sin_ptr, guess, columns, half, C)
     wait(PDL)
     launch_dependents(PDL and not EARLY)
     stored = tl.where(heads < H + K, heads, heads - (H + K) + FIRST_V)
@@ -191,7 +129,7 @@ def _rope_store(
         k_scale = tl.load(k_scale_ptr)
         v_scale = tl.load(v_scale_ptr)
     if position != guess:
-        cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, position, columns, half, C)
+        cos_first, cos_second, sin_first, sin_second = angles(cos_ptr, sin_ptr, position, columns, half, C)
 
     x = first.to(tl.float32)
     y = second.to(tl.float32)
@@ -200,7 +138,7 @@ def _rope_store(
         first = tl.where(rotated, first, (x * root).to(dtype))
         second = tl.where(rotated, second, (y * root).to(dtype))
     if ROTATES_FIRST:
-        turned_first, turned_second = _turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
+        turned_first, turned_second = turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
         x = turned_first.to(tl.float32)
         y = turned_second.to(tl.float32)
     if norm_ptr is not None:
@@ -208,13 +146,13 @@ def _rope_store(
             mean = tl.zeros([HEADS, 1], tl.float32)
             square = tl.zeros([HEADS, 1], tl.float32)
             if tl.program_id(1) * HEADS < H:
-                q_mean, q_square = _moments(qkv_ptr + row * row_stride, H * C, CENTERED, SPAN)
+                q_mean, q_square = moments(qkv_ptr + row * row_stride, H * C, CENTERED, SPAN)
                 mean = tl.where(heads < H, q_mean, mean)
                 square = tl.where(heads < H, q_square, square)
             if K:
                 has_keys = (tl.program_id(1) + 1) * HEADS > H and tl.program_id(1) * HEADS < H + K
                 if has_keys:
-                    k_mean, k_square = _moments(qkv_ptr + row * row_stride + H * C, K * C, CENTERED, SPAN)
+                    k_mean, k_square = moments(qkv_ptr + row * row_stride + H * C, K * C, CENTERED, SPAN)
                     mean = tl.where(heads < H, mean, k_mean)
                     square = tl.where(heads < H, square, k_square)
             if CENTERED:
@@ -240,7 +178,7 @@ def _rope_store(
         turned_first = x.to(dtype)
         turned_second = y.to(dtype)
     else:
-        turned_first, turned_second = _turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
+        turned_first, turned_second = turned(x, y, cos_first, cos_second, sin_first, sin_second, dtype)
     first = tl.where(rotated, turned_first, first)
     second = tl.where(rotated, turned_second, second)
 

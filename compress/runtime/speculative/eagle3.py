@@ -39,12 +39,13 @@ from compress.models.weights import dense
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
 from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.fusing import fuse
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
-from compress.runtime.loader import LayerWeights, fuse, fuse_groups
+from compress.runtime.loader import LayerWeights, fuse_groups
 from compress.runtime.row_norms import row_norm, stream_scale
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS

@@ -20,7 +20,7 @@ from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.loader import fuse
+from compress.runtime.fusing import fuse
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """Bytes that the copies of the weights must exceed, so that every launch reads cold memory: an H200 has 50 MB
