@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates
 from compress.models.delta_net import DeltaNet
@@ -42,7 +42,7 @@ class Case:
             torch.ones(delta.value_dim, dtype=dtype, device=device),
             1e-6,
         )
-        self.states = DeltaStates.empty(delta, 2, 1, device)
+        self.states = RecurrentStates.empty(delta, 2, 1, device)
         slots_R = torch.tensor([1], device=device)
         lens_R = torch.tensor([num_rows], dtype=torch.int32, device=device)
         self.sequences = (
@@ -126,7 +126,7 @@ def main() -> None:
         return
     device = pick_device()
     name, arch = read_arch(args.model)
-    delta = next(layer.delta for layer in arch.layers if layer.delta is not None)
+    delta = next(layer.recurrence for layer in arch.layers if layer.recurrence is not None)
     rows = [row for count in args.rows for row in measure(delta, count, device, args.repeats)]
     facts = {"model": name, "threads": torch.get_num_threads(), "repeats": args.repeats}
     write_results(args.out, rows, device=device, commit=args.commit, facts=facts)

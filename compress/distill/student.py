@@ -62,9 +62,9 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
             "by `prune` instead."
         )
-    if teacher.has_delta_nets:
+    if teacher.has_recurrences:
         raise UsageError(
-            "student: the teacher has delta nets, from which no student is cut; remove layers or channels of "
+            "student: the teacher has recurrences, from which no student is cut; remove layers or channels of "
             "the FFN by `prune` instead."
         )
     if (reason := why_layers_stay(teacher)) is not None:

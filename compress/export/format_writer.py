@@ -83,7 +83,7 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
-        for part in (layer.delta, layer.experts)
+        for part in (layer.recurrence, layer.experts)
         if part is not None
         for name, shape in part.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2

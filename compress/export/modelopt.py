@@ -381,7 +381,7 @@ def _split_groups(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     linears of a group as one."""
     rules: dict[str, Rule] = {}
     for idx, layer in enumerate(arch.layers):
-        has_own = "attn.q_down" in layer.linears or layer.delta is not None
+        has_own = "attn.q_down" in layer.linears or layer.recurrence is not None
         for group in (*LINEAR_GROUPS.values(), *layer.attention_groups[:has_own]):
             names = [each for each in group.linears if each in layer.linears]
             schemes = {scheme.for_linear(f"layers.{idx}.{each}") for each in names}

@@ -61,7 +61,7 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     notes = [found.note]
     if experts:
         notes.append("experts on a CPU with AMX alone")
-    if arch.has_delta_nets:
+    if arch.has_recurrences:
         notes.append(DELTA_NETS)
     return replace(found, note="; ".join(notes))
 

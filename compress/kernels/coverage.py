@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
-from compress.kernels.problem import PHASES, KernelDevice, Op, Phase, Problem
+from compress.kernels.problem import PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
@@ -109,7 +109,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     if mixture is not None:
         rows += _experts(arch, mixture, device)
     rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
-    rows += _delta_nets(arch, device)
+    rows += _recurrences(arch, device)
     layer = arch.layers[0]
     has_gate = any(each.output_gate for each in arch.layers)
     gated = ("down", "shared.down", "o") if has_gate else ("down", "shared.down")
@@ -175,13 +175,20 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     ]
 
 
-def _delta_nets(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of gated delta nets: with heads of Qwen3.5's dimensions where a model has none."""
-    dims = {(layer.delta.key_dim, layer.delta.value_dim) for layer in arch.layers if layer.delta is not None}
-    problems = [
-        device.problem("delta_net", n=key_dim, k=value_dim) for key_dim, value_dim in dims or {(128, 128)}
+def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of recurrences: with heads of Qwen3.5's and of Granite 4's dimensions where a model
+    has none."""
+    found = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
+    dims: dict[Op, set[tuple[int, int]]] = {"delta_net": set(), "mamba2": set()}
+    for each in found:
+        dims[RECURRENCE_OPS[each.module]].add((each.key_dim, each.value_dim))
+    if not found:
+        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}}
+    return [
+        _served(op, "decode", [device.problem(op, n=key_dim, k=value_dim)])
+        for op, of_op in dims.items()
+        for key_dim, value_dim in sorted(of_op)
     ]
-    return [_served("delta_net", "decode", [each]) for each in problems]
 
 
 def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:

@@ -1,6 +1,7 @@
 """The problem posed to a kernel: one op at one shape, number format and device, posed for decode or for
 prefill."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -16,6 +17,7 @@ Op = Literal[
     "rope_store",
     "hadamard",
     "delta_net",
+    "mamba2",
     "latent_store",
     "latent_heads",
     "latent_attention",
@@ -31,6 +33,8 @@ Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 """The ops that only layers with a mixture of experts have."""
+RECURRENCE_OPS: Mapping[str, Op] = {"delta": "delta_net", "mamba": "mamba2"}
+"""The op of a layer with a recurrence, by the name of its module."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -41,7 +45,7 @@ class Problem:
 
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
-        delta_net                        the dimensions of a key, and of a value
+        delta_net, mamba2                the dimensions of a key, and of a value
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0

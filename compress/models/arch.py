@@ -116,9 +116,9 @@ class Arch:
                 )
             if (layer.latent is not None) != self.has_latents:
                 raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
-            if layer.delta is not None and (self.block != "pre" or self.norm != "rms"):
+            if layer.recurrence is not None and (self.block != "pre" or self.norm != "rms"):
                 raise UnsupportedArch(
-                    f"layer {idx}: a delta net in a '{self.block}' block with norm '{self.norm}'; the "
+                    f"layer {idx}: a recurrence in a '{self.block}' block with norm '{self.norm}'; the "
                     "decoder computes it in a 'pre' block with norm 'rms'."
                 )
             if reason := layer.why_unfit() or self._why_source_unfit(idx):
@@ -174,8 +174,8 @@ class Arch:
 
     @cached_property
     def state_numbers(self) -> int:
-        """The numbers of the states of all delta nets, of one sequence."""
-        return sum(layer.delta.state_numbers for layer in self.layers if layer.delta is not None)
+        """The numbers of the states of all recurrences, of one sequence."""
+        return sum(layer.recurrence.state_numbers for layer in self.layers if layer.recurrence is not None)
 
     @property
     def step_state_bytes(self) -> int:
@@ -188,9 +188,9 @@ class Arch:
         return self.layers[0].latent is not None
 
     @cached_property
-    def has_delta_nets(self) -> bool:
-        """Whether some layers have a gated delta net in place of attention."""
-        return any(layer.delta is not None for layer in self.layers)
+    def has_recurrences(self) -> bool:
+        """Whether some layers have a recurrence in place of attention."""
+        return any(layer.recurrence is not None for layer in self.layers)
 
     @property
     def stated_eos(self) -> Any:
@@ -229,12 +229,12 @@ class Arch:
         total += self.num_layer_embed_params
         for layer in self.layers:
             total += self.num_norms(layer) * self.hidden_size
-            if self.qk_norm and layer.delta is None:
+            if self.qk_norm and layer.recurrence is None:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
-            if layer.delta is not None:
-                total += sum(map(math.prod, layer.delta.dense_shapes(self.hidden_size).values()))
+            if layer.recurrence is not None:
+                total += sum(map(math.prod, layer.recurrence.dense_shapes(self.hidden_size).values()))
             elif self.attn_sinks:
                 total += layer.num_heads
             total += self.layer_scalar
@@ -301,7 +301,7 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith("delta."):
+        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith(("delta.", "mamba.")):
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents

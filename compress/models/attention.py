@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.models import causal_gradient
-from compress.models.delta_net import DeltaState
+from compress.models.recurrence import RecurrentState
 
 
 class AttentionFn(Protocol):
@@ -141,14 +141,14 @@ class FullAttention:
 
 
 class CachedAttention(FullAttention):
-    """Attention with the keys and values, and the states of delta nets, of earlier calls; every sequence of
+    """Attention with the keys and values, and the states of recurrences, of earlier calls; every sequence of
     the batch has the same length."""
 
     def __init__(self) -> None:
         super().__init__()
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
-        self.states: dict[int, DeltaState] = {}
-        """The state of each layer that has a delta net in place of attention."""
+        self.states: dict[int, RecurrentState] = {}
+        """The state of each layer that has a recurrence in place of attention."""
 
     @property
     def length(self) -> int:

@@ -9,9 +9,9 @@ q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv
 (arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a
 layer instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output
 by a number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net
-(`delta_net.py`) that of attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a
-layer may read the keys and values of an earlier one. Linears are separate (q, k, v, o, gate, up, down) so
-that a method sees each one. Calibration, training and the golden tests run this forward; the serving runtime
+(`delta_net.py`) or a Mamba-2 mixer (`mamba2.py`) that of attention. Tokens may have embeddings for each layer
+(`layer_embedding.py`), and a layer may read the keys and values of an earlier one. Linears are separate (q, k,
+v, o, gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward; the serving runtime
 has its own fused step, which is tested against it. Not supported: dropout, encoder-decoder.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
@@ -26,14 +26,19 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
+from compress.models.delta_net import DeltaNet
+from compress.models.delta_net_mixer import GatedDeltaNet
 from compress.models.embedding import Embedding
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
-from compress.models.layer_shape import LinearGroup
-from compress.models.linear_attention import GatedDeltaNet
+from compress.models.layer_shape import LayerShape, LinearGroup
+from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
+from compress.models.mamba2 import Mamba2
+from compress.models.mamba2_mixer import Mamba2Mixer
 from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
+from compress.models.recurrence import Recurrence
 from compress.models.self_attention import Attention, LatentAttention
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
@@ -63,6 +68,14 @@ def capped(arch: Arch, logits: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def _recurrent_mixer(arch: Arch, shape: LayerShape, recurrence: Recurrence) -> TokenMixer:
+    """Return the module of the recurrence of a layer."""
+    if isinstance(recurrence, DeltaNet):
+        return GatedDeltaNet(arch, shape, recurrence)
+    assert isinstance(recurrence, Mamba2)
+    return Mamba2Mixer(arch, shape, recurrence)
+
+
 class DecoderLayer(nn.Module):
     """One decoder layer. `linear(name)` and the parameter names are the canonical ones relative to the layer
     (`attn.q`, `ffn.down`, ...). Norms that its block does not have are identities."""
@@ -81,8 +94,9 @@ class DecoderLayer(nn.Module):
 
         self.attn_norm = norm(has_pre)
         latent = self.shape.latent
-        if self.shape.delta is not None:
-            self.delta = GatedDeltaNet(arch, self.shape, self.shape.delta)
+        if self.shape.recurrence is not None:
+            mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
+            self.add_module(self.shape.recurrence.module, mixer)
         elif latent is None:
             self.attn = Attention(arch, self.shape)
         else:
@@ -118,7 +132,9 @@ class DecoderLayer(nn.Module):
     @property
     def _mixer(self) -> TokenMixer:
         """The module of the first half, which mixes positions."""
-        return self.attn if self.shape.delta is None else self.delta
+        recurrence = self.shape.recurrence
+        mixer: TokenMixer = getattr(self, "attn" if recurrence is None else recurrence.module)
+        return mixer
 
     def _end(self, x_BSD: Tensor, attention: AttentionFn) -> Tensor:
         """Return the output of the layer from the stream after its last half."""
@@ -196,7 +212,7 @@ class DecoderLayer(nn.Module):
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
         else reads the norm: the other half-layer, or the decay and the beta of a delta net."""
-        if self.arch.block in ("post", "parallel") or self.shape.delta is not None:
+        if self.arch.block in ("post", "parallel") or isinstance(self.shape.recurrence, DeltaNet):
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
@@ -210,13 +226,16 @@ class DecoderLayer(nn.Module):
         ]
 
     def _value_pairs(self) -> list[SmoothingPair]:
-        """Return the pair of v and o. There is none where the values are normed, which would undo a part of
-        the scale, or are the keys, too, which would be scaled with them, or are those of another layer,
-        too, or are remembered by a delta net, which norms what it reads of them."""
-        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
-        if self.shape.keys_are_values or is_shared or self.arch.v_norm or self.shape.delta is not None:
-            return []
+        """Return the pair of v and o, and of a Mamba-2 mixer that of the norm of its outputs and o. There is
+        none where the values are normed, which would undo a part of the scale, or are the keys, too, which
+        would be scaled with them, or are those of another layer, too, or are remembered by a delta net, whose
+        heads share the weights of their norm."""
         o = self.shape.attention_groups[-1]
+        if isinstance(self.shape.recurrence, Mamba2):
+            return [SmoothingPair(NORM_OF_OUTPUTS.removesuffix(".weight"), o.tap, o.linears)]
+        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
+        if self.shape.keys_are_values or is_shared or self.arch.v_norm or self.shape.recurrence is not None:
+            return []
         repeat = self.shape.num_heads // self.shape.num_kv_heads
         return [SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat)]
 

@@ -13,15 +13,15 @@ Shapes: B batch, S sequence, H value heads, G key heads, K key dimension, V valu
 the convolution, W positions of the convolution, N positions of a chunk.
 """
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.models.limits import MAX_SIZE
-from compress.untrusted.fields import Fields
+from compress.models.recurrence import Recurrence
 
 CHUNK = 64
 """Positions whose updates are solved for at once."""
@@ -33,37 +33,13 @@ PLAIN_NORM = "delta.norm.weight"
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """The widths of one gated delta net. The query and key of a key head serve `num_heads / num_key_heads`
-    neighbouring value heads."""
+class DeltaNet(Recurrence):
+    """The widths of one gated delta net."""
 
-    num_heads: int
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    kernel_size: int
+    module: ClassVar[str] = "delta"
+    first_linears: ClassVar[tuple[str, ...]] = ("delta.q", "delta.k", "delta.v", "delta.gate")
 
-    @property
-    def key_size(self) -> int:
-        """The rows of `delta.q` and of `delta.k`: the keys of all heads."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        """The rows of `delta.v` and of `delta.gate`: the values of all heads."""
-        return self.num_heads * self.value_dim
-
-    @property
-    def num_channels(self) -> int:
-        """The channels of the convolution: queries, keys and values, side by side."""
-        return 2 * self.key_size + self.value_size
-
-    @property
-    def state_numbers(self) -> int:
-        """The numbers of the states of all heads, which are float32 whatever the dtype of the model."""
-        return self.num_heads * self.key_dim * self.value_dim
-
-    def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
         """Return [O, I] of the linears that schemes quantize."""
         return {
             "delta.q": (self.key_size, hidden_size),
@@ -73,7 +49,7 @@ class DeltaNet:
             "delta.o": (hidden_size, self.value_size),
         }
 
-    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    def dense_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the other parameters."""
         return {
             "delta.conv.weight": (self.num_channels, 1, self.kernel_size),
@@ -83,37 +59,6 @@ class DeltaNet:
             "delta.A_log": (self.num_heads,),
             PLAIN_NORM: (self.value_dim,),
         }
-
-    def why_unfit(self) -> str | None:
-        """Return why the widths do not fit one another, None where they do."""
-        if self.num_heads % self.num_key_heads:
-            return f"{self.num_key_heads} key heads of a delta net cannot serve {self.num_heads} value heads."
-        return None
-
-    @staticmethod
-    def from_json(stored: Fields) -> "DeltaNet":
-        """Read what a manifest states; `Fields` raises its error for a value that is missing, of another type
-        or out of range."""
-        names = [each.name for each in dataclasses.fields(DeltaNet)]
-        return DeltaNet(**{name: stored.integer(name, 1, MAX_SIZE) for name in names})
-
-
-@dataclass(frozen=True)
-class DeltaState:
-    """A sequence leaves this for its next position: the last inputs of the convolution [B, W - 1, F], and the
-    states of the heads [B, H, K, V], float32."""
-
-    inputs_BWF: Tensor
-    heads_BHKV: Tensor
-
-
-def convolved(x_BSF: Tensor, weight_FW: Tensor, past_BWF: Tensor | None) -> Tensor:
-    """Return silu of the causal convolution of each channel, [B, S, F]; the inputs before the first are zero
-    where there is no past."""
-    width = weight_FW.shape[1]
-    x_BFS = x_BSF.transpose(1, 2)
-    before = F.pad(x_BFS, (width - 1, 0)) if past_BWF is None else torch.cat((past_BWF.mT, x_BFS), dim=-1)
-    return F.silu(F.conv1d(before, weight_FW.unsqueeze(1), groups=len(weight_FW))).transpose(1, 2)
 
 
 def of_length_one(x: Tensor) -> Tensor:

@@ -364,9 +364,9 @@ def _last_attention(target: Arch) -> int:
     Raises:
         UsageError: no layer has.
     """
-    having = [idx for idx, layer in enumerate(target.layers) if layer.delta is None]
+    having = [idx for idx, layer in enumerate(target.layers) if layer.recurrence is None]
     if not having:
-        raise UsageError("eagle3: every layer has a delta net, and a head has the attention of a layer.")
+        raise UsageError("eagle3: every layer has a recurrence, and a head has the attention of a layer.")
     return having[-1]
 
 

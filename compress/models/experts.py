@@ -26,9 +26,16 @@ ROUTER_NORM = "router_norm"
 BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm", ROUTER_NORM)
 """The norms before and after the branches of a mixture (`Experts.branch_norms`). What the router reads is
 divided by the root of the hidden size, too."""
-FLOAT32_PARAMETERS = ("moe.selection_bias", "delta.A_log", "delta.dt_bias")
+FLOAT32_PARAMETERS = (
+    "moe.selection_bias",
+    "delta.A_log",
+    "delta.dt_bias",
+    "mamba.A_log",
+    "mamba.dt_bias",
+    "mamba.D",
+)
 """Parameters that are float32 in a model of any dtype: they decide which experts are chosen, and how long a
-delta net remembers."""
+recurrence remembers."""
 
 
 @dataclass(frozen=True)

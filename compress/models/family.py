@@ -22,7 +22,6 @@ from compress.models.config_facts import (
 )
 from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
-from compress.models.delta_net import DeltaNet
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import LayerShape
@@ -40,6 +39,7 @@ from compress.models.layer_types import (
 from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.recurrence import Recurrence
 from compress.models.rope_config import (
     check_one_rope,
     read_rope,
@@ -87,8 +87,8 @@ class Family:
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
     In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
-    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `delta` the delta
-    nets of layers with linear attention (`delta_net_config.py`).
+    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and
+    `recurrence` what layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
@@ -124,7 +124,7 @@ class Family:
     dense_size: str = "intermediate_size"
     rows_in_turns: frozenset[str] = frozenset()
     latent: Callable[[Fields], Latent] | None = None
-    delta: Callable[[Fields], DeltaNet] | None = None
+    recurrence: Callable[[Fields], Recurrence] | None = None
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
@@ -202,7 +202,7 @@ class Family:
                 keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 latent=latent,
                 output_gate=kind != LINEAR and _flag(self.output_gate, config),
-                delta=self._delta_net(config) if kind == LINEAR else None,
+                recurrence=self._recurrence(config) if kind == LINEAR else None,
             )
             for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
         )
@@ -224,10 +224,10 @@ class Family:
             **facts,
         )
 
-    def _delta_net(self, config: Fields) -> DeltaNet:
-        if self.delta is None:
+    def _recurrence(self, config: Fields) -> Recurrence:
+        if self.recurrence is None:
             raise config.wrong("layer_types", LINEAR, f"{FULL} or a type of layer that the family has")
-        return self.delta(config)
+        return self.recurrence(config)
 
     def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, int]:
         """Return the widths of attention in layers of a type, given those of the model."""

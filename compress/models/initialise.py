@@ -11,13 +11,13 @@ INIT_STD = 0.02
 
 def fresh_decoder(arch: Arch, *, generator: torch.Generator) -> Decoder:
     """Return a float32 decoder on the CPU: matrices normal with std 0.02, those that write into the residual
-    stream (`attn.o`, `delta.o`, `ffn.down`) divided by sqrt(2 * layers) as in GPT-2, norms one, biases
+    stream (`attn.o`, `delta.o`, `mamba.o`, `ffn.down`) divided by sqrt(2 * layers) as in GPT-2, norms one, biases
     zero."""
     decoder = Decoder(arch)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if parameter.dim() >= 2:
-                residual = name.endswith(("attn.o.weight", "delta.o.weight", "down.weight"))
+                residual = name.endswith((".o.weight", "down.weight"))
                 parameter.normal_(
                     0.0,
                     INIT_STD / (2 * arch.num_layers) ** 0.5 if residual else INIT_STD,

@@ -18,8 +18,11 @@ from compress.models.limits import (
     ROPE_KINDS,
     THETAS,
 )
+from compress.models.mamba2 import Mamba2
+from compress.models.recurrence import Recurrence
 from compress.untrusted.fields import Fields
 
+_RECURRENCES: tuple[type[Recurrence], ...] = (DeltaNet, Mamba2)
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
 
@@ -28,9 +31,11 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     layer = dataclasses.asdict(shape)
     if shape.experts is not None:
         layer["experts"] = shape.experts.to_json()
-    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "delta"):
+    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "recurrence"):
         if not getattr(shape, name):
             del layer[name]
+    if shape.recurrence is not None:
+        layer[shape.recurrence.module] = layer.pop("recurrence")
     if shape.kv_source is None:
         del layer["kv_source"]
     if layer["rope"] is not None:
@@ -59,7 +64,10 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
         output_gate=layer.flag("output_gate", default=False),
-        delta=DeltaNet.from_json(layer.fields("delta")) if layer.has("delta") else None,
+        recurrence=next(
+            (kind.from_json(layer.fields(kind.module)) for kind in _RECURRENCES if layer.has(kind.module)),
+            None,
+        ),
         kv_source=layer.integer("kv_source", 0, MAX_LAYERS) if layer.has("kv_source") else None,
     )
 

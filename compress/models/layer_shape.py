@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from compress.models.delta_net import DeltaNet
 from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
 from compress.models.latent import KV_LATENT, Q_LATENT, Latent
+from compress.models.recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,6 @@ _QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
 """The first group of a layer that reads the keys and values of an earlier one."""
 _GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
 """The first group of a layer with an output gate."""
-_OF_DELTA_NET = (
-    LinearGroup("qkv", "attn_in", ("delta.q", "delta.k", "delta.v", "delta.gate")),
-    LinearGroup("o", "attn_out", ("delta.o",)),
-)
-"""The linears of a gated delta net."""
 _LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 _Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
@@ -104,7 +99,7 @@ class LayerShape:
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
     has no `attn.v`. With a `latent` it has the linears of `latent.py` instead. With an `output_gate`, what
     attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708). A layer
-    with a `delta` net has it in place of attention, and its heads are those that other layers of the model
+    with a `recurrence` has it in place of attention, and its heads are those that other layers of the model
     have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it attends to the keys and values of
     the layer with this index (arXiv 2405.12981)."""
 
@@ -119,15 +114,18 @@ class LayerShape:
     chunk: int | None = None
     latent: Latent | None = None
     output_gate: bool = False
-    delta: DeltaNet | None = None
+    recurrence: Recurrence | None = None
     kv_source: int | None = None
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
         last `o`."""
-        if self.delta is not None:
-            return _OF_DELTA_NET
+        if self.recurrence is not None:
+            return (
+                LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
+                LinearGroup("o", "attn_out", (f"{self.recurrence.module}.o",)),
+            )
         if self.output_gate:
             return _GATED, LINEAR_GROUPS["o"]
         if self.kv_source is not None:
@@ -144,16 +142,18 @@ class LayerShape:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
         if self.output_gate and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
-        own = self.output_gate or self.latent is not None or self.delta is not None or self.keys_are_values
+        own = (
+            self.output_gate or self.latent is not None or self.recurrence is not None or self.keys_are_values
+        )
         if self.kv_source is not None and (own or self.chunk):
             return (
-                "a layer reads the keys and values of another, and has an output gate, latents, a delta net, "
+                "a layer reads the keys and values of another, and has an output gate, latents, a recurrence, "
                 "a chunk or keys that are its values, too."
             )
-        if self.delta is not None:
+        if self.recurrence is not None:
             if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
-                return "a delta net stands in place of attention, and attention has facts of its own."
-            return self.delta.why_unfit()
+                return "a recurrence is in place of attention, and attention has facts of its own."
+            return self.recurrence.why_unfit()
         if self.rope is not None and (reason := self._why_rope_unfit(self.rope)):
             return reason
         return None if self.latent is None else self._why_latent_unfit(self.latent)
@@ -198,7 +198,7 @@ class LayerShape:
     @property
     def num_turns(self) -> int:
         """The turns that rows take in tensors that hold linears of a layer head by head."""
-        return self.num_heads if self.delta is None else self.delta.num_key_heads
+        return self.num_heads if self.recurrence is None else self.recurrence.num_key_heads
 
     @property
     def leading_dim(self) -> int:
@@ -213,9 +213,9 @@ class LayerShape:
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers of one position that a cache holds: keys and values, or latents; none of a delta net,
+        """The numbers of one position that a cache holds: keys and values, or latents; none of a recurrence,
         whose state is the same for sequences of any length, nor of a layer that reads those of another."""
-        if self.delta is not None or self.kv_source is not None:
+        if self.recurrence is not None or self.kv_source is not None:
             return 0
         if self.latent is not None:
             return self.latent.cached_width
@@ -283,8 +283,8 @@ class LayerShape:
             shared = linear.startswith("moe.shared.")
             width = self.experts.shared_size if shared else self.experts.expert_size
             return (hidden_size, width) if linear.endswith(".down") else (width, hidden_size)
-        if self.delta is not None and linear.startswith("delta."):
-            return self.delta.linear_shapes(hidden_size)[linear]
+        if self.recurrence is not None and linear.startswith(f"{self.recurrence.module}."):
+            return self.recurrence.linear_shapes(hidden_size)[linear]
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         ffn_size = self.intermediate_size

@@ -206,8 +206,8 @@ def why_layers_stay(arch: Arch) -> str | None:
 
 def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
-    if arch.has_delta_nets:
-        return f"most layers of this {arch.family} model have delta nets, whose heads are not removed."
+    if arch.has_recurrences:
+        return f"most layers of this {arch.family} model have recurrences, whose heads are not removed."
     if arch.kv_sources:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."
     if arch.own_qk_norm:

@@ -1,4 +1,4 @@
-"""The parts that attention and a gated delta net share: heads that mix positions, and the linear of their
+"""The parts that attention and recurrences share: heads that mix positions, and the linear of their
 outputs.
 
 Shapes: B batch, S sequence, D hidden, F outputs of all heads.

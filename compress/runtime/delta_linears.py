@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import DeltaWeights
+from compress.kernels.operands.recurrent_states import DeltaWeights
 from compress.kernels.problem import Phase
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.operands.delta_states import CHUNK
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.recurrent_states import CHUNK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import KV_DENSE
@@ -96,7 +96,7 @@ class Engine:
         )
         # What another model caches is in no block that could be shared or moved, and a state needs a copy.
         keeps_more = proposer is not None and proposer.kv_bytes_per_token + proposer.bytes_per_request > 0
-        saves_states = config.prefix_cache and self.arch.has_delta_nets and not keeps_more
+        saves_states = config.prefix_cache and self.arch.has_recurrences and not keeps_more
         self.max_model_len, num_blocks = config.size_cache(
             self.arch,
             self.dtype,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
-from compress.kernels.operands.delta_states import DeltaStates, SavedState, Saving, StackedStates
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_ATTENTION,
@@ -30,10 +29,11 @@ from compress.kernels.operands.paged import (
     empty_pages,
 )
 from compress.kernels.operands.paged_latents import LATENT_FORMATS, PagedLatents, Pages
+from compress.kernels.operands.recurrent_states import RecurrentStates, SavedState, Saving, StackedStates
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
-from compress.models.delta_net import DeltaNet
 from compress.models.layer_shape import LayerShape
+from compress.models.recurrence import Recurrence
 from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -48,10 +48,10 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
         UsageError: the format is unknown, or does not fit the heads or the latents.
     """
     dtype = _storage_dtype(kv_format)
-    if kv_format == FP8_STATIC and arch.has_delta_nets:
+    if kv_format == FP8_STATIC and arch.has_recurrences:
         raise UsageError(
             f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model "
-            f"with delta nets have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
+            f"with a recurrence have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
             "a recipe), which needs none."
         )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
@@ -62,9 +62,11 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
 
 
 def slot_bytes(arch: Arch, num_kept: int) -> int:
-    """Return the bytes of the states of one sequence in all layers that have delta nets."""
+    """Return the bytes of the states of one sequence in all layers that have recurrences."""
     return sum(
-        DeltaStates.slot_bytes(layer.delta, num_kept) for layer in arch.layers if layer.delta is not None
+        RecurrentStates.slot_bytes(layer.recurrence, num_kept)
+        for layer in arch.layers
+        if layer.recurrence is not None
     )
 
 
@@ -81,7 +83,7 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     Raises:
         UsageError: the format does not fit the layer.
     """
-    if layer.delta is not None or layer.kv_source is not None:
+    if layer.recurrence is not None or layer.kv_source is not None:
         return 0, 0
     if layer.latent is None:
         return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
@@ -133,7 +135,7 @@ class KVCache:
     offset.
 
     `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
-    Layers with delta nets have a slot of states for each of the first `num_slots` blocks, by default for all:
+    Layers with recurrences have a slot of states for each of the first `num_slots` blocks, by default for all:
     the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of
     which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
     Layers that read the keys and values of another have its pages.
@@ -172,11 +174,11 @@ class KVCache:
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._device = device
         num_slots = num_blocks if num_slots is None else num_slots
-        deltas = Counter(layer.delta for layer in arch.layers if layer.delta is not None)
+        kinds = Counter(layer.recurrence for layer in arch.layers if layer.recurrence is not None)
         self._slots, self._saved = (
             {
-                delta: StackedStates.empty(delta, num_layers, slots, kept, device)
-                for delta, num_layers in deltas.items()
+                kind: StackedStates.empty(kind, num_layers, slots, kept, device)
+                for kind, num_layers in kinds.items()
             }
             for slots, kept in ((num_slots, num_kept), (num_saved, 1))
         )
@@ -185,16 +187,16 @@ class KVCache:
             idx: layer.kv_source for idx, layer in enumerate(arch.layers) if layer.kv_source is not None
         }
         """Layers with pages that several of them have -> the one whose keys and values these are."""
-        self._layers: list[Pages | DeltaStates] = []
-        num_before: Counter[DeltaNet] = Counter()
+        self._layers: list[Pages | RecurrentStates] = []
+        num_before: Counter[Recurrence] = Counter()
         for layer, pair in zip(arch.layers, scales, strict=True):
             if layer.kv_source is not None:
                 self._layers.append(self._layers[layer.kv_source])
-            elif layer.delta is None:
+            elif layer.recurrence is None:
                 self._layers.append(_empty(layer, kv_format, num_blocks, block_size, device, pair))
             else:
-                self._layers.append(self._states(layer.delta, num_before[layer.delta]))
-                num_before[layer.delta] += 1
+                self._layers.append(self._states(layer.recurrence, num_before[layer.recurrence]))
+                num_before[layer.recurrence] += 1
 
     @property
     def block_bytes(self) -> int:
@@ -227,8 +229,8 @@ class KVCache:
 
     def restore_states(self, states: Sequence[SavedState]) -> None:
         """Copy saved states to the slots of sequences."""
-        for delta, slots in self._slots.items():
-            slots.restore(self._saved[delta], states)
+        for kind, slots in self._slots.items():
+            slots.restore(self._saved[kind], states)
 
     def save_states(self, states: Sequence[SavedState]) -> None:
         """Have the passes that follow save these states, and no others."""
@@ -238,10 +240,10 @@ class KVCache:
             wanted_S2[slot, 1] = place
         self._wanted_S2.copy_(sent(wanted_S2, self._device))
 
-    def _states(self, delta: DeltaNet, idx: int) -> DeltaStates:
+    def _states(self, kind: Recurrence, idx: int) -> RecurrentStates:
         """Return the slots of a layer of one kind, and where states are saved if any are."""
-        slots = self._slots[delta].layer(idx)
-        saved = self._saved[delta].layer(idx)
+        slots = self._slots[kind].layer(idx)
+        saved = self._saved[kind].layer(idx)
         if not len(saved.heads):
             return slots
         return replace(slots, saving=Saving(saved.inputs, saved.heads, self._wanted_S2))
@@ -249,11 +251,11 @@ class KVCache:
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
         for idx, pages in enumerate(self._layers):
-            if not isinstance(pages, DeltaStates) and self.shared.get(idx, idx) == idx:
+            if not isinstance(pages, RecurrentStates) and self.shared.get(idx, idx) == idx:
                 for tensor in pages.tensors:
                     yield tensor.view(torch.uint8)
 
-    def layer(self, layer_idx: int) -> Pages | DeltaStates:
+    def layer(self, layer_idx: int) -> Pages | RecurrentStates:
         """Return the pages of a layer, or its states."""
         return self._layers[layer_idx]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -42,7 +42,7 @@ class Projected:
     qkv_TF: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    kv: Pages | DeltaStates
+    kv: Pages | RecurrentStates
     beta_decay_TH: Tensor | None = None
 
 
@@ -76,14 +76,14 @@ class LayerAttention:
             return BoundKernel.of(problem)
 
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        attending = [layer for layer in arch.layers if layer.delta is None]
+        attending = [layer for layer in arch.layers if layer.recurrence is None]
         for key in sorted({_head_key(layer) for layer in attending}):
             self._ops["rope_store", key] = bound("rope_store", key)
             self._ops["attention_decode", key] = bound("attention_decode", key)
             self._ops["attention_prefill", key] = bound("attention_prefill", key, "prefill")
             if self._transforms_heads:
                 self._ops["hadamard", key] = bound("hadamard", key)
-        for delta in {layer.delta for layer in arch.layers if layer.delta is not None}:
+        for delta in {layer.delta for layer in arch.layers if layer.recurrence is not None}:
             key = delta.key_dim, delta.value_dim
             self._ops["delta_net", key] = bound("delta_net", key)
         # One position more than a sequence has: a step launched ahead, before the host sees that a request
@@ -107,7 +107,7 @@ class LayerAttention:
             for chunk in self._chunk_sizes
         }
         sequences = None
-        if self._arch.has_delta_nets:
+        if self._arch.has_recurrences:
             sequences = Sequences.of_decode(block_table_RB[:, 0], context_lens_R, q_len)
         is_first = True
 
@@ -150,7 +150,7 @@ class LayerAttention:
         }
 
         sequences = None
-        if self._arch.has_delta_nets:
+        if self._arch.has_recurrences:
             sequences = _sequences(*whole, lists)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
@@ -211,8 +211,8 @@ class LayerAttention:
     def _recurred(self, delta: DeltaLinears, projected: Projected, sequences: Sequences | None) -> Tensor:
         """Return the gated outputs of a delta net [T, H V]."""
         states = projected.kv
-        assert isinstance(states, DeltaStates)
-        key = states.delta.key_dim, states.delta.value_dim
+        assert isinstance(states, RecurrentStates)
+        key = states.recurrence.key_dim, states.recurrence.value_dim
         out_TZ: Tensor = self._ops["delta_net", key].kernel.fn(
             projected.qkv_TF, projected.beta_decay_TH, delta.weights, states, sequences
         )

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
@@ -118,7 +118,7 @@ class LayerRunner:
         stream: Stream,
         positions_T: Tensor,
         slots_T: Tensor,
-        kv: Pages | DeltaStates,
+        kv: Pages | RecurrentStates,
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
@@ -212,7 +212,7 @@ class ModelRunner:
         x_TD: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        pages: Callable[[int], Pages | DeltaStates],
+        pages: Callable[[int], Pages | RecurrentStates],
         attend: Attend,
         phase: Phase,
         features: Features | None = None,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compress.kernels.operands.delta_states import DeltaStates
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
 from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.delta_net import DeltaNet
+from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
 from compress.runtime.kv_cache import KVCache
@@ -31,7 +31,7 @@ class ScoringPass:
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    pages: Callable[[int], Pages | DeltaStates]
+    pages: Callable[[int], Pages | RecurrentStates]
     attend: Attend
     phase: Phase
 
@@ -76,15 +76,15 @@ class _ScratchPages:
         self._num_blocks = 1 + num_sequences * num_columns
         self._block_size = block_size
         self._made: dict[tuple[tuple[int, int], int | None], Pages] = {}
-        self._states: dict[DeltaNet, DeltaStates] = {}
+        self._states: dict[Recurrence, RecurrentStates] = {}
 
-    def layer(self, layer_idx: int) -> Pages | DeltaStates:
+    def layer(self, layer_idx: int) -> Pages | RecurrentStates:
         """Return the pages of a layer, or its states."""
         like = self._cache.layer(layer_idx)
-        if isinstance(like, DeltaStates):
-            if like.delta not in self._states:
-                self._states[like.delta] = like.scratch(self._num_sequences)
-            return self._states[like.delta]
+        if isinstance(like, RecurrentStates):
+            if like.recurrence not in self._states:
+                self._states[like.recurrence] = like.scratch(self._num_sequences)
+            return self._states[like.recurrence]
         key = like.heads_and_width, self._cache.shared.get(layer_idx)
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)

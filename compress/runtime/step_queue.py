@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from compress.kernels.operands.delta_states import SavedState
+from compress.kernels.operands.recurrent_states import SavedState
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.generation import Generation
 from compress.runtime.prefill import Prefill, PrefilledTokens

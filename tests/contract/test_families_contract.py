@@ -271,7 +271,7 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
         with pytest.raises(UsageError, match="latent attention"):
             student_arch(teacher.arch, Shape())
         return
-    if teacher.arch.has_delta_nets:
+    if teacher.arch.has_recurrences:
         with pytest.raises(UsageError, match="delta nets"):
             student_arch(teacher.arch, Shape())
         return

@@ -286,7 +286,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     error = errors_BS.median() if source.arch.has_experts else errors_BS.mean()
     # What latents are made of is rounded, and they are rounded themselves; the norm of a delta net divides by
     # the size of what a query finds in the state, and magnifies what rounding did to it.
-    bound = 0.15 if source.arch.has_latents else 0.2 if source.arch.has_delta_nets else 0.1
+    bound = 0.15 if source.arch.has_latents else 0.2 if source.arch.has_recurrences else 0.1
     assert error.sqrt() < bound * exact.square().mean().sqrt()
 
 

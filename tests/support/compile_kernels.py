@@ -24,10 +24,10 @@ from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Saving, Sequences
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Saving, Sequences
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
@@ -183,8 +183,8 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
 def compile_delta_net() -> None:
     """Compile the kernels of a delta net with the widths of Qwen3.5, for a step and for a prompt."""
     facts = DeltaNet(4, 2, 128, 128, 4)
-    states = DeltaStates.empty(facts, 2, 3, torch.device("cpu"))
-    saved = DeltaStates.empty(facts, 2, 1, torch.device("cpu"))
+    states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
     conv, norm = torch.zeros(facts.num_channels, 4).bfloat16(), torch.zeros(128).bfloat16()
     weights = DeltaWeights(conv, torch.zeros(4), torch.zeros(4), norm, 1e-6)

@@ -225,7 +225,7 @@ class Onnx:
             rules.append(
                 Rule("experts", "layers have a mixture of experts, and the graph has one FFN a layer.")
             )
-        if arch.has_delta_nets:
+        if arch.has_recurrences:
             rules.append(Rule("delta-nets", "layers have delta nets, and the graph has attention in each."))
         if family_of({"model_type": arch.family}).untouched:
             rules.append(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
-from compress.kernels.operands.delta_states import CHUNK, DeltaStates, Sequences
+from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
 from compress.models.delta_net import DeltaNet
 
 FEW_ROWS = 16
@@ -245,7 +245,7 @@ def _advance(
             tl.store(saved_at, state, mask=real & (length == wanted))
 
 
-def few_rows(states: DeltaStates) -> int:
+def few_rows(states: RecurrentStates) -> int:
     """Return the most rows of a sequence in a pass that all go row by row. Of more, only the last do, as many
     as leave a state each."""
     return FEW_ROWS + states.num_kept - 1
@@ -259,7 +259,7 @@ def fit(delta: DeltaNet) -> bool:
 def recur(
     mixed_TF: Tensor,
     gates_TH: Tensor,
-    states: DeltaStates,
+    states: RecurrentStates,
     sequences: Sequences,
     out_TZ: Tensor,
     options: dict[str, Any],
@@ -271,7 +271,7 @@ def recur(
     updates [T, 2 H], all float32.
     """
     assert sequences.chunks_C4 is not None
-    delta = states.delta
+    delta = states.recurrence
     device = mixed_TF.device
     is_wide = out_TZ.dtype == torch.float32
     dtype = torch.float32 if is_wide else torch.float16

@@ -21,7 +21,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.delta_net import chunks, steps
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.delta_net import LENGTH_EPS
@@ -182,11 +182,11 @@ def delta_net(
     qkv_gate_TF: Tensor,
     beta_decay_TH: Tensor,
     weights: DeltaWeights,
-    states: DeltaStates,
+    states: RecurrentStates,
     sequences: Sequences,
 ) -> Tensor:
     """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
-    delta = states.delta
+    delta = states.recurrence
     num_rows = len(qkv_gate_TF)
     num_sequences = len(sequences.starts_R)
     device = qkv_gate_TF.device

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, register
@@ -28,11 +28,11 @@ def delta_net(
     qkv_gate_TF: Tensor,
     beta_decay_TH: Tensor,
     weights: DeltaWeights,
-    states: DeltaStates,
+    states: RecurrentStates,
     sequences: Sequences,
 ) -> Tensor:
     """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
-    out_TZ = torch.empty_like(qkv_gate_TF[:, states.delta.num_channels :])
+    out_TZ = torch.empty_like(qkv_gate_TF[:, states.recurrence.num_channels :])
     start = 0
     lens = sequences.context_lens_R.tolist()
     slots = sequences.slots_R.tolist()
@@ -66,7 +66,7 @@ def _parts(length: int, num_kept: int, wanted: int) -> list[tuple[int, int]]:
 class _Part:
     """Rows of one sequence, the first of which has position `first`."""
 
-    states: DeltaStates
+    states: RecurrentStates
     weights: DeltaWeights
     slot: int
     first: int
@@ -74,7 +74,7 @@ class _Part:
 
     def run(self, qkv_gate_TF: Tensor, beta_decay_TH: Tensor) -> Tensor:
         """Return their gated outputs [T, Z]."""
-        delta = self.states.delta
+        delta = self.states.recurrence
         x_TF, gate_TZ = qkv_gate_TF.split([delta.num_channels, delta.value_size], dim=1)
         mixed_TF = self._convolved(x_TF.to(torch.float32))
         q_TF, k_TF, v_TF = mixed_TF.split([delta.key_size, delta.key_size, delta.value_size], dim=1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import DeltaStates, DeltaWeights, Sequences
+from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
 from compress.models.delta_net import of_length_one
@@ -23,26 +23,26 @@ def delta_net(
     qkv_gate_TF: Tensor,
     beta_decay_TH: Tensor,
     weights: DeltaWeights,
-    states: DeltaStates,
+    states: RecurrentStates,
     sequences: Sequences,
 ) -> Tensor:
     """Return the gated outputs [T, Z] from queries, keys, values and gates [T, F + Z], and from the linears
     of beta and decay [T, 2 H], float32; the slots of the sequences are written."""
-    out_TZ = torch.empty_like(qkv_gate_TF[:, states.delta.num_channels :])
+    out_TZ = torch.empty_like(qkv_gate_TF[:, states.recurrence.num_channels :])
     saving = states.saving if sequences.chunks_C4 is not None else None
     row = 0
     for idx, length in enumerate(sequences.query_lens):
         first = sequences.context_lens_R[idx] - length
         slot = sequences.slots_R[idx]
-        state_HVK = _at(states.heads, slot, first - 1)
+        state_HVK = states.at(states.heads, slot, first - 1)
         for offset in range(length):
             position = first + offset
-            inputs_F, gate_Z = qkv_gate_TF[row].split([states.delta.num_channels, out_TZ.shape[1]])
-            _keep_(states.inputs, slot, position, inputs_F.to(torch.float32))
-            mixed_F = _convolved(weights.conv_FW, states.inputs, slot, position)
+            inputs_F, gate_Z = qkv_gate_TF[row].split([states.recurrence.num_channels, out_TZ.shape[1]])
+            states.keep(states.inputs, slot, position, inputs_F.to(torch.float32))
+            mixed_F = _convolved(weights.conv_FW, states, slot, position)
             beta_H, decay_H = beta_decay_TH[row].chunk(2)
             out_HV, state_HVK = _step(states, mixed_F, beta_H, decay_H, weights, state_HVK)
-            _keep_(states.heads, slot, position, state_HVK)
+            states.keep(states.heads, slot, position, state_HVK)
             if saving is not None and position + 1 == saving.wanted_S2[slot.long(), 0]:
                 states.save(int(slot), int(position) + 1)
             normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
@@ -52,18 +52,18 @@ def delta_net(
     return out_TZ
 
 
-def _convolved(conv_FW: Tensor, inputs: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+def _convolved(conv_FW: Tensor, states: RecurrentStates, slot: Tensor, position: Tensor) -> Tensor:
     """Return silu of the convolution that ends at a position [F], whose inputs are in the slot."""
     width = conv_FW.shape[1]
     total_F = torch.zeros_like(conv_FW[:, 0], dtype=torch.float32)
     for tap in range(width):
-        past_F = _at(inputs, slot, position - width + 1 + tap)
+        past_F = states.at(states.inputs, slot, position - width + 1 + tap)
         total_F = total_F + past_F * conv_FW[:, tap].to(torch.float32)
     return F.silu(total_F.to(conv_FW.dtype))
 
 
 def _step(
-    states: DeltaStates,
+    states: RecurrentStates,
     mixed_F: Tensor,
     beta_H: Tensor,
     decay_H: Tensor,
@@ -71,7 +71,7 @@ def _step(
     state_HVK: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads [H, V], float32, and the state after a position."""
-    delta = states.delta
+    delta = states.recurrence
     q_F, k_F, v_F = mixed_F.split([delta.key_size, delta.key_size, delta.value_size])
     repeat = delta.num_heads // delta.num_key_heads
     q_HK, k_HK = (
@@ -84,16 +84,6 @@ def _step(
     update_HV = torch.sigmoid(beta_H).unsqueeze(-1) * (v_HV - held_HV)
     state_HVK = state_HVK + k_HK.unsqueeze(1) * update_HV.unsqueeze(-1)
     return (state_HVK * (q_HK * delta.key_dim**-0.5).unsqueeze(1)).sum(-1), state_HVK
-
-
-def _at(kept: Tensor, slot: Tensor, position: Tensor) -> Tensor:
-    """Return what a slot keeps of a position, zeros before the first."""
-    found = kept[slot.long(), (position % kept.shape[1]).long()]
-    return torch.where(position >= 0, found, torch.zeros_like(found))
-
-
-def _keep_(kept: Tensor, slot: Tensor, position: Tensor, value: Tensor) -> None:
-    kept[slot.long(), (position % kept.shape[1]).long()] = value
 
 
 register(Kernel("delta_net", "reference", min_sm=0, priority=0, supports=anything, fn=delta_net))

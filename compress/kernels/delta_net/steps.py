@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
-from compress.kernels.operands.delta_states import DeltaStates, Sequences
+from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
 
 COLUMNS = 8
 WARPS = 1
@@ -113,7 +113,7 @@ def _recur(
 def recur(
     mixed_TF: Tensor,
     gates_TH: Tensor,
-    states: DeltaStates,
+    states: RecurrentStates,
     sequences: Sequences,
     out_TZ: Tensor,
     options: dict[str, Any],
@@ -122,7 +122,7 @@ def recur(
 ) -> None:
     """Write the outputs and the states of sequences with at most `few_rows` rows in the pass, and of others
     of the last rows, one fewer than the states that are kept. Operands are those of `chunks.recur`."""
-    delta = states.delta
+    delta = states.recurrence
     num_sequences = len(sequences.starts_R)
     _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
         mixed_TF,

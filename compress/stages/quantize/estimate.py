@@ -141,7 +141,7 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
     """Return what the runtime keeps of a model with latent attention or delta nets."""
-    if arch.has_delta_nets:
+    if arch.has_recurrences:
         return (f"delta nets: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
     if not arch.has_latents:
         return ()

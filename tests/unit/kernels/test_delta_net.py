@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.delta_net import fused
-from compress.kernels.operands.delta_states import (
-    DeltaStates,
+from compress.kernels.operands.recurrent_states import (
     DeltaWeights,
+    RecurrentStates,
     SavedState,
     Saving,
     Sequences,
@@ -102,15 +102,15 @@ class Case:
             return norm(out[0]).flatten(1) * F.silu(z)
 
 
-def slots(delta: DeltaNet, num_kept: int, device: str) -> DeltaStates:
+def slots(delta: DeltaNet, num_kept: int, device: str) -> RecurrentStates:
     """Three slots that hold what no one should read."""
-    states = DeltaStates.empty(delta, 4, num_kept, torch.device(device))
+    states = RecurrentStates.empty(delta, 4, num_kept, torch.device(device))
     for each in (states.inputs, states.heads):
         each.fill_(torch.nan)
     return states
 
 
-def run(kernel: Kernel, parts: list[tuple[Case, int, int, int]], states: DeltaStates) -> list[Tensor]:
+def run(kernel: Kernel, parts: list[tuple[Case, int, int, int]], states: RecurrentStates) -> list[Tensor]:
     """Run rows begin..end of sequences in one pass; the outputs of each. `parts` are (sequence, slot, begin,
     end)."""
     device = states.heads.device
@@ -304,13 +304,13 @@ def test_a_row_of_a_large_decode_step_has_the_bits_of_a_row_alone() -> None:
     case = Case.of(delta, 192, "cuda", torch.bfloat16)
     ones = torch.ones(192, dtype=torch.int32, device="cuda")
     idx = torch.arange(1, 193, device="cuda")
-    states = DeltaStates.empty(delta, 193, 1, torch.device("cuda"))
+    states = RecurrentStates.empty(delta, 193, 1, torch.device("cuda"))
     operands = case.x_TF, case.beta_decay_TH
     together: Any = kernel.fn(*operands, case.weights, states, Sequences.of_decode(idx, ones, 1))
     for row in (0, 77, 191):
         own = (each[row : row + 1] for each in operands)
         one = Sequences.of_decode(idx[row : row + 1], ones[:1], 1)
-        alone: Any = kernel.fn(*own, case.weights, DeltaStates.empty(delta, 193, 1, idx.device), one)
+        alone: Any = kernel.fn(*own, case.weights, RecurrentStates.empty(delta, 193, 1, idx.device), one)
         assert torch.equal(alone[0], together[row])
 
 

@@ -49,7 +49,7 @@ def test_dimensions_that_rotate_lead_heads_above_a_block(
     family: str, head_dim: int, rotated_frac: float, leading_dim: int
 ) -> None:
     arch = arch_of(family, head_dim, rotated_frac)
-    layer = next(each for each in reversed(arch.layers) if each.delta is None)
+    layer = next(each for each in reversed(arch.layers) if each.recurrence is None)
     assert layer.leading_dim == leading_dim
     order = row_order(layer, "attn.q", 2 * head_dim, interleaved=family == "glm4")
     if family != "glm4":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.delta_states import SavedState
+from compress.kernels.operands.recurrent_states import SavedState
 from compress.models.delta_net import DeltaNet
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine

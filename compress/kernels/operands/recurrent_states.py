@@ -1,13 +1,13 @@
-"""Operands of a gated delta net (arXiv 2412.06464) in serving: its parameters, the states of sequences, and
-the rows of a pass.
+"""Operands of recurrences in serving (`models/recurrence.py`): the parameters of gated delta nets (arXiv
+2412.06464) and of Mamba-2 mixers (arXiv 2405.21060), the states of sequences, and the rows of a pass.
 
 A sequence has a slot of states, which is its first block of the KV cache. Of the last N positions the slot
 holds the state after each, and of the last M the inputs of the convolution; position p is in place p mod N,
 or p mod M. So rows of proposals that are not kept need no undoing: the next step goes on after the last
 position that was kept, and overwrites what follows it. Slot 0 belongs to no sequence.
 
-Shapes: S slots, N states, M inputs, H value heads, K key dimension, V value dimension, F channels of the
-convolution, W its positions, T rows, R sequences.
+Shapes: S slots, N states, M inputs, H heads, K key dimension, V value dimension, F channels of the
+convolution, W its positions, Z = H V, T rows, R sequences.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.tiles import query_tiles
-from compress.models.delta_net import DeltaNet
+from compress.models.recurrence import Recurrence
 
 CHUNK = 32
 """Rows of a prompt whose updates kernels solve for at once."""
@@ -37,6 +37,22 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class MambaWeights:
+    """The parameters of a Mamba-2 mixer other than its linears: weights [F, W] and bias [F] of the
+    convolution, whose channels are C, B and x, -exp(A_log), dt_bias and D [H], float32, and the weight of the
+    norm [Z], of whose `norm_groups` equal parts each is normed for itself."""
+
+    conv_FW: Tensor
+    conv_bias_F: Tensor | None
+    decay_rate_H: Tensor
+    dt_bias_H: Tensor
+    skip_H: Tensor
+    norm_Z: Tensor
+    norm_groups: int
+    norm_eps: float
+
+
+@dataclass(frozen=True)
 class Saving:
     """The places in which passes over prompts save states on their way: P of inputs [P, W, F] and of a state
     [P, 1, H, V, K], as slots have them, and for each slot after how many tokens of its sequence one is saved,
@@ -51,32 +67,45 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class DeltaStates:
+class RecurrentStates:
     """The slots of one layer: inputs [S, M, F] and states [S, N, H, V, K], float32 for models of any dtype,
     and where some of these are saved."""
 
-    delta: DeltaNet
+    recurrence: Recurrence
     inputs: Tensor
     heads: Tensor
     saving: Saving | None = None
 
     @staticmethod
-    def empty(delta: DeltaNet, num_slots: int, num_kept: int, device: torch.device) -> "DeltaStates":
+    def empty(
+        recurrence: Recurrence, num_slots: int, num_kept: int, device: torch.device
+    ) -> "RecurrentStates":
         """Return zeroed slots for steps of at most `num_kept` rows of a sequence, in which any number of them
         may be kept."""
-        return StackedStates.empty(delta, 1, num_slots, num_kept, device).layer(0)
+        return StackedStates.empty(recurrence, 1, num_slots, num_kept, device).layer(0)
 
     @property
     def num_kept(self) -> int:
         """The positions after which a slot has the state."""
         return self.heads.shape[1]
 
+    @staticmethod
+    def at(kept: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+        """Return what a slot keeps of a position, in `inputs` or in `heads`; zeros before the first."""
+        found = kept[slot.long(), (position % kept.shape[1]).long()]
+        return torch.where(position >= 0, found, torch.zeros_like(found))
+
+    @staticmethod
+    def keep(kept: Tensor, slot: Tensor, position: Tensor, value: Tensor) -> None:
+        """Have a slot keep a value of a position, in `inputs` or in `heads`."""
+        kept[slot.long(), (position % kept.shape[1]).long()] = value
+
     def save(self, slot: int, num_tokens: int) -> None:
         """Copy the state that a slot has after so many tokens to where it is wanted."""
         assert self.saving is not None
         place = int(self.saving.wanted_S2[slot, 1])
         self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
-        for position in range(max(0, num_tokens - self.delta.kernel_size + 1), num_tokens):
+        for position in range(max(0, num_tokens - self.recurrence.kernel_size + 1), num_tokens):
             inputs_F = self.inputs[slot, position % self.inputs.shape[1]]
             self.saving.inputs[place, position % self.saving.inputs.shape[1]] = inputs_F
 
@@ -93,14 +122,15 @@ class DeltaStates:
         return self.saving.inputs, self.saving.wanted_S2
 
     @staticmethod
-    def slot_bytes(delta: DeltaNet, num_kept: int) -> int:
+    def slot_bytes(recurrence: Recurrence, num_kept: int) -> int:
         """Return the bytes of one slot."""
-        numbers = num_kept * delta.state_numbers + (num_kept + delta.kernel_size - 1) * delta.num_channels
+        num_inputs = num_kept + recurrence.kernel_size - 1
+        numbers = num_kept * recurrence.state_numbers + num_inputs * recurrence.num_channels
         return numbers * torch.float32.itemsize
 
-    def scratch(self, num_sequences: int) -> "DeltaStates":
+    def scratch(self, num_sequences: int) -> "RecurrentStates":
         """Return slots for sequences that one pass begins and ends, after slot 0."""
-        return DeltaStates.empty(self.delta, 1 + num_sequences, 1, self.inputs.device)
+        return RecurrentStates.empty(self.recurrence, 1 + num_sequences, 1, self.inputs.device)
 
 
 class SavedState(NamedTuple):
@@ -115,34 +145,34 @@ class SavedState(NamedTuple):
 class StackedStates:
     """The slots of L layers: inputs [L, S, M, F] and states [L, S, N, H, V, K]."""
 
-    delta: DeltaNet
+    recurrence: Recurrence
     inputs: Tensor
     heads: Tensor
 
     @staticmethod
     def empty(
-        delta: DeltaNet, num_layers: int, num_slots: int, num_kept: int, device: torch.device
+        recurrence: Recurrence, num_layers: int, num_slots: int, num_kept: int, device: torch.device
     ) -> "StackedStates":
-        """Return zeroed slots as `DeltaStates.empty` does."""
-        num_inputs = num_kept + delta.kernel_size - 1
+        """Return zeroed slots as `RecurrentStates.empty` does."""
+        num_inputs = num_kept + recurrence.kernel_size - 1
         slots = num_layers, num_slots
-        widths = delta.num_heads, delta.value_dim, delta.key_dim
+        widths = recurrence.num_heads, recurrence.value_dim, recurrence.key_dim
         return StackedStates(
-            delta,
-            torch.zeros(*slots, num_inputs, delta.num_channels, dtype=torch.float32, device=device),
+            recurrence,
+            torch.zeros(*slots, num_inputs, recurrence.num_channels, dtype=torch.float32, device=device),
             torch.zeros(*slots, num_kept, *widths, dtype=torch.float32, device=device),
         )
 
-    def layer(self, idx: int) -> DeltaStates:
+    def layer(self, idx: int) -> RecurrentStates:
         """Return the slots of one layer."""
-        return DeltaStates(self.delta, self.inputs[idx], self.heads[idx])
+        return RecurrentStates(self.recurrence, self.inputs[idx], self.heads[idx])
 
     def restore(self, saved: "StackedStates", states: Sequence[SavedState]) -> None:
         """Copy saved states to the slots of sequences."""
         for slot, place, num_tokens in states:
             last = num_tokens - 1
             self.heads[:, slot, last % self.heads.shape[2]] = saved.heads[:, place, 0]
-            for position in range(max(0, num_tokens - self.delta.kernel_size + 1), num_tokens):
+            for position in range(max(0, num_tokens - self.recurrence.kernel_size + 1), num_tokens):
                 inputs = saved.inputs[:, place, position % saved.inputs.shape[2]]
                 self.inputs[:, slot, position % self.inputs.shape[2]] = inputs
 

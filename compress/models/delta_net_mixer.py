@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, CachedAttention
-from compress.models.delta_net import DeltaNet, DeltaState, convolved, gated_delta_rule, of_length_one
+from compress.models.delta_net import DeltaNet, gated_delta_rule, of_length_one
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm
+from compress.models.recurrence import RecurrentState, convolved, last_inputs
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
 
@@ -58,13 +59,12 @@ class GatedDeltaNet(TokenMixer):
         normed_BSF = self.norm(out_BSHV.to(x_BSD.dtype)).flatten(-2)
         return (normed_BSF * F.silu(self.gate(x_BSD).to(torch.float32))).to(x_BSD.dtype)
 
-    def _attended(self, x_BSD: Tensor, past: DeltaState | None) -> tuple[Tensor, DeltaState]:
+    def _attended(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return what the recurrence computes of all positions, [B, S, H, V], and the state after them."""
         delta = self.delta
         inputs_BSF = torch.cat((self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)), dim=-1)
-        mixed_BSF = convolved(
-            inputs_BSF, self.conv.weight.squeeze(1), None if past is None else past.inputs_BWF
-        )
+        past_BWF = None if past is None else past.inputs_BWF
+        mixed_BSF = convolved(inputs_BSF, self.conv.weight.squeeze(1), past_BWF)
         sizes = [delta.key_size, delta.key_size, delta.value_size]
         q_BSF, k_BSF, v_BSF = mixed_BSF.split(sizes, dim=-1)
         repeat = delta.num_heads // delta.num_key_heads
@@ -81,12 +81,4 @@ class GatedDeltaNet(TokenMixer):
             torch.sigmoid(self.beta(x_BSD)),
             None if past is None else past.heads_BHKV,
         )
-        return out_BSHV, DeltaState(self._last_inputs(inputs_BSF, past), state)
-
-    def _last_inputs(self, inputs_BSF: Tensor, past: DeltaState | None) -> Tensor:
-        """Return the inputs of the last W - 1 positions; those before the first are zero."""
-        kept = self.delta.kernel_size - 1
-        before_BWF = F.pad(inputs_BSF, (0, 0, kept, 0))
-        if past is not None:
-            before_BWF = torch.cat((past.inputs_BWF, inputs_BSF), dim=1)
-        return before_BWF[:, before_BWF.shape[1] - kept :]
+        return out_BSHV, RecurrentState(last_inputs(inputs_BSF, past_BWF, delta.kernel_size), state)

@@ -1,0 +1,117 @@
+"""The widths of a layer's part that mixes positions by a recurrence, in place of attention: a causal
+convolution of its inputs, and for each head a matrix that goes from position to position.
+
+In the terms of linear attention, a head has queries and keys of `key_dim` numbers, which neighbouring heads
+share, and values of `value_dim`. Its state is of [K, V] numbers, whatever the length of a sequence.
+
+Shapes: B batch, S sequence, H heads, K key dimension, V value dimension, F channels of the convolution, W
+positions of the convolution.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.models.limits import MAX_SIZE
+from compress.untrusted.fields import Fields
+
+
+@dataclass(frozen=True)
+class Recurrence(ABC):
+    """The widths of one recurrence. The query and key of a key head serve `num_heads / num_key_heads`
+    neighbouring heads."""
+
+    module: ClassVar[str]
+    """The module of a layer that computes it; its linears and other parameters have this name first."""
+    first_linears: ClassVar[tuple[str, ...]]
+    """The linears that read the stream, in the order in which a runtime stacks them: queries, keys, values
+    and the gate of the outputs come first."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+
+    @property
+    def key_size(self) -> int:
+        """The numbers of the queries, or of the keys, of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """The numbers of the values, or of the outputs, of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values, side by side."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """The numbers of the states of all heads, which are float32 whatever the dtype of the model."""
+        return self.num_heads * self.key_dim * self.value_dim
+
+    @abstractmethod
+    def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
+        """Return [O, I] of the linears that schemes quantize."""
+
+    @abstractmethod
+    def dense_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the other parameters."""
+
+    def why_unfit(self) -> str | None:
+        """Return why the widths do not fit one another, None where they do."""
+        if self.num_heads % self.num_key_heads:
+            return (
+                f"{self.num_heads} heads of a recurrence cannot share {self.num_key_heads} key heads evenly."
+            )
+        return None
+
+    @classmethod
+    def from_json(cls, stored: Fields) -> Self:
+        """Read what a manifest states; `Fields` raises its error for a value that is missing, of another type
+        or out of range."""
+        return cls(
+            **{
+                each.name: stored.flag(each.name)
+                if each.type is bool
+                else stored.integer(each.name, 1, MAX_SIZE)
+                for each in dataclasses.fields(cls)
+            }
+        )
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """A sequence leaves this for its next position: the last inputs of the convolution [B, W - 1, F], and the
+    states of the heads [B, H, K, V], float32."""
+
+    inputs_BWF: Tensor
+    heads_BHKV: Tensor
+
+
+def convolved(
+    x_BSF: Tensor, weight_FW: Tensor, past_BWF: Tensor | None, bias_F: Tensor | None = None
+) -> Tensor:
+    """Return silu of the causal convolution of each channel, [B, S, F]; the inputs before the first are zero
+    where there is no past."""
+    width = weight_FW.shape[1]
+    x_BFS = x_BSF.transpose(1, 2)
+    before = F.pad(x_BFS, (width - 1, 0)) if past_BWF is None else torch.cat((past_BWF.mT, x_BFS), dim=-1)
+    return F.silu(F.conv1d(before, weight_FW.unsqueeze(1), bias_F, groups=len(weight_FW))).transpose(1, 2)
+
+
+def last_inputs(x_BSF: Tensor, past_BWF: Tensor | None, width: int) -> Tensor:
+    """Return the last W - 1 inputs of a convolution over W positions; those before the first are zero."""
+    before_BWF = (
+        F.pad(x_BSF, (0, 0, width - 1, 0)) if past_BWF is None else torch.cat((past_BWF, x_BSF), dim=1)
+    )
+    return before_BWF[:, before_BWF.shape[1] - (width - 1) :]
