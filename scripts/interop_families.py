@@ -26,6 +26,13 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+_MAMBA = {
+    "mamba_n_heads": 32,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "position_embedding_type": "nope",
+}
 _STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
 _LATENT_WIDTHS = {
     "head_dim": 64,  # what `transformers` calls the dimensions that rotate
@@ -142,6 +149,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "granite": {"architectures": ["GraniteForCausalLM"], **_GRANITE},
+    "granitemoehybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 512,
+        **_MAMBA,
+        **_GRANITE,
+    },
+    "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], **_MAMBA},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {
@@ -370,7 +386,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **_DELTA},
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
 }
-MIXTURES = tuple(family for family, own in FAMILIES.items() if any("experts" in name for name in own))
+MIXTURES = tuple(
+    family for family, own in FAMILIES.items() if any("experts" in name and own[name] for name in own)
+)
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
 LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")

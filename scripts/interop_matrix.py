@@ -74,7 +74,7 @@ class Machine:
             return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
         if case.family in LATENT:
             return "from the second token on it computes latent attention otherwise, of dense weights too"
-        if case.arch.has_recurrences:
+        if case.arch.has_recurrence("delta"):
             if case.family.startswith("qwen3_5"):
                 return "its class imports torchvision, which its environment leaves out"
             if not case.scheme.startswith("W4A16"):
@@ -95,7 +95,7 @@ def dtype_of(program: str, case: Case) -> str:
     """Return the dtype in which a program computes a case: float32 where it can."""
     if case.form == "onnx-float16" and program in GRAPH_READERS:
         return "float16"
-    if program == "vllm" and case.arch.has_recurrences:
+    if program == "vllm" and case.arch.has_recurrence("delta"):
         return "bfloat16"  # 'CPU GDN attention requires BF16.'
     if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
         return "float16"  # it takes 16 bits only, and float16 rounds less

@@ -359,9 +359,9 @@ class CompressedTensors:
 
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     """Return linears that end within a block and are followed by another where vLLM fuses q, k and v, the
-    linears of their latents, those of a delta net, or gate and up."""
+    linears of their latents, those of a recurrence, or gate and up."""
     fused = [*(name for group in LINEAR_GROUPS.values() for name in group.linears[:-1]), "attn.q_down"]
-    fused += ["delta.q", "delta.k", "delta.v"]
+    fused += ["delta.q", "delta.k", "delta.v", "mamba.gate", "mamba.x", "mamba.B", "mamba.C"]
     ragged = {name for name, (out_features, _) in shapes(arch) if out_features % scheme.block_rows}
     return sorted(ragged.intersection(fused))
 

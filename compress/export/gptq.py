@@ -27,7 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
-from compress.export.vllm import vllm_builds
+from compress.export.vllm import vllm_builds, why_vllm_refuses_gptq
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.limits import MAX_SIZE
@@ -39,9 +39,6 @@ from compress.untrusted.fields import Fields
 
 BITS = (2, 3, 4, 8)
 VLLM_BITS = (4, 8)
-KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
-"""Why vLLM (0.32) loads no layers whose values are their keys: 'Detected some but not all shards of
-...qkv_proj are quantized.'"""
 SKIP = "-:"
 """Prefix of a pattern in `dynamic` that names dense linears."""
 FUSED = re.compile(r"\b([qkv]|gate|up)_proj$")
@@ -232,11 +229,11 @@ class Gptq:
         bits = scheme.layers.num_bits
         read = bits in VLLM_BITS
         note = "reads gptq natively" if read else f"it reads gptq of 4 and 8 bits, not of {bits}"
-        keys_alone = any(layer.keys_are_values for layer in arch.layers)
+        refused = why_vllm_refuses_gptq(arch)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=False, note="not without the package gptqmodel"),
-            *vllm_builds(arch, scheme, KEYS_ALONE if keys_alone else note, loads=read and not keys_alone),
+            *vllm_builds(arch, scheme, refused or note, loads=read and refused is None),
         ]
 
 

@@ -19,7 +19,13 @@ LATENTS = "it computes latent attention otherwise than transformers, of dense we
 
 DELTA_NETS = "gated delta nets in bfloat16 alone"
 """Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
+KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
+"""Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
+...qkv_proj are quantized.'"""
+RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
+"""So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'."""
 UNKNOWN = {
+    "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
     "iquestcoder": "it knows the model_type iquestcoder by the code of a checkpoint only",
@@ -33,7 +39,21 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
+    if _renames_mixers(arch) and any(".mamba." in linear for linear in scheme.dense):
+        return f"{RENAMED}; it takes dense ones for quantized"
     return UNKNOWN.get(arch.family)
+
+
+def why_vllm_refuses_gptq(arch: Arch) -> str | None:
+    """Return why vLLM does not load any `gptq` checkpoint of a model, None where nothing of the model is in
+    the way."""
+    if any(layer.keys_are_values for layer in arch.layers):
+        return KEYS_ALONE
+    return RENAMED if _renames_mixers(arch) else None
+
+
+def _renames_mixers(arch: Arch) -> bool:
+    return arch.family == "granitemoehybrid" and arch.has_recurrence("mamba")
 
 
 def vllm_builds(
@@ -55,15 +75,31 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     experts = _of_experts(arch, scheme)
     if any(each.type == "float" and each.num_bits == 8 and each.block_rows == 1 for each in experts):
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
+    if rows := _rows_of_mixers(arch, scheme):
+        note = f"its kernel of four bits takes N % 32 = 0, and Mamba-2 mixers have {rows}"
+        return Consumer(name, loads=False, note=note)
     found = _linears_on_a_cpu(name, scheme)
     if not found.loads:
         return found
     notes = [found.note]
     if experts:
         notes.append("experts on a CPU with AMX alone")
-    if arch.has_recurrences:
+    if arch.has_recurrence("delta"):
         notes.append(DELTA_NETS)
     return replace(found, note="; ".join(notes))
+
+
+def _rows_of_mixers(arch: Arch, scheme: ModelScheme) -> int | None:
+    """Return the rows of the first linears of Mamba-2 mixers in four bits, one tensor, where they are no
+    multiple of 32."""
+    if not any(each.type == "int" and each.num_bits == 4 for each in scheme.all):
+        return None
+    shapes = [
+        layer.group_shape(layer.attention_groups[0], arch.hidden_size)
+        for layer in arch.layers
+        if layer.recurrence is not None and layer.recurrence.module == "mamba"
+    ]
+    return next((rows for rows, _ in shapes if rows % 32), None)
 
 
 def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:

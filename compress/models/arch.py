@@ -192,6 +192,12 @@ class Arch:
         """Whether some layers have a recurrence in place of attention."""
         return any(layer.recurrence is not None for layer in self.layers)
 
+    def has_recurrence(self, module: str) -> bool:
+        """Return whether some layers have the recurrence whose module has this name."""
+        return any(
+            layer.recurrence is not None and layer.recurrence.module == module for layer in self.layers
+        )
+
     @property
     def stated_eos(self) -> Any:
         """The end-of-sequence id that the config states: one, a list, or None or `NO_TOKEN` for none."""

@@ -50,7 +50,7 @@ def _read_object(path: Path, name: str) -> dict[str, Any]:
     file = path / name
     try:
         check_within(path, file)
-        config = read_json(file, max_bytes=MAX_CONFIG_BYTES)
+        config = read_json(file, max_bytes=MAX_CONFIG_BYTES, spells_constants=True)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except Malformed as error:

@@ -1,5 +1,5 @@
-"""The facts and the recurrence of a Mamba-2 mixer (arXiv 2405.21060): a state space model whose state, a matrix
-for each head, forgets by a factor of the head and the position.
+"""The facts and the recurrence of a Mamba-2 mixer (arXiv 2405.21060): a state space model whose state, a
+matrix for each head, forgets by a factor of the head and the position.
 
     x, B, C = silu(conv(linears of the input) + bias),  dt = softplus(dt(input) + dt_bias)
     S_t = exp(-exp(A_log) dt_t) S_{t-1} + B_t (dt_t x_t)
@@ -30,13 +30,12 @@ NORM = "mamba.norm.weight"
 
 @dataclass(frozen=True)
 class Mamba2(Recurrence):
-    """The widths of one Mamba-2 mixer. Its outputs are normed in `norm_groups` parts; the convolution has a
-    bias or none."""
+    """The widths of one Mamba-2 mixer. The outputs of the heads of a key head are normed together; the
+    convolution has a bias or none."""
 
     module: ClassVar[str] = "mamba"
     first_linears: ClassVar[tuple[str, ...]] = ("mamba.C", "mamba.B", "mamba.x", "mamba.gate", "mamba.dt")
 
-    norm_groups: int
     conv_bias: bool
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
@@ -62,12 +61,6 @@ class Mamba2(Recurrence):
             "mamba.D": (self.num_heads,),
             NORM: (self.value_size,),
         }
-
-    def why_unfit(self) -> str | None:
-        """Return why the widths do not fit one another, None where they do."""
-        if self.value_size % self.norm_groups:
-            return f"{self.value_size} outputs of a Mamba-2 mixer have no {self.norm_groups} equal parts."
-        return super().why_unfit()
 
 
 def state_space_scan(

@@ -38,7 +38,7 @@ class Mamba2Mixer(TokenMixer):
         self.dt_bias = nn.Parameter(torch.ones(mamba.num_heads))
         self.A_log = nn.Parameter(torch.zeros(mamba.num_heads))
         self.D = nn.Parameter(torch.ones(mamba.num_heads))
-        self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.norm_groups)
+        self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.num_key_heads)
 
     def heads(
         self,
@@ -55,7 +55,7 @@ class Mamba2Mixer(TokenMixer):
         states = attention.states if isinstance(attention, CachedAttention) else {}
         out_BSF, states[layer_idx] = self._scanned(x_BSD, states.get(layer_idx))
         gated_BSF = out_BSF * F.silu(self.gate(x_BSD).to(torch.float32))
-        groups = self.mamba.norm_groups
+        groups = self.mamba.num_key_heads
         parts = gated_BSF if groups == 1 else gated_BSF.unflatten(-1, (groups, -1))
         return self.norm(parts).reshape(gated_BSF.shape).to(x_BSD.dtype)
 

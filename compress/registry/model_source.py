@@ -188,7 +188,7 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
             f"ship with the package: {', '.join(shipped)}."
         ) from error
     try:
-        config = read_json(Path(file), max_bytes=_MAX_CONFIG_BYTES)
+        config = read_json(Path(file), max_bytes=_MAX_CONFIG_BYTES, spells_constants=True)
     except Malformed as error:
         raise UsageError(f"config.json of '{name}' is not valid JSON: {error}.") from None
     if not isinstance(config, dict):

@@ -15,14 +15,14 @@ from torch import Tensor
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists
-from compress.kernels.problem import Op, Phase
+from compress.kernels.problem import RECURRENCE_OPS, Op, Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.recurrence import Recurrence
 from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth
 from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
-from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.loader import LayerWeights
@@ -36,8 +36,8 @@ a step of 64 rows of Qwen3-30B-A3B in W4 takes 2.4 % longer with it, and one of 
 @dataclass(frozen=True)
 class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
-    positions, and the slots of the layer's pages that they belong to. Of a delta net a gate follows them, its
-    beta and decay [T, 2 H] are apart, and in place of pages it has states."""
+    positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them, and in
+    place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -48,7 +48,7 @@ class Projected:
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
 """Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V], of a
-delta net [T, H V]; what the cache stores of the rows is in it afterwards."""
+recurrence [T, H V]; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:
@@ -83,9 +83,9 @@ class LayerAttention:
             self._ops["attention_prefill", key] = bound("attention_prefill", key, "prefill")
             if self._transforms_heads:
                 self._ops["hadamard", key] = bound("hadamard", key)
-        for delta in {layer.delta for layer in arch.layers if layer.recurrence is not None}:
-            key = delta.key_dim, delta.value_dim
-            self._ops["delta_net", key] = bound("delta_net", key)
+        for each in {layer.recurrence for layer in arch.layers if layer.recurrence is not None}:
+            op, key = _recurrence_key(each)
+            self._ops[op, key] = bound(op, key)
         # One position more than a sequence has: a step launched ahead, before the host sees that a request
         # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
@@ -113,9 +113,9 @@ class LayerAttention:
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             nonlocal is_first
-            if layer.delta is not None:
+            if layer.shape.recurrence is not None:
                 is_first = False
-                return self._recurred(layer.delta, projected, sequences)
+                return self._recurred(layer, projected, sequences)
             fn, facts = self._kernel("attention_decode", layer)
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS
             q_THC = self.queries(layer, projected, early=gains and not is_first)
@@ -154,8 +154,8 @@ class LayerAttention:
             sequences = _sequences(*whole, lists)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
-            if layer.delta is not None:
-                return self._recurred(layer.delta, projected, sequences)
+            if layer.shape.recurrence is not None:
+                return self._recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected)
             fn, facts = self._kernel("attention_prefill", layer)
             operands = whole
@@ -200,7 +200,7 @@ class LayerAttention:
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
-        captured = ("attention_prefill", "delta_net")
+        captured = ("attention_prefill", *RECURRENCE_OPS.values())
         kernels = [bound.kernel for (op, _), bound in self._ops.items() if op in captured]
         return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
 
@@ -208,14 +208,16 @@ class LayerAttention:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
         return [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
 
-    def _recurred(self, delta: DeltaLinears, projected: Projected, sequences: Sequences | None) -> Tensor:
-        """Return the gated outputs of a delta net [T, H V]."""
+    def _recurred(self, layer: LayerWeights, projected: Projected, sequences: Sequences | None) -> Tensor:
+        """Return the gated outputs of a recurrence [T, H V]."""
         states = projected.kv
         assert isinstance(states, RecurrentStates)
-        key = states.recurrence.key_dim, states.recurrence.value_dim
-        out_TZ: Tensor = self._ops["delta_net", key].kernel.fn(
-            projected.qkv_TF, projected.beta_decay_TH, delta.weights, states, sequences
-        )
+        fn = self._ops[_recurrence_key(states.recurrence)].kernel.fn
+        if layer.delta is None:
+            out_TZ: Tensor = fn(projected.qkv_TF, layer.mamba, states, sequences)
+        else:
+            gates_TH = projected.beta_decay_TH
+            out_TZ = fn(projected.qkv_TF, gates_TH, layer.delta.weights, states, sequences)
         return out_TZ
 
     def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
@@ -243,13 +245,18 @@ def _sequences(
     context_lens: tuple[int, ...],
     lists: FixedLists | None,
 ) -> Sequences:
-    """Return the sequences of a prefill pass as delta nets read them."""
+    """Return the sequences of a prefill pass as recurrences read them."""
     slots_R = block_table_RB[:, 0]
     if lists is None:
         return Sequences.of_prefill(slots_R, query_lens, context_lens)
     context_lens_R, starts_R, of_row_T = lists.sequences()
     chunks_C4 = lists.query_tiles(CHUNK)
     return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, chunks_C4)
+
+
+def _recurrence_key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]]:
+    """Return the op of a recurrence and the dimensions by which its kernels are selected."""
+    return RECURRENCE_OPS[recurrence.module], (recurrence.key_dim, recurrence.value_dim)
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

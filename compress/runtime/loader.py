@@ -16,20 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
+from compress.models.delta_net import DeltaNet
 from compress.models.layer_shape import LayerShape
+from compress.models.mamba2 import Mamba2
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
-from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
+from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
 from compress.runtime.row_norms import (
     BranchNorms,
     branch_norms,
@@ -75,6 +79,7 @@ class LayerWeights:
     scale: float = 1.0
     latent: LatentLinears | None = None
     delta: DeltaLinears | None = None
+    mamba: MambaWeights | None = None
     layer_embed: LayerEmbedLinears | None = None
 
     @property
@@ -87,7 +92,7 @@ class LayerWeights:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
         others = (self.latent, self.delta, self.layer_embed)
-        own += sum(each.weight_bytes for each in others if each is not None)
+        own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(self.mamba)
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
@@ -252,7 +257,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     return LayerWeights(
         shape=shape,
         attn_norm=before("attn_norm"),
-        qk_norm=None if shape.delta is not None else qk_norm(arch, shape, weights, deployment),
+        qk_norm=None if shape.recurrence is not None else qk_norm(arch, shape, weights, deployment),
         ffn_norm=before("ffn_norm") or before("moe.shared_norm"),
         qkv=fused.qkv,
         o=fused.o,
@@ -267,6 +272,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         ffn_post_norm=after("ffn_post_norm"),
         latent=_latent(shape, weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
+        mamba=_mamba(arch, shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
@@ -285,6 +291,8 @@ class FusedGroups:
 
 def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> FusedGroups:
     """Fuse the linear groups of a layer that all rows go through."""
+    if isinstance(shape.recurrence, Mamba2):
+        weights = with_padded_dt(shape.recurrence, weights)
     groups = {group.name: group for group in shape.groups}
 
     def fused(name: str, activation: str | None = None) -> FusedLinear:
@@ -313,13 +321,20 @@ def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> Late
 
 def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> DeltaLinears | None:
     """Return the parameters of the delta net of a layer, None where it has none."""
-    if shape.delta is None:
+    if not isinstance(shape.recurrence, DeltaNet):
         return None
 
     def one(name: str, of: Weights) -> FusedLinear:
         return fuse((name,), of, deployment)
 
     return DeltaLinears.of(one, weights, arch.norm_eps, deployment)
+
+
+def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:
+    """Return the parameters of the Mamba-2 mixer of a layer, None where it has none."""
+    if not isinstance(shape.recurrence, Mamba2):
+        return None
+    return mamba_weights(shape.recurrence, weights, arch.norm_eps, deployment)
 
 
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:

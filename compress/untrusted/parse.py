@@ -24,9 +24,11 @@ class Malformed(ValueError):
     nested more than 64 deep"."""
 
 
-def parse_json(data: bytes | str, *, as_python: bool = False) -> Any:
+def parse_json(data: bytes | str, *, as_python: bool = False, spells_constants: bool = False) -> Any:
     """Return the value of one JSON document. With `as_python` NaN, half surrogates and repeated names pass,
-    as Python and many data sets write them; depth and length of numbers are limited all the same.
+    as Python and many data sets write them; depth and length of numbers are limited all the same. With
+    `spells_constants` NaN and Infinity come as `{"__float__": "Infinity"}`, which is how `transformers` 5 writes
+    what it wrote as Python does before.
 
     Raises:
         Malformed: it is not JSON (RFC 8259), not UTF-8, or over a limit.
@@ -37,7 +39,10 @@ def parse_json(data: bytes | str, *, as_python: bool = False) -> Any:
             value = json.loads(text, parse_int=_integer)
         else:
             value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
+                text,
+                object_pairs_hook=_unique,
+                parse_constant=_spelled if spells_constants else _no_constant,
+                parse_int=_integer,
             )
     except RecursionError:
         raise Malformed(f"it is nested more than {MAX_DEPTH} deep") from None
@@ -52,15 +57,15 @@ def parse_json(data: bytes | str, *, as_python: bool = False) -> Any:
     return value
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Return the value of a JSON file.
+def read_json(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES, spells_constants: bool = False) -> Any:
+    """Return the value of a JSON file, `spells_constants` as in `parse_json`.
 
     Raises:
         Malformed: it is not JSON within the limits.
         StorageError: it is no plain file, or longer than `max_bytes`.
         OSError: it cannot be read.
     """
-    return parse_json(read_bytes(path, max_bytes=max_bytes))
+    return parse_json(read_bytes(path, max_bytes=max_bytes), spells_constants=spells_constants)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,6 +79,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise Malformed(f"{name} is not a number of JSON")
+
+
+def _spelled(name: str) -> dict[str, str]:
+    return {"__float__": name}
 
 
 def _integer(digits: str) -> int:

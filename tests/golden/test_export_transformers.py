@@ -124,6 +124,8 @@ EXPORTED = [
     ("cwm", "W4A16_G128"),
     ("vaultgemma", "FP8_DYNAMIC"),
     ("granitemoehybrid", "W8A16"),
+    ("granitemoehybrid-h", "W4A16_G128"),
+    ("bamba", "FP8_DYNAMIC"),
     ("gemma4_unified", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),

@@ -324,7 +324,6 @@ def test_other_spellings_of_a_config_mean_what_they_mean_to_transformers(
 
 # The defaults of these families are those of a variant that is refused.
 STATED: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     # heads of the default size do not span this hidden size
     "helium": {"head_dim": 4, "num_key_value_heads": 4},

@@ -48,6 +48,7 @@ EXPORTED = [
     ("afmoe", "W4A16_G128"),
     ("hunyuan_v1_moe", "FP8_DYNAMIC"),
     ("qwen3_next", "W4A16_G128"),
+    ("granitemoehybrid-h-experts", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -77,6 +78,7 @@ IN_MEMORY = (
     "hunyuan_v1_moe",
     "flint",
     "qwen3_next",
+    "granitemoehybrid-h-experts",
 )
 
 

@@ -38,6 +38,7 @@ REFUSED = {
     "attention-sinks": ("granite_swa",),
     "latent-attention": ("youtu", "deepseek_v3-dense"),
     "experts": (
+        "hybrid-h-experts",
         "qwen3_next",
         "granitemoe",
         "_moe",
@@ -62,7 +63,7 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
     ),
-    "delta-nets": ("qwen3_5_text",),
+    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba"),
     "language-model-only": (
         "qwen3_5",
         "vision",

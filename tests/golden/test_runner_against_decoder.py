@@ -13,6 +13,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
+from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -78,16 +79,33 @@ FEATURES: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "norm_offset": 1.0,
         "layers": (
-            tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
             tiny_shape(output_gate=True),
-            tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
         ),
     },
-    "delta nets alone": {"layers": (tiny_shape(delta=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2},
+    "mamba mixers": {
+        "layers": (
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
+            tiny_shape(rope=None),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
+        ),
+        "residual_scale": 0.22,
+    },
+    "mamba mixers in groups, with experts": {
+        "layers": (
+            tiny_shape(recurrence=Mamba2(6, 2, 20, 8, 3, conv_bias=False), rope=None),
+            tiny_shape(
+                recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=True), rope=None, experts=Experts(6, 2, 48)
+            ),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
+        )
+    },
+    "delta nets alone": {"layers": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2},
     "a delta net of one key head in a mixture": {
         "layers": (
             tiny_shape(),
-            tiny_shape(delta=DeltaNet(3, 1, 16, 8, 2), rope=None, experts=Experts(6, 2, 48)),
+            tiny_shape(recurrence=DeltaNet(3, 1, 16, 8, 2), rope=None, experts=Experts(6, 2, 48)),
         )
     },
     "experts": {"layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)), tiny_shape())},

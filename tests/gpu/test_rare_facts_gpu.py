@@ -168,7 +168,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "norm_offset": 1.0,
         "qk_norm": True,
         "layers": (
-            replace(LAYER, rope=None, delta=DeltaNet(8, 4, 128, 128, 4)),
+            replace(LAYER, rope=None, recurrence=DeltaNet(8, 4, 128, 128, 4)),
             replace(
                 LAYER,
                 output_gate=True,
@@ -177,7 +177,7 @@ FACTS: dict[str, dict[str, Any]] = {
                 experts=replace(WHOLE_GROUPS, shared_gate=True),
                 intermediate_size=128,
             ),
-            replace(LAYER, rope=None, delta=DeltaNet(6, 2, 64, 64, 3)),
+            replace(LAYER, rope=None, recurrence=DeltaNet(6, 2, 64, 64, 3)),
         ),
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},

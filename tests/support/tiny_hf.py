@@ -53,6 +53,7 @@ CONFIGS: dict[str, Any] = {
     "cwm": transformers.CwmConfig,
     "vaultgemma": transformers.VaultGemmaConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
+    "bamba": transformers.BambaConfig,
     "solar_open": transformers.SolarOpenConfig,
     "exaone_moe": transformers.ExaoneMoeConfig,
     "hy_v3": transformers.HYV3Config,
@@ -263,6 +264,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
+    "bamba": {"mamba_n_heads": 2},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
     "idefics3": {"model_type": "llama"},
@@ -357,6 +359,21 @@ LATENTS = {
     "moe_intermediate_size": 40,
 }
 
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+OTHER_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 3,
+    "mamba_expand": 1,
+    "mamba_conv_bias": False,
+    "mamba_chunk_size": 16,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {"rms_norm_eps": 1e-5}),
     "llama-mha-default-rope": (
@@ -1075,6 +1092,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid-no-positions": (
         "granitemoehybrid",
         {"shared_intermediate_size": 56, "attention_multiplier": 0.4, "attention_bias": True},
+    ),
+    "granitemoehybrid-h": (
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "shared_intermediate_size": 80,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid-h-experts": (
+        "granitemoehybrid",
+        {
+            **OTHER_MAMBA,
+            "layer_types": ["mamba", "mamba", "attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 56,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "bamba-groups-biases": (
+        "bamba",
+        {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
     "solar_open": (
         "solar_open",

@@ -226,7 +226,7 @@ class Onnx:
                 Rule("experts", "layers have a mixture of experts, and the graph has one FFN a layer.")
             )
         if arch.has_recurrences:
-            rules.append(Rule("delta-nets", "layers have delta nets, and the graph has attention in each."))
+            rules.append(Rule("recurrences", "layers have recurrences, and the graph has attention in each."))
         if family_of({"model_type": arch.family}).untouched:
             rules.append(
                 Rule(

@@ -1,58 +1,59 @@
-"""Granite 4 without Mamba layers (IBM, 2025): Granite's four multipliers around attention and one FFN, whose
-gate and up are one tensor. The models named H, which have Mamba layers, and experts of this family are
-refused."""
+"""Granite 4 (IBM, 2025): Granite's four multipliers around attention and an FFN whose gate and up are one
+tensor, or experts and a shared one. In models named H most layers have a Mamba-2 mixer in place of
+attention."""
 
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.archs.granitemoe import MULTIPLIERS, multipliers
-from compress.models.config_facts import TRAINING_OF_ROUTERS
+from compress.models.archs.granitemoe import (
+    DEFAULTS,
+    EXPERT_FIELDS,
+    LAYOUTS,
+    MODULES,
+    MULTIPLIERS,
+    multipliers,
+)
 from compress.models.experts import MAX_EXPERTS
 from compress.models.family import FAMILIES, Family
-from compress.models.layer_types import FULL
-from compress.models.module_names import LAYER_MODULES
+from compress.models.layer_types import FULL, LINEAR
+from compress.models.limits import MAX_LAYERS
+from compress.models.mamba2_config import (
+    MAMBA_DEFAULTS,
+    MAMBA_FIELDS,
+    MAMBA_FIXED,
+    MAMBA_MODULES,
+    mamba2_of,
+)
+from compress.models.mixture import Mixture
 from compress.untrusted.fields import Fields
 
-_ATTENTION = (FULL, "attention")
-_OF_MAMBA = frozenset(
-    {
-        "mamba_chunk_size",
-        "mamba_conv_bias",
-        "mamba_d_conv",
-        "mamba_d_head",
-        "mamba_d_state",
-        "mamba_expand",
-        "mamba_n_groups",
-        "mamba_n_heads",
-        "mamba_proj_bias",
-        "time_step_limit",
-    }
-)
-"""Fields that Mamba layers alone read."""
+_TYPES = {"attention": FULL, FULL: FULL, "mamba": LINEAR, LINEAR: LINEAR}
+_OLDER = "layers_block_type"
 
 
 def _implied(config: Fields) -> dict[str, Any]:
-    """Return the types of the layers in the standard spelling.
+    """Return the types of the layers in the standard spelling; a config that states none has Mamba-2 in all.
 
     Raises:
-        UnsupportedArch: the model has Mamba layers or experts.
+        UnsupportedArch: a layer has another type.
     """
-    name = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    stated = config.texts(name, default=())
-    if others := sorted({*stated} - {*_ATTENTION}) or ([] if stated else ["mamba"]):
+    name = _OLDER if config.has(_OLDER) else "layer_types"
+    stated = config.texts(name, default=("mamba",) * config.integer("num_hidden_layers", 1, MAX_LAYERS))
+    if others := sorted({*stated} - {*_TYPES}):
         raise UnsupportedArch(
-            f"{config.where} has layers of the type {', '.join(others)} ({name}); the decoder lacks all but "
-            "attention."
+            f"{config.where} has layers of the type {', '.join(others)} ({name}); the decoder has "
+            f"{', '.join(_TYPES)}."
         )
-    num_experts = config.integer("num_local_experts", 0, MAX_EXPERTS)
-    if num_experts > 0:
-        raise config.wrong("num_local_experts", num_experts, "0: its decoder has no experts here")
-    return {"layer_types": [FULL] * len(stated)}
+    return {"layer_types": [_TYPES[each] for each in stated]}
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
     rotates = config.text("position_embedding_type", default="nope") == "rope"
     return [rotates] * num_layers
+
+
+def _has_experts(config: Fields, num_layers: int) -> list[bool]:
+    return [config.integer("num_local_experts", 0, MAX_EXPERTS) > 0] * num_layers
 
 
 FAMILIES.add(
@@ -66,13 +67,23 @@ FAMILIES.add(
         facts=multipliers,
         dense_size="shared_intermediate_size",
         implied=_implied,
+        recurrence=mamba2_of,
+        mixture=Mixture(
+            {**EXPERT_FIELDS, "shared_size": "shared_intermediate_size"},
+            facts={"score": "softmax_topk"},
+            is_sparse=_has_experts,
+        ),
         layer_modules={
-            **LAYER_MODULES,
-            "ffn.gate": "shared_mlp.input_linear",
-            "ffn.up": "shared_mlp.input_linear",
-            "ffn.down": "shared_mlp.output_linear",
+            **MODULES,
+            **MAMBA_MODULES,
+            **{
+                f"{half}.{linear}": f"shared_mlp.{name}_linear"
+                for half in ("ffn", "moe.shared")
+                for linear, name in {"gate": "input", "up": "input", "down": "output"}.items()
+            },
         },
-        known_fields=_OF_MAMBA
+        expert_layouts=LAYOUTS,
+        known_fields=MAMBA_FIELDS
         | frozenset(
             {
                 *MULTIPLIERS,
@@ -80,20 +91,12 @@ FAMILIES.add(
                 "shared_intermediate_size",
                 "position_embedding_type",
                 "layer_types",
-                "layers_block_type",
+                _OLDER,
                 "num_local_experts",
                 "num_experts_per_tok",
-                *TRAINING_OF_ROUTERS,
             }
         ),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "shared_intermediate_size": 1024,
-            "num_local_experts": 8,
-        },
+        fixed_fields=MAMBA_FIXED,
+        defaults={**DEFAULTS, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
     ),
 )

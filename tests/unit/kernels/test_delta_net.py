@@ -21,8 +21,9 @@ from compress.kernels.operands.recurrent_states import (
 )
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.select import Kernel, candidates
-from compress.models.delta_net import DeltaNet, convolved, gated_delta_rule, of_length_one
+from compress.models.delta_net import DeltaNet, gated_delta_rule, of_length_one
 from compress.models.norms import Norm
+from compress.models.recurrence import convolved
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from tests.support.triton_interpreter import INTERPRETED
 
@@ -287,7 +288,7 @@ def go_on(
 ) -> None:
     """The rest of each sequence, from the state after so many tokens that is saved in a place, is right."""
     blank = (torch.full_like(each, torch.nan) for each in (stack.inputs, stack.heads))
-    other = StackedStates(stack.delta, *blank)
+    other = StackedStates(stack.recurrence, *blank)
     other.restore(saved, [SavedState(3 - idx, place, count) for idx, (_, count, place) in enumerate(found)])
     parts = [(case, 3 - idx, num_tokens, 150) for idx, (case, num_tokens, _) in enumerate(found)]
     for (case, num_tokens, _), out in zip(found, run(kernel, parts, other.layer(0)), strict=True):

@@ -40,7 +40,7 @@ def test_chunks_are_the_recurrence(length: int) -> None:
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
 def test_a_cached_decode_goes_on_where_it_ended(kernel_size: int) -> None:
     delta = DeltaNet(4, 2, 8, 12, kernel_size)
-    arch = tiny_source(layers=(tiny_shape(delta=delta, rope=None), tiny_shape())).arch
+    arch = tiny_source(layers=(tiny_shape(recurrence=delta, rope=None), tiny_shape())).arch
     torch.manual_seed(0)
     decoder = Decoder(arch).requires_grad_(False)
     tokens_BS = torch.randint(arch.vocab_size, (2, 12))

@@ -202,7 +202,7 @@ def test_keys_and_values_that_cannot_be_read_are_refused(changes: dict[str, Any]
 
 
 def test_a_delta_net_reads_no_keys_and_gives_none() -> None:
-    delta = tiny_shape(delta=DeltaNet(2, 1, 8, 8, 2), rope=None)
+    delta = tiny_shape(recurrence=DeltaNet(2, 1, 8, 8, 2), rope=None)
     for layers in ((tiny_shape(), replace(delta, kv_source=0)), (delta, tiny_shape(kv_source=0))):
         with pytest.raises(UnsupportedArch, match="reads the keys and values"):
             tiny_source(layers=layers)

@@ -23,11 +23,11 @@ from tests.unit.runtime.test_engine import CPU, Recorder, tokens
 
 SIZE = 16
 WIDE = DeltaNet(4, 2, 8, 12, 4)
-HYBRID = tiny_shape(delta=WIDE, rope=None), tiny_shape(), tiny_shape(delta=WIDE, rope=None)
+HYBRID = tiny_shape(recurrence=WIDE, rope=None), tiny_shape(), tiny_shape(recurrence=WIDE, rope=None)
 LAYERS = {
     "hybrid": HYBRID,
-    "two kinds": (*HYBRID, tiny_shape(delta=DeltaNet(3, 1, 16, 8, 2), rope=None)),
-    "delta nets alone": (tiny_shape(delta=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
+    "two kinds": (*HYBRID, tiny_shape(recurrence=DeltaNet(3, 1, 16, 8, 2), rope=None)),
+    "delta nets alone": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
 }
 
 

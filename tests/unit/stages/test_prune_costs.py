@@ -22,7 +22,7 @@ class Stub:
 @pytest.mark.parametrize("first", ["attention", "delta net"])
 def test_each_layer_is_priced_as_what_it_is(first: str) -> None:
     attending = tiny_shape()
-    recurring = tiny_shape(delta=DeltaNet(4, 2, 8, 12, 4), rope=None)
+    recurring = tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None)
     layers = (attending, recurring) if first == "attention" else (recurring, attending)
     arch = tiny_source(layers=layers).arch
     budget: Any = SimpleNamespace(rows=3, context=100)

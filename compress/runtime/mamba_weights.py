@@ -1,0 +1,62 @@
+"""The parameters of a Mamba-2 mixer in serving: its first linears as one product, and the others."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.operands.recurrent_states import MambaWeights
+from compress.models.mamba2 import Mamba2
+from compress.models.weights import Weights, dense
+from compress.quant.scheme import QuantizedWeight
+from compress.runtime.deployment import Deployment
+
+ROWS_MULTIPLE = 128
+"""Rows of the first linears that all kernels serve a multiple of."""
+
+
+def with_padded_dt(mamba: Mamba2, weights: Weights) -> Weights:
+    """Return the weights of a layer with zero rows at the end of `mamba.dt`, the last of its first linears,
+    whose rows are few and of any number."""
+    rows = sum(weights[f"{linear}.weight"].shape[0] for linear in mamba.first_linears)
+    name = f"{mamba.first_linears[-1]}.weight"
+    return {**weights, name: _padded(weights[name], -rows % ROWS_MULTIPLE)}
+
+
+def mamba_weights(mamba: Mamba2, weights: Weights, norm_eps: float, deployment: Deployment) -> MambaWeights:
+    """Return the parameters other than the linears. The channels of the convolution, on disk x, B and C, take
+    the order of the linears."""
+
+    def in_float32(name: str) -> Tensor:
+        return dense(weights[name]).to(device=deployment.device, dtype=torch.float32)
+
+    def by_linear(name: str) -> Tensor:
+        sizes = [mamba.value_size, mamba.key_size, mamba.key_size]
+        return torch.cat(deployment.placed(dense(weights[name])).split(sizes)[::-1])
+
+    return MambaWeights(
+        by_linear("mamba.conv.weight").squeeze(1).contiguous(),
+        by_linear("mamba.conv.bias") if mamba.conv_bias else None,
+        -in_float32("mamba.A_log").exp(),
+        in_float32("mamba.dt_bias"),
+        in_float32("mamba.D"),
+        deployment.placed(dense(weights["mamba.norm.weight"])),
+        mamba.num_key_heads,
+        norm_eps,
+    )
+
+
+def _padded(weight: Tensor | QuantizedWeight, rows: int) -> Tensor | QuantizedWeight:
+    """Return a weight [O, I] with so many zero rows more. Their scales are those of its last row."""
+    if isinstance(weight, Tensor):
+        return F.pad(weight, (0, 0, 0, rows))
+    scheme = weight.scheme
+    more = scheme.num_scale_rows(weight.shape[0] + rows) - len(weight.scale_OG)
+    codes = weight.codes_OI.view(torch.uint8)
+    return replace(
+        weight,
+        codes_OI=F.pad(codes, (0, 0, 0, rows)).view(weight.codes_OI.dtype),
+        scale_OG=torch.cat((weight.scale_OG, weight.scale_OG[-1:].expand(more, -1))),
+        zero_point_OG=None if weight.zero_point_OG is None else F.pad(weight.zero_point_OG, (0, 0, 0, more)),
+    )
