@@ -98,7 +98,7 @@ def load(
         max_model_len: the longest sequence, prompt included; by default the model's own limit, or what the
             cache holds.
         kv_cache_bytes: size of the KV cache; by default 80 % of the free GPU memory, or 256 MiB on a CPU.
-        prefix_cache: keep keys and values of earlier prompts, and states of delta nets, for those that begin
+        prefix_cache: keep keys and values of earlier prompts, and states of recurrences, for those that begin
             alike.
         itl_target_ms: the time between tokens that long prompts must not stretch; they are cut into chunks.
         offline: never use the network.

@@ -33,6 +33,11 @@ _MAMBA = {
     "mamba_chunk_size": 256,
     "position_embedding_type": "nope",
 }
+_SHORT_CONV = {
+    "tie_word_embeddings": True,
+    "conv_dim": 256,  # this and the next are read by vLLM alone
+    "conv_dim_out": 256,
+}
 _STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
 _LATENT_WIDTHS = {
     "head_dim": 64,  # what `transformers` calls the dimensions that rotate
@@ -156,6 +161,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 512,
         **_MAMBA,
         **_GRANITE,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 256,  # read by vLLM alone
+        **_SHORT_CONV,
     },
     "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], **_MAMBA},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
@@ -353,6 +365,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
     },
     "granitemoe": {"architectures": ["GraniteMoeForCausalLM"], **_GRANITE, **_LOCAL_EXPERTS},
+    "lfm2_moe": {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        **_SHORT_CONV,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+    },
+    "granitemoehybrid_experts": {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 512,
+        **_MAMBA,
+        **_GRANITE,
+        **_LOCAL_EXPERTS,
+    },
     "granitemoeshared": {
         "architectures": ["GraniteMoeSharedForCausalLM"],
         "shared_intermediate_size": 512,

@@ -64,8 +64,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
         )
     if teacher.has_recurrences:
         raise UsageError(
-            "student: the teacher has recurrences, from which no student is cut; remove layers or channels of "
-            "the FFN by `prune` instead."
+            "student: the teacher has recurrences, from which no student is cut; remove layers or channels "
+            "of the FFN by `prune` instead."
         )
     if (reason := why_layers_stay(teacher)) is not None:
         raise UsageError(f"student: {reason} No student is cut from it; name a smaller checkpoint.")

@@ -75,6 +75,8 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     experts = _of_experts(arch, scheme)
     if any(each.type == "float" and each.num_bits == 8 and each.block_rows == 1 for each in experts):
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
+    if any(each.type == "int" and each.num_bits == 8 and each.activation is not None for each in experts):
+        return Consumer(name, loads=False, note="it has no INT8 experts ('No Int8 MoE backend supports ...')")
     if rows := _rows_of_mixers(arch, scheme):
         note = f"its kernel of four bits takes N % 32 = 0, and Mamba-2 mixers have {rows}"
         return Consumer(name, loads=False, note=note)

@@ -176,14 +176,14 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of recurrences: with heads of Qwen3.5's and of Granite 4's dimensions where a model
-    has none."""
+    """Return the kernels of recurrences: of the dimensions of Qwen3.5, Granite 4 and LFM2 where a model has
+    none."""
     found = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
-    dims: dict[Op, set[tuple[int, int]]] = {"delta_net": set(), "mamba2": set()}
+    dims: dict[Op, set[tuple[int, int]]] = {op: set() for op in RECURRENCE_OPS.values()}
     for each in found:
         dims[RECURRENCE_OPS[each.module]].add((each.key_dim, each.value_dim))
     if not found:
-        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}}
+        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}, "short_conv": {(0, 2048)}}
     return [
         _served(op, "decode", [device.problem(op, n=key_dim, k=value_dim)])
         for op, of_op in dims.items()

@@ -18,6 +18,7 @@ Op = Literal[
     "hadamard",
     "delta_net",
     "mamba2",
+    "short_conv",
     "latent_store",
     "latent_heads",
     "latent_attention",
@@ -33,7 +34,7 @@ Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 """The ops that only layers with a mixture of experts have."""
-RECURRENCE_OPS: Mapping[str, Op] = {"delta": "delta_net", "mamba": "mamba2"}
+RECURRENCE_OPS: Mapping[str, Op] = {"delta": "delta_net", "mamba": "mamba2", "conv": "short_conv"}
 """The op of a layer with a recurrence, by the name of its module."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
@@ -46,6 +47,7 @@ class Problem:
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
         delta_net, mamba2                the dimensions of a key, and of a value
+        short_conv                       0, and the channels
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0

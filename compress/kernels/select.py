@@ -32,9 +32,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
     delta_net          fn(qkv_gate_TF, beta_decay_TH, weights, states, sequences) -> the gated outputs [T, Z]
-                       weights are `DeltaWeights`; writes the slots of `RecurrentStates` that `Sequences` names
+                       weights are `DeltaWeights`; writes slots of `RecurrentStates` that `Sequences` names
     mamba2             fn(rows_TF, weights, states, sequences) -> the gated and normed outputs [T, Z]
-                       rows are C, B, x, gates and dt; weights are `MambaWeights`; writes slots, too
+                       rows are C, B, x, gates and dt; weights are `MambaWeights`; writes such slots, too
+    short_conv         fn(rows_TF, conv_FW, states, sequences) -> the outputs [T, F]
+                       rows are B, C and x; writes such slots, too
     latent_store       fn(q_TF, latent_TF, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, latent,
                           head_dim, quant=None) -> rotated q_THC
                        writes the latents, normed and rounded by `quant`, and the rotated dimensions of keys

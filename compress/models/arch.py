@@ -307,7 +307,11 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith(("delta.", "mamba.")):
+        if (
+            linear.endswith("_up")
+            or linear == "attn.gate"
+            or linear.startswith(("delta.", "mamba.", "conv."))
+        ):
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents

@@ -10,9 +10,10 @@ q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv
 layer instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output
 by a number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net
 (`delta_net.py`) or a Mamba-2 mixer (`mamba2.py`) that of attention. Tokens may have embeddings for each layer
-(`layer_embedding.py`), and a layer may read the keys and values of an earlier one. Linears are separate (q, k,
-v, o, gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward; the serving runtime
-has its own fused step, which is tested against it. Not supported: dropout, encoder-decoder.
+(`layer_embedding.py`), and a layer may read the keys and values of an earlier one. Linears are separate (q,
+k, v, o, gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this
+forward; the serving runtime has its own fused step, which is tested against it. Not supported: dropout,
+encoder-decoder.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
 I in.
@@ -40,6 +41,8 @@ from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
 from compress.models.recurrence import Recurrence
 from compress.models.self_attention import Attention, LatentAttention
+from compress.models.short_conv import ShortConv
+from compress.models.short_conv_mixer import ShortConvMixer
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
 
@@ -72,8 +75,10 @@ def _recurrent_mixer(arch: Arch, shape: LayerShape, recurrence: Recurrence) -> T
     """Return the module of the recurrence of a layer."""
     if isinstance(recurrence, DeltaNet):
         return GatedDeltaNet(arch, shape, recurrence)
-    assert isinstance(recurrence, Mamba2)
-    return Mamba2Mixer(arch, shape, recurrence)
+    if isinstance(recurrence, Mamba2):
+        return Mamba2Mixer(arch, shape, recurrence)
+    assert isinstance(recurrence, ShortConv)
+    return ShortConvMixer(arch, shape, recurrence)
 
 
 class DecoderLayer(nn.Module):
@@ -226,11 +231,14 @@ class DecoderLayer(nn.Module):
         ]
 
     def _value_pairs(self) -> list[SmoothingPair]:
-        """Return the pair of v and o, and of a Mamba-2 mixer that of the norm of its outputs and o. There is
-        none where the values are normed, which would undo a part of the scale, or are the keys, too, which
-        would be scaled with them, or are those of another layer, too, or are remembered by a delta net, whose
-        heads share the weights of their norm."""
+        """Return the pair of v and o, of a Mamba-2 mixer that of the norm of its outputs and o, and of a
+        short convolution that of the factors of its outputs and o. There is none where the values are normed,
+        which would undo a part of the scale, or are the keys, too, which would be scaled with them, or are
+        those of another layer, too, or are remembered by a delta net, whose heads share the weights of their
+        norm."""
         o = self.shape.attention_groups[-1]
+        if isinstance(self.shape.recurrence, ShortConv):
+            return [SmoothingPair("conv.C", o.tap, o.linears)]
         if isinstance(self.shape.recurrence, Mamba2):
             return [SmoothingPair(NORM_OF_OUTPUTS.removesuffix(".weight"), o.tap, o.linears)]
         is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources

@@ -57,6 +57,8 @@ RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
+DenseFields = Callable[[Fields, int], Mapping[str, Any]]
+"""(config, the channels of a dense FFN) -> the fields that state them."""
 LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
 """(config, the layers as most families state them) -> those that it states."""
 PER_LAYER = "per_layer_config"
@@ -87,8 +89,8 @@ class Family:
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
     In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
-    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and
-    `recurrence` what layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`).
+    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
+    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
@@ -97,7 +99,7 @@ class Family:
     last to change layers.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
     that they store as one with a row for each head, if heads have weights of their own; `dense_size` is the
-    field of the width of a dense FFN.
+    field of the width of a dense FFN, where `dense_fields` does not return several fields.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -122,6 +124,7 @@ class Family:
     full_keys_are_values: bool | str = False
     output_gate: bool | str = False
     dense_size: str = "intermediate_size"
+    dense_fields: DenseFields | None = None
     rows_in_turns: frozenset[str] = frozenset()
     latent: Callable[[Fields], Latent] | None = None
     recurrence: Callable[[Fields], Recurrence] | None = None
@@ -324,7 +327,11 @@ class Family:
             config.pop(PER_LAYER, None)
         dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
         if dense:
-            config[self.dense_size] = dense[0]
+            size = dense[0]
+            source = Fields({**self.defaults, **config}, "the source's config", UnsupportedArch)
+            config.update(
+                {self.dense_size: size} if self.dense_fields is None else self.dense_fields(source, size)
+            )
         if self.mixture is not None:
             values = {**self.defaults, **config, **self._aliased(config)}
             stated = Fields(values, "the source's config", UnsupportedArch)

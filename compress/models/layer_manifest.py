@@ -20,9 +20,10 @@ from compress.models.limits import (
 )
 from compress.models.mamba2 import Mamba2
 from compress.models.recurrence import Recurrence
+from compress.models.short_conv import ShortConv
 from compress.untrusted.fields import Fields
 
-_RECURRENCES: tuple[type[Recurrence], ...] = (DeltaNet, Mamba2)
+_RECURRENCES: tuple[type[Recurrence], ...] = (DeltaNet, Mamba2, ShortConv)
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
 

@@ -147,8 +147,8 @@ class LayerShape:
         )
         if self.kv_source is not None and (own or self.chunk):
             return (
-                "a layer reads the keys and values of another, and has an output gate, latents, a recurrence, "
-                "a chunk or keys that are its values, too."
+                "a layer reads the keys and values of another, and has an output gate, latents, a "
+                "recurrence, a chunk or keys that are its values, too."
             )
         if self.recurrence is not None:
             if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:

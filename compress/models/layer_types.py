@@ -25,6 +25,8 @@ FIELDS_BY_LAYER = (
     "moe_intermediate_size",
 )
 """Fields that have an entry for each layer, the last ones in some configs only."""
+INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs")
+"""Fields that list layers by their index."""
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""

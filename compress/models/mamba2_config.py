@@ -1,5 +1,5 @@
-"""Mamba-2 mixers (arXiv 2405.21060) in `config.json`, in the fields of Bamba and Granite 4, and their names on
-disk."""
+"""Mamba-2 mixers (arXiv 2405.21060) in `config.json`, in the fields of Bamba and Granite 4, and their names
+on disk."""
 
 import math
 

@@ -120,6 +120,8 @@ def _nearest(pattern: str, names: list[str]) -> str:
         ("model.", ""),
         ("self_attn", "attn"),
         ("linear_attn", "delta"),
+        ("conv.in_proj", "conv.{B,C,x}"),
+        ("conv.out_proj", "conv.o"),
         ("mamba.in_proj", "mamba.{gate,x,B,C,dt}"),
         ("mamba.out_proj", "mamba.o"),
         ("mlp", "ffn"),

@@ -24,7 +24,7 @@ from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
 from compress.models.family import family_of
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FIELDS_BY_LAYER
+from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -151,7 +151,15 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         for name in FIELDS_BY_LAYER
         if isinstance(stated.get(name), list)
     }
-    if "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
+    indices = {
+        name: [new for new, idx in enumerate(kept) if idx in stated[name]]
+        for name in INDICES_OF_LAYERS
+        if isinstance(stated.get(name), list)
+    }
+    if indices:  # by which the family has the types
+        by_layer = {**by_layer, **indices}
+        by_layer.pop("layer_types", None)
+    elif "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
         by_layer["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]

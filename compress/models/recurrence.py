@@ -1,5 +1,5 @@
 """The widths of a layer's part that mixes positions by a recurrence, in place of attention: a causal
-convolution of its inputs, and for each head a matrix that goes from position to position.
+convolution of its inputs, and for each head a matrix that goes from position to position, if it has any.
 
 In the terms of linear attention, a head has queries and keys of `key_dim` numbers, which neighbouring heads
 share, and values of `value_dim`. Its state is of [K, V] numbers, whatever the length of a sequence.
@@ -32,6 +32,8 @@ class Recurrence(ABC):
     first_linears: ClassVar[tuple[str, ...]]
     """The linears that read the stream, in the order in which a runtime stacks them: queries, keys, values
     and the gate of the outputs come first."""
+
+    least_key_dim: ClassVar[int] = 1
 
     num_heads: int
     num_key_heads: int
@@ -83,7 +85,7 @@ class Recurrence(ABC):
             **{
                 each.name: stored.flag(each.name)
                 if each.type is bool
-                else stored.integer(each.name, 1, MAX_SIZE)
+                else stored.integer(each.name, cls.least_key_dim if each.name == "key_dim" else 1, MAX_SIZE)
                 for each in dataclasses.fields(cls)
             }
         )
@@ -92,21 +94,28 @@ class Recurrence(ABC):
 @dataclass(frozen=True)
 class RecurrentState:
     """A sequence leaves this for its next position: the last inputs of the convolution [B, W - 1, F], and the
-    states of the heads [B, H, K, V], float32."""
+    states of the heads [B, H, K, V], float32; None where heads have none."""
 
     inputs_BWF: Tensor
-    heads_BHKV: Tensor
+    heads_BHKV: Tensor | None
+
+
+def convolution(
+    x_BSF: Tensor, weight_FW: Tensor, past_BWF: Tensor | None, bias_F: Tensor | None = None
+) -> Tensor:
+    """Return the causal convolution of each channel, [B, S, F]; the inputs before the first are zero where
+    there is no past."""
+    width = weight_FW.shape[1]
+    x_BFS = x_BSF.transpose(1, 2)
+    before = F.pad(x_BFS, (width - 1, 0)) if past_BWF is None else torch.cat((past_BWF.mT, x_BFS), dim=-1)
+    return F.conv1d(before, weight_FW.unsqueeze(1), bias_F, groups=len(weight_FW)).transpose(1, 2)
 
 
 def convolved(
     x_BSF: Tensor, weight_FW: Tensor, past_BWF: Tensor | None, bias_F: Tensor | None = None
 ) -> Tensor:
-    """Return silu of the causal convolution of each channel, [B, S, F]; the inputs before the first are zero
-    where there is no past."""
-    width = weight_FW.shape[1]
-    x_BFS = x_BSF.transpose(1, 2)
-    before = F.pad(x_BFS, (width - 1, 0)) if past_BWF is None else torch.cat((past_BWF.mT, x_BFS), dim=-1)
-    return F.silu(F.conv1d(before, weight_FW.unsqueeze(1), bias_F, groups=len(weight_FW))).transpose(1, 2)
+    """Return silu of the `convolution`, [B, S, F]."""
+    return F.silu(convolution(x_BSF, weight_FW, past_BWF, bias_F))
 
 
 def last_inputs(x_BSF: Tensor, past_BWF: Tensor | None, width: int) -> Tensor:

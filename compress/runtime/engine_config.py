@@ -36,7 +36,7 @@ class EngineConfig:
     - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
     - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
-      batch of the longest sequences needs. What a model with delta nets keeps for each request, its states,
+      batch of the longest sequences needs. What a model with recurrences keeps for each request, its states,
       one block and a state that the prefix cache saves, comes on top of what is named here; further saved
       states are counted (one for 8,192 positions).
     - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
@@ -44,7 +44,7 @@ class EngineConfig:
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
     - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
-      (`prefix_cache.py`). Of models with delta nets the states after some prefixes are kept as well
+      (`prefix_cache.py`). Of models with recurrences the states after some prefixes are kept as well
       (`prefix_states.py`), unless a draft that keeps something of its own speculates. Logits are those of an
       engine without it within the tolerance of a prefill in other chunks.
     - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
@@ -56,8 +56,8 @@ class EngineConfig:
     - `itl_target_ms`: the time between tokens that prompts must not stretch: they are cut into chunks that
       fit
       (`step_budget.py`). None: chunks fill `max_step_tokens`.
-    - `swap_bytes` (not used for models with delta nets): host memory for the keys and values of requests that
-      lose their blocks; what does not fit is recomputed. 0: all are recomputed.
+    - `swap_bytes` (not used for models with recurrences): host memory for the keys and values of requests
+      that lose their blocks; what does not fit is recomputed. 0: all are recomputed.
 
     Raises:
         UsageError: the sizes contradict one another.
@@ -155,7 +155,7 @@ class EngineConfig:
                         )
                     other += of_requests
                 limit_bytes = max(0, free - other)
-        # A model of delta nets alone caches nothing; its blocks are slots of states.
+        # A model of recurrences alone caches nothing; its blocks are slots of states.
         of_position = max(1, bytes_per_token) + -(-saved_bytes // POSITIONS_PER_SAVED)
         affordable = limit_bytes // (of_position * block_size) - 1
         sequence_blocks = -(-wanted // block_size)

@@ -51,7 +51,7 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     if kv_format == FP8_STATIC and arch.has_recurrences:
         raise UsageError(
             f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model "
-            f"with a recurrence have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
+            f"with recurrences have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
             "a recipe), which needs none."
         )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
@@ -135,9 +135,9 @@ class KVCache:
     offset.
 
     `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
-    Layers with recurrences have a slot of states for each of the first `num_slots` blocks, by default for all:
-    the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some of
-    which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
+    Layers with recurrences have a slot of states for each of the first `num_slots` blocks, by default for
+    all: the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some
+    of which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
     Layers that read the keys and values of another have its pages.
 
     Raises:

@@ -36,8 +36,8 @@ a step of 64 rows of Qwen3-30B-A3B in W4 takes 2.4 % longer with it, and one of 
 @dataclass(frozen=True)
 class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
-    positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them, and in
-    place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart."""
+    positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
+    and in place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -213,11 +213,10 @@ class LayerAttention:
         states = projected.kv
         assert isinstance(states, RecurrentStates)
         fn = self._ops[_recurrence_key(states.recurrence)].kernel.fn
-        if layer.delta is None:
-            out_TZ: Tensor = fn(projected.qkv_TF, layer.mamba, states, sequences)
-        else:
-            gates_TH = projected.beta_decay_TH
-            out_TZ = fn(projected.qkv_TF, gates_TH, layer.delta.weights, states, sequences)
+        operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
+        if layer.delta is not None:
+            operands = projected.beta_decay_TH, layer.delta.weights
+        out_TZ: Tensor = fn(projected.qkv_TF, *operands, states, sequences)
         return out_TZ
 
     def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:

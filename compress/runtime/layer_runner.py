@@ -194,7 +194,7 @@ class LayerRunner:
         return embed.out(rows, phase)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
-        """Return the input of the last linear of attention, or of a delta net. The outputs of a gate follow
+        """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
         q, k and v."""
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)

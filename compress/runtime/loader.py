@@ -23,6 +23,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.layer_shape import LayerShape
 from compress.models.mamba2 import Mamba2
+from compress.models.short_conv import ShortConv
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.runtime.delta_linears import DeltaLinears
@@ -80,6 +81,7 @@ class LayerWeights:
     latent: LatentLinears | None = None
     delta: DeltaLinears | None = None
     mamba: MambaWeights | None = None
+    conv_FW: Tensor | None = None
     layer_embed: LayerEmbedLinears | None = None
 
     @property
@@ -92,7 +94,9 @@ class LayerWeights:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
         others = (self.latent, self.delta, self.layer_embed)
-        own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(self.mamba)
+        own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
+            (self.mamba, self.conv_FW)
+        )
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
@@ -273,6 +277,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         latent=_latent(shape, weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
         mamba=_mamba(arch, shape, weights, deployment),
+        conv_FW=_short_conv(shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
@@ -335,6 +340,13 @@ def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     if not isinstance(shape.recurrence, Mamba2):
         return None
     return mamba_weights(shape.recurrence, weights, arch.norm_eps, deployment)
+
+
+def _short_conv(shape: LayerShape, weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the weights of the short convolution of a layer [F, W], None where it has none."""
+    if not isinstance(shape.recurrence, ShortConv):
+        return None
+    return _dense(weights, "conv.conv.weight", deployment).squeeze(1).contiguous()
 
 
 def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:

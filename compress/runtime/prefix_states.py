@@ -8,12 +8,12 @@ States are large, so few are saved, each at the end of a full block:
 - where the budget of a step cuts a prompt that has a state saved further on. These are evicted first, the
   oldest of them before others, and then the state that was used least recently.
 
-A pass over a prompt saves one state on its way (`kernels/operands/recurrent_states.py`), so a prompt is cut where
-it departs, and other completions of it wait until its state is saved. A state is saved `LEAST_TOKENS` or more
-after the one before it. Its blocks are cached with it, and found from the next step on.
+A pass over a prompt saves one state on its way (`kernels/operands/recurrent_states.py`), so a prompt is cut
+where it departs, and other completions of it wait until its state is saved. A state is saved `LEAST_TOKENS`
+or more after the one before it. Its blocks are cached with it, and found from the next step on.
 
-The first block of a sequence also names its slot of states (`kernels/operands/recurrent_states.py`), so nobody
-shares it. The cache has a copy of it, which is copied once more for each request that finds it.
+The first block of a sequence also names its slot of states (`kernels/operands/recurrent_states.py`), so
+nobody shares it. The cache has a copy of it, which is copied once more for each request that finds it.
 """
 
 from collections import OrderedDict

@@ -42,7 +42,7 @@ class Work:
     expected_weight_bytes: Callable[[int], int] | None = (
         None  # of a mixture of experts: by a step of so many rows
     )
-    state_bytes: int = 0  # of the delta nets of one sequence, read and written by every step
+    state_bytes: int = 0  # of the recurrences of one sequence, read and written by every step
     state_flops_per_token: int = 0  # two products with each state, and its update
 
     def step_weight_bytes(self, num_rows: int) -> int:

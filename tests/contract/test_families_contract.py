@@ -272,7 +272,7 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
             student_arch(teacher.arch, Shape())
         return
     if teacher.arch.has_recurrences:
-        with pytest.raises(UsageError, match="delta nets"):
+        with pytest.raises(UsageError, match="recurrences"):
             student_arch(teacher.arch, Shape())
         return
     source = MemorySource(teacher, dtype=torch.float32)

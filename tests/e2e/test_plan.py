@@ -94,6 +94,9 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("trinity-mini", 26_123_974_400),
         ("mistral-small-4-119b-2603", 118_435_955_712),
         ("qwen3.5-9b", 8_953_803_264),
+        ("granite-4.0-h-micro", 3_191_396_096),
+        ("granite-4.0-h-tiny", 6_939_037_248),
+        ("granite-4.0-h-small", 32_207_337_984),
         ("qwen3.5-35b-a3b", 34_660_610_688),
     ],
 )
@@ -104,7 +107,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 24
+    assert len(known_models()) == 28
 
 
 @pytest.mark.usefixtures("no_network")

@@ -126,6 +126,7 @@ EXPORTED = [
     ("granitemoehybrid", "W8A16"),
     ("granitemoehybrid-h", "W4A16_G128"),
     ("bamba", "FP8_DYNAMIC"),
+    ("lfm2", "W4A16_G128"),
     ("gemma4_unified", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),
@@ -285,7 +286,7 @@ def rms(x: Tensor) -> float:
 
 def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
-    with_and_without = {"gemma4", "gemma4_text", "gemma4_unified", "deepseek_v3"}
+    with_and_without = {"gemma4", "gemma4_text", "gemma4_unified", "deepseek_v3", "granitemoehybrid"}
     # Mixtures of experts: `test_mixtures.py`.
     assert {CASES[case][0] for case, _ in EXPORTED} == dense | with_and_without
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)

@@ -322,9 +322,10 @@ def test_other_spellings_of_a_config_mean_what_they_mean_to_transformers(
     assert (actual - expected).abs().max() <= tolerance(expected)
 
 
-# The defaults of these families are those of a variant that is refused.
+# The defaults of these families are those of a variant that is refused, or they have none.
 STATED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     # heads of the default size do not span this hidden size
     "helium": {"head_dim": 4, "num_key_value_heads": 4},
     # these have no default
@@ -361,7 +362,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     if family == "gpt_oss":
         assert arch.activation == "swiglu_clamped"
     else:
-        assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"))
+        assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
     assert arch.tied_head == stated.tie_word_embeddings
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
         assert layer.num_kv_heads == theirs.num_key_value_heads

@@ -48,7 +48,7 @@ EXPORTED = [
     ("afmoe", "W4A16_G128"),
     ("hunyuan_v1_moe", "FP8_DYNAMIC"),
     ("qwen3_next", "W4A16_G128"),
-    ("granitemoehybrid-h-experts", "FP8_DYNAMIC"),
+    ("lfm2_moe", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -79,6 +79,7 @@ IN_MEMORY = (
     "flint",
     "qwen3_next",
     "granitemoehybrid-h-experts",
+    "lfm2_moe",
 )
 
 
@@ -298,7 +299,8 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
             continue
         router = opened.family.to_disk(f"layers.{idx}.moe.router")
         assert router in ignored
-        prefix = f"model.layers.{idx}.mlp"
+        halves = [f"model.layers.{idx}.{half}" for half in ("mlp", "feed_forward")]
+        prefix = next(half for half in halves if f"{half}.experts.down_proj" in theirs)
         in_memory = next(name for name in (f"{prefix}.gate.weight", f"{router}.weight") if name in theirs)
         assert torch.equal(theirs[in_memory], ours["moe.router.weight"])
         for expert in range(layer.experts.num_experts):

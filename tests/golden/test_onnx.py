@@ -39,6 +39,7 @@ REFUSED = {
     "latent-attention": ("youtu", "deepseek_v3-dense"),
     "experts": (
         "hybrid-h-experts",
+        "lfm2_moe",
         "qwen3_next",
         "granitemoe",
         "_moe",
@@ -63,7 +64,7 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
     ),
-    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba"),
+    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2"),
     "language-model-only": (
         "qwen3_5",
         "vision",

@@ -14,6 +14,7 @@ from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
+from compress.models.short_conv import ShortConv
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -99,6 +100,21 @@ FEATURES: dict[str, dict[str, Any]] = {
                 recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=True), rope=None, experts=Experts(6, 2, 48)
             ),
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
+        )
+    },
+    "short convolutions": {
+        "layers": (
+            tiny_shape(recurrence=ShortConv.of(64, 3), rope=None),
+            tiny_shape(),
+            tiny_shape(recurrence=ShortConv.of(64, 3), rope=None),
+        ),
+        "qk_norm": True,
+    },
+    "short convolutions with experts": {
+        "layers": (
+            tiny_shape(recurrence=ShortConv.of(64, 4), rope=None, experts=Experts(6, 2, 48)),
+            tiny_shape(recurrence=ShortConv.of(64, 1), rope=None),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
         )
     },
     "delta nets alone": {"layers": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2},

@@ -24,7 +24,9 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.mamba2 import Mamba2
 from compress.models.random_source import RandomSource
+from compress.models.short_conv import ShortConv
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
@@ -44,6 +46,7 @@ SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
 WHOLE_GROUPS = replace(SIGMOID, expert_size=128, shared_size=256)
+OF_GRANITE = Experts(16, 4, 128, shared_size=256, score="softmax_topk")
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
 PLAIN_QUERIES = replace(
     LAYER,
@@ -178,6 +181,24 @@ FACTS: dict[str, dict[str, Any]] = {
                 intermediate_size=128,
             ),
             replace(LAYER, rope=None, recurrence=DeltaNet(6, 2, 64, 64, 3)),
+        ),
+    },
+    "granite 4 h": {
+        "attn_scale": 0.03,
+        "residual_scale": 0.22,
+        "logit_scale": 0.125,
+        "layers": (
+            replace(LAYER, rope=None, recurrence=Mamba2(12, 1, 128, 64, 4, conv_bias=True)),
+            replace(LAYER, rope=None, experts=OF_GRANITE, intermediate_size=128),
+            replace(LAYER, rope=None, recurrence=Mamba2(8, 2, 64, 32, 3, conv_bias=False)),
+        ),
+    },
+    "lfm2": {
+        "qk_norm": True,
+        "layers": (
+            replace(LAYER, rope=None, recurrence=ShortConv.of(384, 3)),
+            replace(LAYER, experts=WHOLE_GROUPS, intermediate_size=128),
+            replace(LAYER, rope=None, recurrence=ShortConv.of(384, 4)),
         ),
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},

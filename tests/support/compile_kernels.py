@@ -24,10 +24,17 @@ from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
+from compress.kernels.mamba2 import fused as mamba2
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Saving, Sequences
+from compress.kernels.operands.recurrent_states import (
+    DeltaWeights,
+    MambaWeights,
+    RecurrentStates,
+    Saving,
+    Sequences,
+)
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
@@ -38,6 +45,7 @@ from compress.kernels.select import candidates
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
+from compress.models.mamba2 import Mamba2
 from compress.quant.kv import HADAMARD_HEAD_DIMS
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
@@ -77,7 +85,7 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
-    for module in (*attentions, *latents, *linears, delta_net, router, launch, quantize_rows):
+    for module in (*attentions, *latents, *linears, delta_net, mamba2, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -99,6 +107,7 @@ def compile_all(sm: int) -> list[Any]:
         for num_heads in (16, 20, 128):
             compile_latents(num_heads, kv_format)
     compile_delta_net()
+    compile_mamba2()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -198,6 +207,29 @@ def compile_delta_net() -> None:
         prompt = Sequences.of_prefill(torch.zeros(1).long(), (rows,), (rows,))
         for each in (states, replace(states, saving=saving)):
             delta_net.delta_net(x_TF, torch.zeros(rows, 8), in_dtype, each, prompt)
+
+
+def compile_mamba2() -> None:
+    """Compile the kernels of a Mamba-2 mixer with the widths of Granite 4, for a step and for a prompt, with
+    a norm of all heads and of groups."""
+    facts = Mamba2(128, 1, 128, 64, 4, conv_bias=True)
+    states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
+    saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
+    step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
+    num_rows = mamba2.SHORT_ROWS + 1
+    prompt = Sequences.of_prefill(torch.zeros(1).long(), (num_rows,), (num_rows,))
+    width = facts.num_channels + facts.value_size + facts.num_heads
+    for dtype in (torch.bfloat16, torch.float32):
+        conv, bias = (torch.zeros(facts.num_channels, *rest, dtype=dtype) for rest in ((4,), ()))
+        norm = torch.zeros(facts.value_size, dtype=dtype)
+        zeros = torch.zeros(facts.num_heads)
+        weights = MambaWeights(conv, bias, zeros, zeros, zeros, norm, 1, 1e-5)
+        mamba2.mamba2(torch.zeros(6, width, dtype=dtype), weights, states, step)
+        rows_TF = torch.zeros(num_rows, width, dtype=dtype)
+        in_groups = replace(weights, conv_bias_F=None, norm_groups=8)
+        mamba2.mamba2(rows_TF, weights, states, prompt)
+        mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
 
 
 LINEARS = (

@@ -54,6 +54,8 @@ CONFIGS: dict[str, Any] = {
     "vaultgemma": transformers.VaultGemmaConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "bamba": transformers.BambaConfig,
+    "lfm2": transformers.Lfm2Config,
+    "lfm2_moe": transformers.Lfm2MoeConfig,
     "solar_open": transformers.SolarOpenConfig,
     "exaone_moe": transformers.ExaoneMoeConfig,
     "hy_v3": transformers.HYV3Config,
@@ -265,6 +267,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
     "bamba": {"mamba_n_heads": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
     "idefics3": {"model_type": "llama"},
@@ -1123,6 +1126,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bamba",
         {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2-adjusted-width-untied": (
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "block_multiple_of": 8,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm2_moe-without-bias": (
+        "lfm2_moe",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_dense_layers": 2,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+        },
+    ),
     "solar_open": (
         "solar_open",
         {
@@ -1435,7 +1467,7 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
             else:
                 parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))

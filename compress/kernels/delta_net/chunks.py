@@ -22,12 +22,9 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
-from compress.models.delta_net import DeltaNet
+from compress.kernels.recurrence.chunking import few_rows
+from compress.kernels.recurrence.rounding import rounded
 
-FEW_ROWS = 16
-"""So few rows take longer in chunks than one after the other."""
-MAX_KEY = 128
-"""Numbers of a key whose products fit a multiprocessor."""
 BOX = 64
 SOLVE_WARPS = 4
 """Columns that one product of the first launch has, and the warps of its programs."""
@@ -37,15 +34,6 @@ STAGES = 4
 WIDE_STAGES = 2
 """Columns of a state that one program of the second launch has, its warps, and its stages; fewer in float32,
 whose chunks are twice as large."""
-
-
-@jit()
-def _rounded(x: tl.tensor, TF32: tl.constexpr) -> tl.tensor:
-    """Round numbers to the nearest of TF32, to which tensor cores would cut them off."""
-    if TF32:
-        nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        return tl.where(x == x, nearest, x)
-    return x
 
 
 @jit()
@@ -144,7 +132,7 @@ def _solve(
             d = begin + tl.arange(0, BOX)[None, :]
             at = mixed_at + 2 * G * K + head * V + d
             box = tl.load(at, mask=real[:, None] & (d < V), other=0.0)
-            box = _rounded(box * beta[:, None], TF32)
+            box = rounded(box * beta[:, None], TF32)
             solved = tl.dot(factor.to(tl.float32), box, input_precision=PRECISION)
             tl.store(own_ptr + place * (N * V_TILE) + row * V_TILE + d, solved)
 
@@ -224,9 +212,9 @@ def _advance(
             scores = tl.load(scores_at).to(tl.float32)
             own = tl.load(own_at)
             kept = tl.load(kept_at)
-            found = _rounded(state, TF32)
+            found = rounded(state, TF32)
             update = own - tl.dot(of_state, found, input_precision=PRECISION)
-            update = _rounded(update, TF32)
+            update = rounded(update, TF32)
             out = tl.dot(query, found, input_precision=PRECISION)
             out = tl.dot(scores, update, out, input_precision=PRECISION)
             state = tl.dot(key, update, state * kept, input_precision=PRECISION)
@@ -243,17 +231,6 @@ def _advance(
         tl.store(after + inner, state, mask=real)
         if SAVES:
             tl.store(saved_at, state, mask=real & (length == wanted))
-
-
-def few_rows(states: RecurrentStates) -> int:
-    """Return the most rows of a sequence in a pass that all go row by row. Of more, only the last do, as many
-    as leave a state each."""
-    return FEW_ROWS + states.num_kept - 1
-
-
-def fit(delta: DeltaNet) -> bool:
-    """Return whether the products of a head fit a multiprocessor."""
-    return delta.key_dim <= MAX_KEY
 
 
 def recur(
@@ -299,7 +276,7 @@ def recur(
         "K": delta.key_dim,
         "V": delta.value_dim,
         "N": CHUNK,
-        "FEW": few_rows(states),
+        "FEW": few_rows(states.num_kept),
         "REST": states.num_kept - 1,
         "K_TILE": k_tile,
         "V_TILE": v_tile,

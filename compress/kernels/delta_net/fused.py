@@ -1,8 +1,9 @@
 """A gated delta net between its linears: launches for the convolution, for the recurrence of each sequence,
 and for the gated norm of each head, which also keeps the inputs of the last positions.
 
-Rows of decode, and a few of a prompt, go one after the other (`steps.py`), so that the bits of a row do not
-depend on how many rows of its sequence a step has. Longer parts of prompts go in chunks (`chunks.py`).
+Rows of decode, and a few of a prompt, go one after the other (`recurrence/steps.py`), so that the bits of a
+row do not depend on how many rows of its sequence a step has. Longer parts of prompts go in chunks
+(`chunks.py`).
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
 K key dimension, V value dimension, W positions of the convolution, M inputs of a slot.
@@ -20,9 +21,11 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.delta_net import chunks, steps
+from compress.kernels.delta_net import chunks
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
+from compress.kernels.recurrence import chunking, steps
+from compress.kernels.recurrence.inputs import convolved
 from compress.kernels.select import Kernel, register
 from compress.models.delta_net import LENGTH_EPS
 from compress.models.limits import MAX_SIZE
@@ -80,23 +83,25 @@ def _convolve(
     in_pass = row < num_rows
     real = in_pass & (d < size)
     wait(PDL)
-    sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
-    start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    total = tl.zeros([ROWS, TILE], tl.float32)
-    for tap in tl.static_range(W):
-        source = row - (W - 1) + tap
-        position = first + (source - start)
-        here = tl.load(
-            x_ptr + source.to(tl.int64) * row_stride + channel, mask=real & (source >= start), other=0.0
-        )
-        before = (source < start) & (position >= 0)
-        place = slot * M + tl.maximum(position, 0) % M
-        past = tl.load(past_ptr + place * F + channel, mask=real & before, other=0.0)
-        weight = tl.load(conv_ptr + channel * W + tap, mask=d < size, other=0.0).to(tl.float32)
-        total = total + tl.where(source >= start, here.to(tl.float32), past) * weight
+    total = convolved(
+        x_ptr,
+        conv_ptr,
+        past_ptr,
+        context_lens_ptr,
+        slots_ptr,
+        starts_ptr,
+        of_row_ptr,
+        row,
+        channel,
+        in_pass,
+        d < size,
+        num_rows,
+        num_sequences,
+        row_stride,
+        F,
+        W,
+        M,
+    )
     rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)
     mixed = (rounded / (1 + tl.exp(-rounded))).to(x_ptr.dtype.element_ty).to(tl.float32)
     length = tl.rsqrt(tl.sum(mixed * mixed, axis=1, keep_dims=True) + length_eps)
@@ -200,7 +205,7 @@ def delta_net(
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     counts = num_rows, num_sequences
     options = pdl_options(device)
-    by_chunks = is_prompt and num_rows > chunks.FEW_ROWS and chunks.fit(delta)
+    by_chunks = is_prompt and num_rows > chunking.FEW_ROWS and chunking.fit(delta)
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
     _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,
@@ -229,8 +234,8 @@ def delta_net(
     )
     if by_chunks:
         chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
-    few = chunks.few_rows(states) if by_chunks else MAX_SIZE
-    steps.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options, few_rows=few)
+    few = chunking.few_rows(states.num_kept) if by_chunks else MAX_SIZE
+    steps.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options, few_rows=few, replaces=True)
     share = triton.cdiv(delta.num_channels, delta.num_heads)
     _norm_and_keep[(triton.cdiv(num_rows, rows), delta.num_heads)](
         qkv_gate_TF,

@@ -1,5 +1,5 @@
-"""Bamba (IBM, Princeton, CMU and UIUC, 2024): most layers have a Mamba-2 mixer in place of attention, of which
-half of each head rotates."""
+"""Bamba (IBM, Princeton, CMU and UIUC, 2024): most layers have a Mamba-2 mixer in place of attention, of
+which half of each head rotates."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from compress.models.mamba2_config import (
     MAMBA_MODULES,
     mamba2_of,
 )
-from compress.models.mixture import Mixture
+from compress.models.mixture import Mixture, apart
 from compress.untrusted.fields import Fields
 
 _TYPES = {"attention": FULL, FULL: FULL, "mamba": LINEAR, LINEAR: LINEAR}
@@ -82,7 +82,10 @@ FAMILIES.add(
                 for linear, name in {"gate": "input", "up": "input", "down": "output"}.items()
             },
         },
-        expert_layouts=LAYOUTS,
+        expert_layouts=(
+            *LAYOUTS,
+            apart("block_sparse_moe.experts", methods=("compressed-tensors",)),
+        ),
         known_fields=MAMBA_FIELDS
         | frozenset(
             {

@@ -75,7 +75,7 @@ class Proposer(Protocol):
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes of the states of its own delta nets for one request."""
+        """Bytes of the states of its own recurrences for one request."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

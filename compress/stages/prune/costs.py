@@ -1,7 +1,7 @@
 """The cost of a pruned model: parameters, or the time of one decode step in 16 bits.
 
 The time is that of the linear groups of all layers, of the head, of reading a cache of `context` positions,
-and of reading and writing the states of delta nets.
+and of reading and writing the states of recurrences.
 """
 
 from collections.abc import Sequence

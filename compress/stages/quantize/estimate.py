@@ -140,9 +140,9 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
 
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
-    """Return what the runtime keeps of a model with latent attention or delta nets."""
+    """Return what the runtime keeps of a model with latent attention or recurrences."""
     if arch.has_recurrences:
-        return (f"delta nets: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
+        return (f"recurrences: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
     if not arch.has_latents:
         return ()
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)

@@ -1,10 +1,10 @@
-"""The recurrence of a gated delta net over rows one after the other: all of a decode step, a few of a prompt,
-and the last of a prompt that leave states of their own.
+"""A recurrence over rows one after the other: all of a decode step, a few of a prompt, and the last of a
+prompt that leave states of their own. A delta net replaces what a state holds of a key, others add to it.
 
 One program has some columns of the state of a head in registers and goes from row to row, so the bits of a
 row do not depend on how many rows of its sequence a step has.
 
-Shapes: T rows, F channels of the convolution, Z = H V, H value heads, G key heads, K key dimension, V value
+Shapes: T rows, F channels of the convolution, Z = H V, H heads, G key heads, K key dimension, V value
 dimension, N states of a slot.
 """
 
@@ -42,6 +42,7 @@ def _recur(
     K_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     FEW: tl.constexpr,
+    REPLACES: tl.constexpr,
     SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -79,13 +80,13 @@ def _recur(
     k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
     v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0)
     keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
-    beta_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
+    factor_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
     for idx in range(length):
         q = q_next
         k = k_next
         v = v_next
         keep = tl.exp(keep_next)
-        beta = beta_next
+        factor = factor_next
         q_at += F
         v_at += F
         gate_at += 2 * H
@@ -94,11 +95,14 @@ def _recur(
         k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0)
         v_next = tl.load(v_at, mask=v_real & follows, other=0.0)
         keep_next = tl.load(gate_at, mask=follows, other=0.0)
-        beta_next = tl.load(gate_at + H, mask=follows, other=0.0)
+        factor_next = tl.load(gate_at + H, mask=follows, other=0.0)
         # Both products with the state before the row, so that neither waits for the other.
-        held = tl.sum(state * k, axis=1, keep_dims=True) * keep
+        if REPLACES:
+            held = tl.sum(state * k, axis=1, keep_dims=True) * keep
         found = tl.sum(state * q, axis=1, keep_dims=True) * keep
-        update = (v - held) * beta
+        if REPLACES:
+            v -= held
+        update = v * factor
         out = found + update * tl.sum(k * q, axis=1, keep_dims=True)
         state = state * keep + update * k
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
@@ -119,12 +123,17 @@ def recur(
     options: dict[str, Any],
     *,
     few_rows: int,
+    replaces: bool,
 ) -> None:
     """Write the outputs and the states of sequences with at most `few_rows` rows in the pass, and of others
-    of the last rows, one fewer than the states that are kept. Operands are those of `chunks.recur`."""
-    delta = states.recurrence
+    of the last rows, one fewer than the states that are kept.
+
+    `mixed_TF` are queries, keys and values, `gates_TH` the log of what a state keeps and the factor of
+    updates [T, 2 H], all float32. An update `replaces` what the state holds of its key, or is added.
+    """
+    facts = states.recurrence
     num_sequences = len(sequences.starts_R)
-    _recur[(num_sequences, delta.num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
+    _recur[(num_sequences, facts.num_heads, triton.cdiv(facts.value_dim, COLUMNS))](
         mixed_TF,
         gates_TH,
         states.heads,
@@ -135,15 +144,16 @@ def recur(
         out_TZ,
         len(mixed_TF),
         num_sequences,
-        H=delta.num_heads,
-        G=delta.num_key_heads,
-        K=delta.key_dim,
-        V=delta.value_dim,
-        F=delta.num_channels,
+        H=facts.num_heads,
+        G=facts.num_key_heads,
+        K=facts.key_dim,
+        V=facts.value_dim,
+        F=facts.num_channels,
         N=states.num_kept,
-        K_TILE=triton.next_power_of_2(delta.key_dim),
+        K_TILE=triton.next_power_of_2(facts.key_dim),
         COLUMNS=COLUMNS,
         FEW=few_rows,
+        REPLACES=replaces,
         SAVES=sequences.chunks_C4 is not None and states.saving is not None,
         num_warps=WARPS,
         **options,

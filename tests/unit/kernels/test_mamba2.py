@@ -1,0 +1,200 @@
+"""Kernels of Mamba-2 mixers: every one that runs here against the decoder's own chunks, and the bits of a
+sequence however it is cut, in any company, and after proposals that were not kept. In triton's interpreter
+those are the GPU's kernels, too, on a GPU the same."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.mamba2 import fused
+from compress.kernels.operands.recurrent_states import MambaWeights
+from compress.kernels.select import Kernel, candidates
+from compress.models.mamba2 import Mamba2, state_space_scan
+from compress.models.norms import Norm
+from compress.models.recurrence import convolved
+from compress.runtime.deployment import SHORT_PROMPT_ROWS
+from tests.support import recurrences
+from tests.support.recurrences import assert_close, each_dtype, run, slots
+
+SHAPES = {
+    "two groups, normed each": Mamba2(4, 2, 8, 12, 4, conv_bias=True),
+    "three heads of a wide state": Mamba2(3, 1, 24, 8, 2, conv_bias=False),
+    "as Granite 4": Mamba2(2, 1, 128, 64, 4, conv_bias=True),
+}
+each_shape = pytest.mark.parametrize("mamba", SHAPES.values(), ids=SHAPES)
+each_kernel = recurrences.each_kernel("mamba2")
+PADDING = 5
+"""Columns after those of dt, which no kernel reads."""
+
+
+@dataclass
+class Case(recurrences.Case):
+    """C, B, x, gates and dt of one sequence."""
+
+    @staticmethod
+    def of(mamba: Mamba2, device: str, length: int, dtype: torch.dtype, seed: int) -> "Case":
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        heads = mamba.num_heads
+        weights = MambaWeights(
+            randn(mamba.num_channels, mamba.kernel_size).to(device, dtype),
+            randn(mamba.num_channels).to(device, dtype) if mamba.conv_bias else None,
+            -randn(heads).exp().to(device),
+            (randn(heads) - 2).to(device),
+            randn(heads).to(device),
+            (1 + 0.1 * randn(mamba.value_size)).to(device, dtype),
+            mamba.num_key_heads,
+            1e-5,
+        )
+        rows = randn(length, mamba.num_channels + mamba.value_size + heads).to(device, dtype)
+        return Case(mamba, weights, (F.pad(rows, (0, PADDING), value=torch.nan),))
+
+    def law(self) -> Tensor:
+        mamba = self.facts
+        weights: MambaWeights = self.weights
+        sizes = [mamba.num_channels, mamba.value_size, mamba.num_heads]
+        inputs, gate, dt = self.rows[0][:, :-PADDING].float().split(sizes, dim=1)
+        bias = None if weights.conv_bias_F is None else weights.conv_bias_F.float()
+        mixed = convolved(inputs.unsqueeze(0), weights.conv_FW.float(), None, bias)
+        c, b, x = mixed.split([mamba.key_size, mamba.key_size, mamba.value_size], dim=-1)
+        repeat = mamba.num_heads // mamba.num_key_heads
+        c, b = (each.unflatten(-1, (-1, mamba.key_dim)).repeat_interleave(repeat, dim=-2) for each in (c, b))
+        x = x.unflatten(-1, (-1, mamba.value_dim))
+        dt = F.softplus(dt + weights.dt_bias_H).unsqueeze(0)
+        out, _ = state_space_scan(c, b, x * dt.unsqueeze(-1), weights.decay_rate_H * dt)
+        out = (out + weights.skip_H.unsqueeze(-1) * x)[0].flatten(1) * F.silu(gate)
+        groups = weights.norm_groups
+        norm = Norm(mamba.value_size, weights.norm_eps, heads=groups)
+        norm.weight = torch.nn.Parameter(weights.norm_Z.float())
+        with torch.no_grad():
+            normed: Tensor = norm(out if groups == 1 else out.unflatten(1, (groups, -1)))
+        return normed.flatten(1)
+
+
+def cases(mamba: Mamba2, device: str) -> recurrences.Cases:
+    return partial(Case.of, mamba, device)
+
+
+@each_kernel
+@each_shape
+@pytest.mark.parametrize("length", [11, 45])
+@each_dtype
+def test_outputs_are_those_of_the_decoder(
+    kernel: Kernel, device: str, mamba: Mamba2, dtype: torch.dtype, length: int
+) -> None:
+    case = Case.of(mamba, device, length, dtype, 0)
+    (out,) = run(kernel, [(case, 2, 0, length)], slots(mamba, 1, device))
+    assert_close(out, case.law())
+
+
+@each_kernel
+def test_all_heads_are_normed_at_once_whatever_their_groups(
+    kernel: Kernel, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one tile, and in more than one."""
+    mamba = SHAPES["two groups, normed each"]
+    case = Case.of(mamba, device, 5, torch.float32, 0)
+    case.weights = replace(case.weights, norm_groups=1)
+    for tile in (fused.NORM_TILE, 32):
+        monkeypatch.setattr(fused, "NORM_TILE", tile)
+        (out,) = run(kernel, [(case, 2, 0, 5)], slots(mamba, 1, device))
+        assert_close(out, case.law())
+
+
+@each_kernel
+@each_shape
+def test_the_bits_of_a_row_are_the_same_however_its_sequence_is_cut_and_in_any_company(
+    kernel: Kernel, device: str, mamba: Mamba2
+) -> None:
+    recurrences.check_bits(kernel, device, cases(mamba, device))
+
+
+@each_kernel
+@each_shape
+def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str, mamba: Mamba2) -> None:
+    recurrences.check_rows_not_kept(kernel, device, cases(mamba, device))
+
+
+@each_kernel
+@each_shape
+@each_dtype
+def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
+    kernel: Kernel, device: str, mamba: Mamba2, dtype: torch.dtype
+) -> None:
+    recurrences.check_prompts_in_parts(kernel, device, cases(mamba, device), dtype)
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [9, 40])
+def test_products_of_c_and_b_may_be_beyond_the_range_of_float16(
+    kernel: Kernel, device: str, length: int
+) -> None:
+    mamba = SHAPES["as Granite 4"]
+    case = Case.of(mamba, device, length, torch.float16, 0)
+    case.rows[0][:, : 2 * mamba.key_size] = 60
+    case.weights.conv_FW[: 2 * mamba.key_size] = 0.5
+    (out,) = run(kernel, [(case, 1, 0, length)], slots(mamba, 1, device))
+    assert_close(out, case.law())
+
+
+@each_kernel
+def test_heads_that_change_slowly_are_as_exact(kernel: Kernel, device: str) -> None:
+    """1 + exp(dt) has few bits of exp(dt), which all that is added to a state is multiplied by."""
+    mamba = SHAPES["as Granite 4"]
+    case = Case.of(mamba, device, 9, torch.float32, 0)
+    case.weights.dt_bias_H.fill_(-12)
+    case.weights.skip_H.zero_()
+    case.weights = replace(case.weights, norm_eps=1e-20)
+    (out,) = run(kernel, [(case, 1, 0, 9)], slots(mamba, 1, device))
+    assert_close(out, case.law())
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [18, 40])
+def test_a_prompt_leaves_the_states_after_its_last_positions(
+    kernel: Kernel, device: str, length: int
+) -> None:
+    mamba = SHAPES["two groups, normed each"]
+    recurrences.check_last_states(kernel, device, cases(mamba, device), length)
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [9, 40])
+def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, length: int) -> None:
+    recurrences.check_no_number_is_hidden(kernel, device, cases(SHAPES["as Granite 4"], device), length)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    "mamba",
+    [*SHAPES.values(), Mamba2(1, 1, 136, 8, 2, conv_bias=True)],
+    ids=[*SHAPES, "in no chunks"],
+)
+@pytest.mark.parametrize("num_kept", [1, 4])
+def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
+    kernel: Kernel, device: str, mamba: Mamba2, num_kept: int
+) -> None:
+    recurrences.check_saved_states(kernel, device, cases(mamba, device), num_kept)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the order of a sum is a GPU's")
+def test_a_row_of_a_large_decode_step_has_the_bits_of_a_row_alone() -> None:
+    kernel = next(each for each in candidates("mamba2") if each.name == "fused")
+    recurrences.check_large_step(kernel, cases(SHAPES["as Granite 4"], "cuda"))
+
+
+def test_short_prompts_are_those_of_the_runtime() -> None:
+    """In a pass of so few rows, the bits of a row may not depend on its company."""
+    assert fused.SHORT_ROWS >= SHORT_PROMPT_ROWS
+
+
+@each_kernel
+def test_a_decode_step_is_a_prefill_of_its_rows(kernel: Kernel, device: str) -> None:
+    recurrences.check_decode_step(kernel, device, cases(SHAPES["two groups, normed each"], device))
