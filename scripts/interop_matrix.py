@@ -74,6 +74,8 @@ class Machine:
             return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
         if case.family in LATENT:
             return "from the second token on it computes latent attention otherwise, of dense weights too"
+        if case.arch.has_recurrence("conv"):
+            return "it computes short convolutions otherwise, by 0.13 nats a token in each scheme"
         if case.arch.has_recurrence("delta"):
             if case.family.startswith("qwen3_5"):
                 return "its class imports torchvision, which its environment leaves out"

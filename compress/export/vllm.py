@@ -17,6 +17,8 @@ ROUTERS = {
 LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
+SHORT_CONVS = "it computes short convolutions otherwise than transformers, in every scheme"
+"""Why its CPU build (0.32) is stated to load no model with them: probabilities differ by a seventh."""
 DELTA_NETS = "gated delta nets in bfloat16 alone"
 """Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
 KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
@@ -70,6 +72,7 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
     refused = refused or ROUTERS.get(arch.family) or (LATENTS if arch.has_latents else None)
+    refused = refused or (SHORT_CONVS if arch.has_recurrence("conv") else None)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
     experts = _of_experts(arch, scheme)

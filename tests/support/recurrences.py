@@ -153,10 +153,12 @@ def check_prompts_in_parts(kernel: Kernel, device: str, cases: Cases, dtype: tor
         assert_close(out, law)
 
 
-def check_last_states(kernel: Kernel, device: str, cases: Cases, length: int) -> None:
+def check_last_states(
+    kernel: Kernel, device: str, cases: Cases, length: int, dtype: torch.dtype = torch.float32
+) -> None:
     """A prompt leaves the states after its last positions: a draft model takes positions again whose tokens
     the target has replaced."""
-    case = cases(length + 2, torch.float32, 0)
+    case = cases(length + 2, dtype, 0)
     for again in (1, 3):
         states = slots(case.facts, 4, device)
         run(kernel, [(case, 2, 0, length)], states)
@@ -174,10 +176,12 @@ def check_no_number_is_hidden(kernel: Kernel, device: str, cases: Cases, length:
     assert out.isnan().all()
 
 
-def check_saved_states(kernel: Kernel, device: str, cases: Cases, num_kept: int) -> None:
+def check_saved_states(
+    kernel: Kernel, device: str, cases: Cases, num_kept: int, dtype: torch.dtype = torch.float32
+) -> None:
     """A state is saved on the way, and its sequence goes on from it elsewhere: one sequence in two passes,
     which save after 96 and after 142 tokens; another whose pass ends there."""
-    case, other = pair(cases, 150)
+    case, other = pair(cases, 150, dtype)
     saved = StackedStates.empty(case.facts, 1, 3, 1, torch.device(device))
     stack = StackedStates.empty(case.facts, 1, 4, num_kept, torch.device(device))
     for each in (saved.inputs, saved.heads, stack.inputs, stack.heads):
@@ -191,7 +195,7 @@ def check_saved_states(kernel: Kernel, device: str, cases: Cases, num_kept: int)
             wanted_S2[slot] = torch.tensor((num_tokens, place))
 
     want((2, 96, 1), (1, 64, 2))
-    fresh = cases(40, torch.float32, 2)
+    fresh = cases(40, dtype, 2)
     run(kernel, [(case, 2, 0, 110), (other, 1, 0, 64), (fresh, 3, 0, 40)], states)
     assert saved.heads[0, 0].isnan().all()
     _go_on(kernel, [(case, 96, 1), (other, 64, 2)], stack, saved)

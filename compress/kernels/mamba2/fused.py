@@ -3,7 +3,7 @@ recurrence of each sequence, and for the gated norm, which also keeps the inputs
 
 Rows of decode, and a few of a prompt, go one after the other (`recurrence/steps.py`), so that the bits of a
 row do not depend on how many rows of its sequence a step has. Longer parts of prompts go in chunks
-(`chunks.py`).
+(`chunks.py`) where the model has 16 bits.
 
 Shapes: T rows, F channels of the convolution (C, B and x) and after them Z = H V of the gate and H of dt, H
 heads, G groups, K state size, V dimension of a head, W positions of the convolution, M inputs of a slot.
@@ -307,7 +307,8 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     counts = num_rows, num_sequences, rows_TF.stride(0)
     options = pdl_options(device)
-    by_chunks = is_prompt and num_rows > chunking.FEW_ROWS and chunking.fit(mamba)
+    is_long = is_prompt and num_rows > chunking.FEW_ROWS
+    by_chunks = is_long and rows_TF.dtype != torch.float32 and chunking.fit(mamba)
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, CONV_WARPS)
     _convolve[(triton.cdiv(num_rows, rows), triton.cdiv(mamba.num_channels, CHANNELS))](
         rows_TF,
@@ -332,7 +333,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
     )
     recurrent = mixed_TF, gates_TH, states, sequences, found_TZ, options
     if by_chunks:
-        chunks.recur(*recurrent, wide=rows_TF.dtype == torch.float32)
+        chunks.recur(*recurrent)
     few = chunking.few_rows(states.num_kept) if by_chunks else MAX_SIZE
     steps.recur(*recurrent, few_rows=few, replaces=False)
     part = mamba.value_size // weights.norm_groups

@@ -158,11 +158,12 @@ def test_heads_that_change_slowly_are_as_exact(kernel: Kernel, device: str) -> N
 
 @each_kernel
 @pytest.mark.parametrize("length", [18, 40])
+@each_dtype
 def test_a_prompt_leaves_the_states_after_its_last_positions(
-    kernel: Kernel, device: str, length: int
+    kernel: Kernel, device: str, length: int, dtype: torch.dtype
 ) -> None:
     mamba = SHAPES["two groups, normed each"]
-    recurrences.check_last_states(kernel, device, cases(mamba, device), length)
+    recurrences.check_last_states(kernel, device, cases(mamba, device), length, dtype)
 
 
 @each_kernel
@@ -177,11 +178,11 @@ def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, le
     [*SHAPES.values(), Mamba2(1, 1, 136, 8, 2, conv_bias=True)],
     ids=[*SHAPES, "in no chunks"],
 )
-@pytest.mark.parametrize("num_kept", [1, 4])
+@pytest.mark.parametrize(("num_kept", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.float32)])
 def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
-    kernel: Kernel, device: str, mamba: Mamba2, num_kept: int
+    kernel: Kernel, device: str, mamba: Mamba2, num_kept: int, dtype: torch.dtype
 ) -> None:
-    recurrences.check_saved_states(kernel, device, cases(mamba, device), num_kept)
+    recurrences.check_saved_states(kernel, device, cases(mamba, device), num_kept, dtype)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the order of a sum is a GPU's")
