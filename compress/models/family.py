@@ -341,6 +341,9 @@ class Family:
                 stated_name = used.get(name, name)
                 by_layer = isinstance(config.get(stated_name), list) and not isinstance(value, list)
                 config[stated_name] = [value] * arch.num_layers if by_layer else value
+        for name, other in self.aliases.items():
+            if other in config and name in config:
+                config[other] = config[name]
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:

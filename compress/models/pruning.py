@@ -146,20 +146,17 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     layers = tuple(arch.layers[idx] for idx in kept)
     family = family_of({"model_type": arch.family})
     stated = family.completed(arch.config)
-    by_layer = {
-        name: [stated[name][idx] for idx in kept]
-        for name in FIELDS_BY_LAYER
-        if isinstance(stated.get(name), list)
-    }
+    found = {name: arch.config.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
+    by_layer = {name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)}
     indices = {
         name: [new for new, idx in enumerate(kept) if idx in stated[name]]
         for name in INDICES_OF_LAYERS
         if isinstance(stated.get(name), list)
     }
-    if indices:  # by which the family has the types
-        by_layer = {**by_layer, **indices}
+    if indices and not arch.config.get("layer_types"):  # the indices alone state the types
         by_layer.pop("layer_types", None)
-    elif "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
+    by_layer |= indices
+    if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
         by_layer["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]

@@ -22,6 +22,10 @@ from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
 
+MAX_KERNEL = 32
+"""The positions of a convolution, whose inputs are saved from one chunk of a prompt."""
+
+
 @dataclass(frozen=True)
 class Recurrence(ABC):
     """The widths of one recurrence. The query and key of a key head serve `num_heads / num_key_heads`
@@ -70,7 +74,9 @@ class Recurrence(ABC):
         """Return the shapes of the other parameters."""
 
     def why_unfit(self) -> str | None:
-        """Return why the widths do not fit one another, None where they do."""
+        """Return why the widths do not fit one another or the runtime, None where they do."""
+        if self.kernel_size > MAX_KERNEL:
+            return f"a convolution over {self.kernel_size} positions; the runtime has at most {MAX_KERNEL}."
         if self.num_heads % self.num_key_heads:
             return (
                 f"{self.num_heads} heads of a recurrence cannot share {self.num_key_heads} key heads evenly."

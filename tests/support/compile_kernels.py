@@ -42,10 +42,12 @@ from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
+from compress.kernels.short_conv import fused as short_conv
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.mamba2 import Mamba2
+from compress.models.short_conv import ShortConv
 from compress.quant.kv import HADAMARD_HEAD_DIMS
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
@@ -85,7 +87,17 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
-    for module in (*attentions, *latents, *linears, delta_net, mamba2, router, launch, quantize_rows):
+    for module in (
+        *attentions,
+        *latents,
+        *linears,
+        delta_net,
+        mamba2,
+        short_conv,
+        router,
+        launch,
+        quantize_rows,
+    ):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
@@ -108,6 +120,7 @@ def compile_all(sm: int) -> list[Any]:
             compile_latents(num_heads, kv_format)
     compile_delta_net()
     compile_mamba2()
+    compile_short_conv()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -230,6 +243,22 @@ def compile_mamba2() -> None:
         in_groups = replace(weights, conv_bias_F=None, norm_groups=8)
         mamba2.mamba2(rows_TF, weights, states, prompt)
         mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
+
+
+def compile_short_conv() -> None:
+    """Compile the kernels of a short convolution with the widths of LFM2, for a step and for a prompt."""
+    facts = ShortConv.of(2048, 3)
+    states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
+    saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
+    step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
+    prompt = Sequences.of_prefill(torch.zeros(1).long(), (6,), (6,))
+    for dtype in (torch.bfloat16, torch.float32):
+        rows_TF = torch.zeros(6, 3 * facts.num_channels, dtype=dtype)
+        conv_FW = torch.zeros(facts.num_channels, facts.kernel_size, dtype=dtype)
+        short_conv.short_conv(rows_TF, conv_FW, states, step)
+        for each in (states, replace(states, saving=saving)):
+            short_conv.short_conv(rows_TF, conv_FW, each, prompt)
 
 
 LINEARS = (

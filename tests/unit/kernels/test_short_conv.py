@@ -1,5 +1,5 @@
-"""Kernels of gated short convolutions: every one that runs here against the decoder's own convolution, and the
-bits of a sequence however it is cut, in any company, and after proposals that were not kept. In triton's
+"""Kernels of gated short convolutions: every one that runs here against the decoder's own convolution, and
+the bits of a sequence however it is cut, in any company, and after proposals that were not kept. In triton's
 interpreter those are the GPU's kernels, too, on a GPU the same."""
 
 from collections.abc import Callable
@@ -29,7 +29,6 @@ SHAPES = {
     "odd": ShortConv.of(40, 3),
     "beyond a block": ShortConv.of(300, 4),
     "one position": ShortConv.of(40, 1),
-    "a whole block": ShortConv.of(256, 3),
 }
 ODD = SHAPES["odd"]
 PADDING = 5
@@ -195,12 +194,11 @@ def test_proposals_of_decode_steps_that_are_not_kept_are_overwritten(
 
 
 @each_kernel
-@each_shape
 @each_dtype
 def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
-    kernel: Kernel, device: str, conv: ShortConv, dtype: torch.dtype
+    kernel: Kernel, device: str, dtype: torch.dtype
 ) -> None:
-    recurrences.check_prompts_in_parts(kernel, device, cases(conv, device), dtype)
+    recurrences.check_prompts_in_parts(kernel, device, cases(ODD, device), dtype)
 
 
 @each_kernel
@@ -255,12 +253,11 @@ def test_a_product_that_is_no_number_is_not_hidden_and_is_forgotten_after_its_po
 
 
 @each_kernel
-@each_shape
 @pytest.mark.parametrize("num_kept", [1, 4])
 def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
-    kernel: Kernel, device: str, conv: ShortConv, num_kept: int
+    kernel: Kernel, device: str, num_kept: int
 ) -> None:
-    recurrences.check_saved_states(kernel, device, cases(conv, device), num_kept)
+    recurrences.check_saved_states(kernel, device, cases(ODD, device), num_kept)
 
 
 @each_kernel
@@ -270,8 +267,8 @@ def test_the_bits_after_a_saved_state_are_those_after_the_tokens_before_it(
     kernel: Kernel, device: str, conv: ShortConv, num_kept: int
 ) -> None:
     """States saved in the first pass and in the second, of two sequences; a third saves none."""
-    case, other = recurrences.pair(cases(conv, device), 75)
-    whole, of_other = (run(kernel, [(each, 1, 0, 75)], slots(conv, 1, device))[0] for each in (case, other))
+    case, other = recurrences.pair(cases(conv, device), 44)
+    whole, of_other = (run(kernel, [(each, 1, 0, 44)], slots(conv, 1, device))[0] for each in (case, other))
     saved, stack, blank = (
         StackedStates.empty(conv, 1, *counts, torch.device(device))
         for counts in ((3, 1), (4, num_kept), (4, num_kept))
@@ -281,17 +278,17 @@ def test_the_bits_after_a_saved_state_are_those_after_the_tokens_before_it(
     wanted_S2 = torch.zeros(4, 2, dtype=torch.int32, device=device)
     states = replace(stack.layer(0), saving=Saving(saved.inputs[0], saved.heads[0], wanted_S2))
     wanted_S2[2] = torch.tensor((32, 1))
-    fresh = Case.of(conv, device, 40, torch.float32, 2)
-    run(kernel, [(fresh, 3, 0, 40), (case, 2, 0, 50), (other, 1, 0, 7)], states)
+    fresh = Case.of(conv, device, 3, torch.float32, 2)
+    run(kernel, [(fresh, 3, 0, 3), (case, 2, 0, 36), (other, 1, 0, 5)], states)
     wanted_S2[2] = 0
-    wanted_S2[1] = torch.tensor((39, 2))
-    run(kernel, [(other, 1, 7, 45)], states)
+    wanted_S2[1] = torch.tensor((37, 2))
+    run(kernel, [(other, 1, 5, 40)], states)
     assert saved.inputs[:, 0].isnan().all()
-    blank.restore(saved, [SavedState(3, 1, 32), SavedState(2, 2, 39)])
-    for each, law, slot, begin, place in ((case, whole, 3, 32, 1), (other, of_other, 2, 39, 2)):
+    blank.restore(saved, [SavedState(3, 1, 32), SavedState(2, 2, 37)])
+    for each, law, slot, begin, place in ((case, whole, 3, 32, 1), (other, of_other, 2, 37, 2)):
         before = range(begin + 1 - conv.kernel_size, begin)
         assert_kept(replace(blank.layer(0), inputs=saved.inputs[0]), each, place, before)
-        step, end = (run, 75) if slot == 3 else (decode, begin + num_kept)
+        step, end = (run, 44) if slot == 3 else (decode, begin + num_kept)
         (out,) = step(kernel, [(each, slot, begin, end)], blank.layer(0))
         assert torch.equal(out, law[begin:end])
 
