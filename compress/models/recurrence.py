@@ -21,7 +21,6 @@ from torch import Tensor
 from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 
-
 MAX_KERNEL = 32
 """The positions of a convolution, whose inputs are saved from one chunk of a prompt."""
 

@@ -27,8 +27,8 @@ class Malformed(ValueError):
 def parse_json(data: bytes | str, *, as_python: bool = False, spells_constants: bool = False) -> Any:
     """Return the value of one JSON document. With `as_python` NaN, half surrogates and repeated names pass,
     as Python and many data sets write them; depth and length of numbers are limited all the same. With
-    `spells_constants` NaN and Infinity come as `{"__float__": "Infinity"}`, which is how `transformers` 5
-    writes what it wrote as Python does before.
+    `spells_constants` Infinity comes as `{"__float__": "Infinity"}`, which is how `transformers` 5 writes
+    what it wrote as Python does before.
 
     Raises:
         Malformed: it is not JSON (RFC 8259), not UTF-8, or over a limit.
@@ -82,7 +82,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _spelled(name: str) -> dict[str, str]:
-    return {"__float__": name}
+    return _no_constant(name) if name == "NaN" else {"__float__": name}
 
 
 def _integer(digits: str) -> int:

@@ -42,8 +42,8 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
         *("original_max_position_embeddings", "sliding_window", "layer_types", "attention_chunk_size"),
     }
     spelled = FAMILIES.get(family).spelled
-    if family == "gpt_oss":
-        everywhere -= {"hidden_act"}  # its clamped gate is written out
+    if family in ("gpt_oss", "lfm2", "lfm2_moe"):
+        everywhere -= {"hidden_act"}  # their gates are written out
     assert {spelled.get(name, name) for name in everywhere} <= reads
     assert not reads & {"pretraining_tp", "use_mrope", "is_llama_config", "unsloth_fixed"}
 

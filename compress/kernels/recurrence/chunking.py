@@ -1,4 +1,4 @@
-"""Which rows of a pass a recurrence takes in chunks, and which one after the other.
+"""Rows of a pass that a recurrence takes in chunks, and others, which it takes one after the other.
 
 A few rows of a sequence go one after the other, so that their bits do not depend on how many rows a pass has
 of it; and so do the last rows of more, which leave states of their own, as many as a slot keeps but one.

@@ -27,8 +27,8 @@ def convolved(
     W: tl.constexpr,
     M: tl.constexpr,
 ) -> tl.tensor:
-    """Return the convolution of some rows [rows, 1] and channels [1, channels], in float32; `in_pass` and
-    `in_channels` say which of them are real."""
+    """Return the convolution of some rows [rows, 1] and channels [1, channels], in float32. Those
+    outside of `in_pass` or `in_channels` are not loaded."""
     real = in_pass & in_channels
     sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
     start = tl.load(starts_ptr + sequence)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 # In turns of about a minute each, which run at the same time; all are slow.
 TURNS = (
     ("attention_kernels", "attention_fp8", "columns", "decode_step"),
-    ("experts", "general_linear", "latents", "mamba2", "short_conv"),
+    ("experts", "general_linear", "latents"),
+    ("mamba2", "short_conv"),
     ("delta_net", "rope_store", "row_kernels", "verify_step", "w8a16"),
 )
 each_turn = pytest.mark.parametrize("turn", TURNS, ids="+".join)
