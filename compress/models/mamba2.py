@@ -30,8 +30,8 @@ NORM = "mamba.norm.weight"
 
 @dataclass(frozen=True)
 class Mamba2(Recurrence):
-    """The widths of one Mamba-2 mixer. The outputs of the heads of a key head are normed together; the
-    convolution has a bias or none."""
+    """The widths of one Mamba-2 mixer. One norm spans the outputs of all heads of a key head; the convolution
+    has a bias or none."""
 
     module: ClassVar[str] = "mamba"
     first_linears: ClassVar[tuple[str, ...]] = ("mamba.C", "mamba.B", "mamba.x", "mamba.gate", "mamba.dt")

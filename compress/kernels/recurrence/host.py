@@ -1,4 +1,4 @@
-"""What the kernels of recurrences on a CPU have in common: the rows that go at once, the convolution, and the
+"""Common parts of the kernels of recurrences on a CPU: the rows that go at once, the convolution, and the
 places of states.
 
 Rows that go one after the other have tensors of the same shapes, so that their bits depend on the sequence
