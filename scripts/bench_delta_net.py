@@ -126,7 +126,7 @@ def main() -> None:
         return
     device = pick_device()
     name, arch = read_arch(args.model)
-    delta = next(layer.recurrence for layer in arch.layers if layer.recurrence is not None)
+    delta = next(each.recurrence for each in arch.layers if isinstance(each.recurrence, DeltaNet))
     rows = [row for count in args.rows for row in measure(delta, count, device, args.repeats)]
     facts = {"model": name, "threads": torch.get_num_threads(), "repeats": args.repeats}
     write_results(args.out, rows, device=device, commit=args.commit, facts=facts)

@@ -41,8 +41,9 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
-    if _renames_mixers(arch) and any(".mamba." in linear for linear in scheme.dense):
-        return f"{RENAMED}; it takes dense ones for quantized"
+    is_by_name = len(scheme.of_layers) > 1 or any(".mamba." in linear for linear in scheme.dense)
+    if is_by_name and _renames_mixers(arch):
+        return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
+from compress.kernels.operands.recurrent_states import padded_rows
 from compress.kernels.problem import PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.layer_shape import LINEAR_GROUPS, LayerShape, LinearGroup
 from compress.quant.kv import (
     FP8_TOKEN_HEAD,
     HADAMARD_HEAD_DIMS,
@@ -76,8 +77,14 @@ def linear_shapes(arch: Arch) -> dict[str, tuple[int, int]]:
     for layer in dict.fromkeys(arch.layers):
         for group in layer.groups:
             if not group.name.startswith("expert."):
-                shapes.setdefault(group.name, layer.group_shape(group, arch.hidden_size))
+                shapes.setdefault(group.name, _served_shape(layer, group, arch.hidden_size))
     return {**shapes, "head": linear_shape(arch, "head")}
+
+
+def _served_shape(layer: LayerShape, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
+    rows, columns = layer.group_shape(group, hidden_size)
+    is_padded = layer.recurrence is not None and f"{layer.recurrence.module}.dt" in group.linears
+    return padded_rows(rows) if is_padded else rows, columns
 
 
 def linear_problems(

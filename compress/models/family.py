@@ -336,14 +336,11 @@ class Family:
             values = {**self.defaults, **config, **self._aliased(config)}
             stated = Fields(values, "the source's config", UnsupportedArch)
             experts = self.mixture.write([layer.experts for layer in arch.layers], stated)
-            used = {name: other for name, other in self.aliases.items() if other in config}
             for name, value in experts.items():
-                stated_name = used.get(name, name)
-                by_layer = isinstance(config.get(stated_name), list) and not isinstance(value, list)
-                config[stated_name] = [value] * arch.num_layers if by_layer else value
-        for name, other in self.aliases.items():
-            if other in config and name in config:
-                config[other] = config[name]
+                for each in self._stated_names(name, config):
+                    by_layer = isinstance(config.get(each), list) and not isinstance(value, list)
+                    config[each] = [value] * arch.num_layers if by_layer else value
+        config |= dict.fromkeys(self._stated_names("tie_word_embeddings", config), arch.tied_head)
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:
@@ -412,6 +409,11 @@ class Family:
     def _aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a config states by another name."""
         return {name: config[other] for name, other in self.aliases.items() if other in config}
+
+    def _stated_names(self, name: str, config: Mapping[str, Any]) -> list[str]:
+        """Return the names of a field that a config states: its own, the other one, or both; its own where
+        there are none."""
+        return [each for each in (name, self.aliases.get(name)) if each in config] or [name]
 
     @property
     def _table_fields(self) -> TableFields:

@@ -20,7 +20,8 @@ MAMBA_FIELDS = frozenset(
     {*_FIELDS.values(), "mamba_d_head", "mamba_expand", "mamba_conv_bias", "mamba_chunk_size", _LIMIT}
 )
 """Chunks are a matter of the program, and change no number but by rounding."""
-MAMBA_FIXED = {"mamba_proj_bias": False}
+MAMBA_FIXED = {"mamba_proj_bias": False, "hidden_act": "silu"}
+"""The activation is that of the convolution, too."""
 MAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,

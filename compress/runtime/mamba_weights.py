@@ -6,14 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.recurrent_states import MambaWeights
+from compress.kernels.operands.recurrent_states import MambaWeights, padded_rows
 from compress.models.mamba2 import Mamba2
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
-
-ROWS_MULTIPLE = 128
-"""Rows of the first linears that all kernels serve a multiple of."""
 
 
 def with_padded_dt(mamba: Mamba2, weights: Weights) -> Weights:
@@ -21,7 +18,7 @@ def with_padded_dt(mamba: Mamba2, weights: Weights) -> Weights:
     whose rows are few and of any number."""
     rows = sum(weights[f"{linear}.weight"].shape[0] for linear in mamba.first_linears)
     name = f"{mamba.first_linears[-1]}.weight"
-    return {**weights, name: _padded(weights[name], -rows % ROWS_MULTIPLE)}
+    return {**weights, name: _padded(weights[name], padded_rows(rows) - rows)}
 
 
 def mamba_weights(mamba: Mamba2, weights: Weights, norm_eps: float, deployment: Deployment) -> MambaWeights:

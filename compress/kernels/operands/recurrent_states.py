@@ -22,6 +22,7 @@ from compress.models.recurrence import Recurrence
 
 CHUNK = 32
 """Rows of a prompt whose updates kernels solve for at once."""
+_ROWS_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class DeltaWeights:
     dt_bias_H: Tensor
     norm_V: Tensor
     norm_eps: float
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the rows of the first linears of a Mamba-2 mixer, one product, in serving: with zero rows at the
+    end, a multiple of what every kernel of linears serves."""
+    return -(-num_rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
 
 
 @dataclass(frozen=True)

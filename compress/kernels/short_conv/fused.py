@@ -132,7 +132,7 @@ def _keep(
     if SAVES:
         wanted = tl.load(wanted_ptr + slot * 2)
         place = tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * W + tl.maximum(position, 0) % W
-        saved = real & (position < wanted) & (position >= wanted - (W - 1))
+        saved = real & (position < wanted) & (position >= tl.maximum(wanted - (W - 1), 0))
         tl.store(saved_ptr + place * F + channel, own, mask=saved)
 
 

@@ -23,7 +23,8 @@ def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers, of which a config states those with attention."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     attending = config.integers(_ATTENDING, 0, MAX_LAYERS) if config.has(_ATTENDING) else []
-    return {"layer_types": [FULL if idx in attending else LINEAR for idx in range(num_layers)]}
+    types = [FULL if idx in attending else LINEAR for idx in range(num_layers)]
+    return {_ATTENDING: attending, "layer_types": types}
 
 
 FAMILIES.add(
@@ -44,7 +45,7 @@ FAMILIES.add(
         },
         known_fields=MAMBA_FIELDS
         | frozenset({"attention_bias", "mlp_bias", _ATTENDING, "partial_rotary_factor"}),
-        fixed_fields=MAMBA_FIXED,
+        fixed_fields={**MAMBA_FIXED, "partial_rotary_factor": 0.5},
         defaults={
             **MAMBA_DEFAULTS,
             "hidden_act": "silu",

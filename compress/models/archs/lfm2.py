@@ -1,5 +1,5 @@
-"""LFM2 (Liquid AI, arXiv 2511.23404): most layers have a gated short convolution in place of attention, whose
-heads of q and k are normed."""
+"""LFM2 (Liquid AI, arXiv 2511.23404): most layers have a gated short convolution in place of attention; the
+others have attention with norms of each head's q and k."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _SIZE = "block_ff_dim"
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _ADJUSTED = frozenset({_ADJUSTS, "block_ffn_dim_multiplier", "block_multiple_of"})
 CONV_FIELDS = frozenset({"layer_types", "conv_L_cache", "norm_eps"})
-CONV_FIXED = {"conv_bias": False}
+CONV_FIXED = {"conv_bias": False, "hidden_act": "silu"}
 SPELLED = {"rms_norm_eps": "norm_eps"}
 ALIASES = {"tie_word_embeddings": "tie_embedding"}
 OUTER = {**OUTER_MODULES, "norm": "model.embedding_norm"}

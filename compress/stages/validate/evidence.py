@@ -26,6 +26,8 @@ from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
 MAX_CARD_BYTES = 1 << 20
+_MIXERS = ("attn", ".delta.", ".mamba.", ".conv.")
+"""Parts of the names of weights of attention, or of what is in its place."""
 
 
 def served_cache(stated: Mapping[str, Any], engine: Engine) -> dict[str, Any] | None:
@@ -102,11 +104,11 @@ def _bytes_by_kind(path: Path) -> dict[str, int]:
 
 
 def _kind(name: str) -> str:
-    if "embed" in name or "head" in name:
-        return "embedding and head"
     if "norm" in name:
         return "norms"
-    return "attention" if "attn" in name or ".delta." in name else "ffn"
+    if "embed" in name or "head" in name:
+        return "embedding and head"
+    return "attention" if any(part in name for part in _MIXERS) else "ffn"
 
 
 def calibration_facts(
