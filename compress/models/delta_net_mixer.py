@@ -9,17 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, CachedAttention
 from compress.models.delta_net import DeltaNet, gated_delta_rule, of_length_one
 from compress.models.layer_shape import LayerShape
-from compress.models.linear import Linear, linear_of
+from compress.models.linear import Linear
 from compress.models.norms import Norm
 from compress.models.recurrence import RecurrentState, convolved, last_inputs
-from compress.models.tap import Tap, no_tap
-from compress.models.token_mixer import TokenMixer
+from compress.models.recurrent_mixer import RecurrentMixer, convolution_of
 
 
-class GatedDeltaNet(TokenMixer):
+class GatedDeltaNet(RecurrentMixer):
     """Linear attention with its linears."""
 
     q: nn.Linear
@@ -28,36 +26,20 @@ class GatedDeltaNet(TokenMixer):
     gate: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape, delta: DeltaNet) -> None:
-        super().__init__()
+        super().__init__(arch, shape)
         self.delta = delta
-        for group in shape.attention_groups:
-            for linear in group.linears:
-                self.add_module(linear.removeprefix("delta."), linear_of(arch, shape, linear))
         self.beta = Linear(arch.hidden_size, delta.num_heads, bias=False)
         self.decay = Linear(arch.hidden_size, delta.num_heads, bias=False)
-        channels = delta.num_channels
-        self.conv = nn.Conv1d(channels, channels, delta.kernel_size, groups=channels, bias=False)
+        self.conv = convolution_of(delta)
         self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))
         self.A_log = nn.Parameter(torch.zeros(delta.num_heads))
         self.norm = Norm(delta.value_dim, arch.norm_eps)
 
-    def heads(
-        self,
-        x_BSD: Tensor,
-        positions: Tensor,
-        attention: AttentionFn,
-        tap: Tap = no_tap,
-        *,
-        layer_idx: int,
-    ) -> Tensor:
-        """Return the concatenated outputs of all heads, normed and gated: the input of `o`. The state of a
-        cached decode is in its `attention`."""
-        del positions, tap
-        states = attention.states if isinstance(attention, CachedAttention) else {}
-        past = states.get(layer_idx)
-        out_BSHV, states[layer_idx] = self._attended(x_BSD, past)
+    def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
+        """Return the outputs of all heads, each normed, and gated."""
+        out_BSHV, state = self._attended(x_BSD, past)
         normed_BSF = self.norm(out_BSHV.to(x_BSD.dtype)).flatten(-2)
-        return (normed_BSF * F.silu(self.gate(x_BSD).to(torch.float32))).to(x_BSD.dtype)
+        return (normed_BSF * F.silu(self.gate(x_BSD).to(torch.float32))).to(x_BSD.dtype), state
 
     def _attended(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return what the recurrence computes of all positions, [B, S, H, V], and the state after them."""

@@ -8,17 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, CachedAttention
 from compress.models.layer_shape import LayerShape
-from compress.models.linear import linear_of
 from compress.models.mamba2 import Mamba2, state_space_scan
 from compress.models.norms import Norm
 from compress.models.recurrence import RecurrentState, convolved, last_inputs
-from compress.models.tap import Tap, no_tap
-from compress.models.token_mixer import TokenMixer
+from compress.models.recurrent_mixer import RecurrentMixer, convolution_of
 
 
-class Mamba2Mixer(TokenMixer):
+class Mamba2Mixer(RecurrentMixer):
     """A state space model with its linears."""
 
     C: nn.Linear
@@ -28,36 +25,21 @@ class Mamba2Mixer(TokenMixer):
     dt: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape, mamba: Mamba2) -> None:
-        super().__init__()
+        super().__init__(arch, shape)
         self.mamba = mamba
-        for group in shape.attention_groups:
-            for linear in group.linears:
-                self.add_module(linear.removeprefix("mamba."), linear_of(arch, shape, linear))
-        channels = mamba.num_channels
-        self.conv = nn.Conv1d(channels, channels, mamba.kernel_size, groups=channels, bias=mamba.conv_bias)
+        self.conv = convolution_of(mamba, bias=mamba.conv_bias)
         self.dt_bias = nn.Parameter(torch.ones(mamba.num_heads))
         self.A_log = nn.Parameter(torch.zeros(mamba.num_heads))
         self.D = nn.Parameter(torch.ones(mamba.num_heads))
         self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.num_key_heads)
 
-    def heads(
-        self,
-        x_BSD: Tensor,
-        positions: Tensor,
-        attention: AttentionFn,
-        tap: Tap = no_tap,
-        *,
-        layer_idx: int,
-    ) -> Tensor:
-        """Return the concatenated outputs of all heads, gated and normed: the input of `o`. The state of a
-        cached decode is in its `attention`."""
-        del positions, tap
-        states = attention.states if isinstance(attention, CachedAttention) else {}
-        out_BSF, states[layer_idx] = self._scanned(x_BSD, states.get(layer_idx))
+    def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
+        """Return the outputs of all heads, gated and then normed."""
+        out_BSF, state = self._scanned(x_BSD, past)
         gated_BSF = out_BSF * F.silu(self.gate(x_BSD).to(torch.float32))
         groups = self.mamba.num_key_heads
         parts = gated_BSF if groups == 1 else gated_BSF.unflatten(-1, (groups, -1))
-        return self.norm(parts).reshape(gated_BSF.shape).to(x_BSD.dtype)
+        return self.norm(parts).reshape(gated_BSF.shape).to(x_BSD.dtype), state
 
     def _scanned(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return what the recurrence computes of all positions, [B, S, F] in float32, and the state after
