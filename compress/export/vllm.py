@@ -18,7 +18,7 @@ LATENTS = "it computes latent attention otherwise than transformers, of dense we
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
 SHORT_CONVS = "it computes short convolutions otherwise than transformers, in every scheme"
-"""So its CPU build (0.32) is stated to load no model with them: log-probabilities differ by 0.13 on average."""
+"""Its CPU build (0.32) is stated to load no model with them: log-probabilities differ by 0.13 on average."""
 DELTA_NETS = "gated delta nets in bfloat16 alone"
 """Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
 KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
