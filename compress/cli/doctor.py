@@ -172,14 +172,18 @@ def kernel_text(served: Mapping[str, Any]) -> str:
     schemes.
     """
     linears: dict[tuple[str, ...], list[str]] = {}
+    sizes: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for row in served["rows"]:
+        sizes.setdefault((row["op"], row["linear"]), set()).add((row["n"], row["k"]))
+    for row in served["rows"]:
+        has_several = len(sizes[row["op"], row["linear"]]) > 1
         key = (
             row["op"],
             f"{row['phase']} {'–'.join(map(str, row['m_range']))}",
             row["kernel"] or "none",
             row["scheme"],
         )
-        linears.setdefault(key, []).append(_named(row))
+        linears.setdefault(key, []).append(_named(row, has_several=has_several))
     schemes: dict[tuple[str, ...], list[str]] = {}
     for (op, m_range, kernel, scheme), names in linears.items():
         what = "" if names == [op] else " ".join(names)
@@ -200,11 +204,15 @@ def kernel_text(served: Mapping[str, Any]) -> str:
     return "\n".join([head, table(lines), *map("".join, zip(reasons, names, strict=True))])
 
 
-def _named(row: Mapping[str, Any]) -> str:
-    """Return the name of the linear of a row, or `with sinks` for attention with sinks."""
+def _named(row: Mapping[str, Any], *, has_several: bool) -> str:
+    """Return the name of the linear of a row, or `with sinks` for attention with sinks. Where the model has
+    several of that name, their sizes follow, and are the name of other ops."""
+    size = f"{row['n']}x{row['k']}" if has_several else ""
     if row.get("sinks"):
-        return "with sinks"
-    return row["linear"] + (" (gated)" if row["op"] == "linear" and row["activation"] else "")
+        return f"with sinks {size}".rstrip()
+    if row["op"] != "linear":
+        return size or str(row["linear"])
+    return " ".join(filter(None, (row["linear"], size, "(gated)" if row["activation"] else "")))
 
 
 def driver_version() -> str | None:

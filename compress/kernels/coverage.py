@@ -70,15 +70,16 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
     return layer.group_shape(group, arch.hidden_size)
 
 
-def linear_shapes(arch: Arch) -> dict[str, tuple[int, int]]:
-    """Return name -> [O, I] of the products that every row goes through, each of the first layer that has
-    it, and of the head. A shared expert's are `shared.gate_up` and `shared.down`."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer in dict.fromkeys(arch.layers):
-        for group in layer.groups:
-            if not group.name.startswith("expert."):
-                shapes.setdefault(group.name, _served_shape(layer, group, arch.hidden_size))
-    return {**shapes, "head": linear_shape(arch, "head")}
+def linear_shapes(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
+    """Return the names and [O, I] of the products that every row goes through, and of the head: a name comes
+    with each shape that it has in some layer. A shared expert's are `shared.gate_up` and `shared.down`."""
+    found = [
+        (group.name, _served_shape(layer, group, arch.hidden_size))
+        for layer in dict.fromkeys(arch.layers)
+        for group in layer.groups
+        if not group.name.startswith("expert.")
+    ]
+    return [*dict.fromkeys(found), ("head", linear_shape(arch, "head"))]
 
 
 def _served_shape(layer: LayerShape, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
@@ -108,7 +109,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     rows = [
         _served(name, phase, linear_problems(arch, device, name, shape, scheme=scheme, phase=phase))
         for scheme in schemes
-        for name, shape in shapes.items()
+        for name, shape in shapes
         for phase in PHASES
         if _divides(scheme, shape[1])
     ]
@@ -123,7 +124,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     row_wise: list[tuple[Op, int]] = [
         ("rms_norm", arch.hidden_size),
         ("post_norm", arch.hidden_size),
-        *(("act_mul", shape[1]) for name, shape in shapes.items() if name in gated),
+        *dict.fromkeys(("act_mul", shape[1]) for name, shape in shapes if name in gated),
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),
         ("hadamard", layer.head_dim),
@@ -133,21 +134,26 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of attention over keys and values, in each format of their cache."""
+    attending = [layer for layer in arch.layers if layer.recurrence is None] or arch.layers[:1]
+    heads = dict.fromkeys((layer.head_dim, layer.num_heads // layer.num_kv_heads) for layer in attending)
+    return [row for head_dim, repeat in heads for row in _attending(arch, device, head_dim, repeat)]
+
+
+def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int) -> list[Served]:
+    """Return the kernels of attention with so many dimensions of a head and query heads of a KV head."""
     rows: list[Served] = []
-    layer = arch.layers[0]
-    repeat = layer.num_heads // layer.num_kv_heads
     cached: tuple[tuple[Op, Phase], ...] = (
         ("rope_store", "decode"),
         ("attention_decode", "decode"),
         ("attention_prefill", "prefill"),
     )
-    transformed = (INT4_HADAMARD,) if layer.head_dim in HADAMARD_HEAD_DIMS else ()
+    transformed = (INT4_HADAMARD,) if head_dim in HADAMARD_HEAD_DIMS else ()
     kv_formats = (device.dense, *TOKEN_HEAD_FORMATS, *transformed, FP8_STATIC)
     for op, phase in cached:
         for kv_format in kv_formats:
             problem = device.problem(
                 op,
-                n=layer.head_dim,
+                n=head_dim,
                 k=repeat,
                 phase=phase,
                 scheme=page_format(kv_format),

@@ -11,13 +11,21 @@ from compress.quant.kv import INT4_HADAMARD, INT4_TOKEN_HEAD, KV_CACHES
 
 
 def row(
-    linear: str, scheme: str, *, op: str = "linear", kernel: str | None = "fast", phase: str = "decode"
+    linear: str,
+    scheme: str,
+    *,
+    op: str = "linear",
+    kernel: str | None = "fast",
+    phase: str = "decode",
+    size: tuple[int, int] = (64, 32),
 ) -> dict[str, object]:
     m_range = [1, 128] if phase == "decode" else [1, 2048]
     return {
         "op": op,
         "linear": linear,
         "scheme": scheme,
+        "n": size[0],
+        "k": size[1],
         "m_range": m_range,
         "phase": phase,
         "activation": None,
@@ -37,6 +45,16 @@ def test_equal_rows_become_one_line() -> None:
         ["rms_norm", "decode", "1–128", "fast", "BF16"],
         ["not", "used", "here:", "needs", "sm_90"],
         ["linear:", "a,", "b"],
+    ]
+
+
+def test_a_name_with_several_sizes_is_listed_with_each() -> None:
+    rows = [row("qkv", "W4"), row("qkv", "W4", size=(96, 32)), row("o", "W4")]
+    rows += [row("attention", "BF16", op="attention", size=size) for size in ((128, 4), (256, 2))]
+    text = kernel_text({"device": "cuda", "dtype": "BF16", "model": "m", "rows": rows, "unused": []})
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["linear", "decode", "1–128", "fast", "W4", "qkv", "64x32", "qkv", "96x32", "o"],
+        ["attention", "decode", "1–128", "fast", "BF16", "128x4", "256x2"],
     ]
 
 

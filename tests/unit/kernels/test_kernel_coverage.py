@@ -14,9 +14,11 @@ from compress.kernels.problem import EXPERT_OPS, OPS, KernelDevice, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, refusals, select
 from compress.models.arch import Arch
 from compress.models.experts import Experts
+from compress.models.mamba2 import Mamba2
 from compress.plugins import PluginSet
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_decoder import LLAMA, tiny_arch
+from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = KernelDevice("cpu", 0, torch.float32)
 ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256, head_dim=32)
@@ -88,7 +90,7 @@ def test_fused_linears_stack_the_rows_of_their_parts() -> None:
 
 
 def test_a_dense_first_layer_and_the_experts_of_the_others_are_listed() -> None:
-    shapes = linear_shapes(MIXTURE)
+    shapes = dict(linear_shapes(MIXTURE))
     assert shapes["gate_up"] == (512, 128)
     assert shapes["shared.gate_up"] == (128, 128)
     assert shapes["shared.down"] == (128, 64)
@@ -109,6 +111,17 @@ def test_experts_in_groups_that_are_no_power_of_two_fall_back_in_prompts() -> No
         reason = refusals(hopper.problem("router", phase="prefill", **facts)).get("triton.product", "")
         assert ("power of two" in reason) == refused
         assert select(hopper.problem("router", **facts)).name == "cuda.warps"
+
+
+def test_every_shape_of_layers_that_differ_is_listed() -> None:
+    mamba = Mamba2(3, 1, 16, 32, 4, conv_bias=True)
+    wide = tiny_shape(head_dim=64, num_heads=2, num_kv_heads=2)
+    arch = tiny_source(layers=(tiny_shape(recurrence=mamba, rope=None), tiny_shape(), wide)).arch
+    in_layer = [arch.layers[idx].group_shape(arch.layers[idx].groups[0], arch.hidden_size) for idx in (1, 2)]
+    shapes = [shape for name, shape in linear_shapes(arch) if name == "qkv"]
+    assert shapes == [(256, arch.hidden_size), *in_layer]  # 227 rows of the mixer, padded as they are served
+    heads = {(each.problem.n, each.problem.k) for each in coverage(arch, CPU) if each.name == "rope_store"}
+    assert heads == {(layer.head_dim, layer.num_heads // layer.num_kv_heads) for layer in arch.layers[1:]}
 
 
 def gate_up(arch: Arch, scheme: str) -> list[str | None]:
