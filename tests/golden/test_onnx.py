@@ -35,11 +35,10 @@ SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
 STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
+    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2"),
     "attention-sinks": ("granite_swa",),
     "latent-attention": ("youtu", "deepseek_v3-dense"),
     "experts": (
-        "hybrid-h-experts",
-        "lfm2_moe",
         "qwen3_next",
         "granitemoe",
         "_moe",
@@ -64,7 +63,6 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
     ),
-    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2"),
     "language-model-only": (
         "qwen3_5",
         "vision",

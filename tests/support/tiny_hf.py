@@ -1405,12 +1405,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, or of
-    a delta net, reads; none for a case without."""
+    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, of a
+    delta net, or of the FFN of Granite 4 H reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
         return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head, **shared}
+    if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
+        return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:
         return {}
     return {
