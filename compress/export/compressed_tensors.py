@@ -60,6 +60,7 @@ from compress.export.rules import layout_rules, quantized_linears, shapes, start
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
 from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.recurrences import RECURRENCES
 from compress.quant.codec import (
     ForeignCodec,
     byte_scale_leaves,
@@ -361,7 +362,7 @@ def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     """Return linears that end within a block and are followed by another where vLLM fuses q, k and v, the
     linears of their latents, those of a recurrence, or gate and up."""
     fused = [*(name for group in LINEAR_GROUPS.values() for name in group.linears[:-1]), "attn.q_down"]
-    fused += ["delta.q", "delta.k", "delta.v", "mamba.gate", "mamba.x", "mamba.B", "mamba.C"]
+    fused += [name for kind in RECURRENCES for name in kind.first_linears[:-1]]
     ragged = {name for name, (out_features, _) in shapes(arch) if out_features % scheme.block_rows}
     return sorted(ragged.intersection(fused))
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from compress.errors import StorageError, UnsupportedArch
+from compress.errors import StorageError
+from compress.models.arch_checks import check_arch
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import LayerShape
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
+from compress.models.recurrences import PREFIXES
 from compress.untrusted.fields import Fields
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped")
 NORMS = ("rms", "layer")
 BLOCKS = ("pre", "post", "sandwich", "parallel")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -92,55 +93,7 @@ class Arch:
     own_qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise UnsupportedArch(
-                f"activation '{self.activation}' is not known to the decoder; it knows "
-                f"{', '.join(ACTIVATIONS)}."
-            )
-        if self.rotates_first and (self.whole_qk_norm or self.unit_qk_norm):
-            raise UnsupportedArch(
-                "norms of q and k that follow the rotation are those of single heads, with weights."
-            )
-        if self.own_qk_norm and (self.whole_qk_norm or not self.qk_norm):
-            raise UnsupportedArch("norms with a weight for each head are those of single heads of q and k.")
-        if self.layer_embed_size and self.block != "sandwich":
-            raise UnsupportedArch(
-                f"tokens have embeddings for each layer in a '{self.block}' block; the decoder reads them in "
-                "a 'sandwich' block."
-            )
-        for idx, layer in enumerate(self.layers):
-            if self.norms_rotated and layer.leading_dim:
-                raise UnsupportedArch(
-                    f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
-                    "its heads; those norms are for the halves of whole heads."
-                )
-            if (layer.latent is not None) != self.has_latents:
-                raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
-            if layer.recurrence is not None and (self.block != "pre" or self.norm != "rms"):
-                raise UnsupportedArch(
-                    f"layer {idx}: a recurrence in a '{self.block}' block with norm '{self.norm}'; the "
-                    "decoder computes it in a 'pre' block with norm 'rms'."
-                )
-            if reason := layer.why_unfit() or self._why_source_unfit(idx):
-                raise UnsupportedArch(f"layer {idx}: {reason}")
-            if layer.experts is not None and layer.experts.branch_norms and self.block != "sandwich":
-                raise UnsupportedArch(
-                    f"layer {idx}: the branches of a mixture are normed apart in a '{self.block}' block; the "
-                    "decoder computes them in a 'sandwich' block."
-                )
-
-    def _why_source_unfit(self, layer_idx: int) -> str | None:
-        """Return why a layer cannot read the keys and values that it is to read, None where it can."""
-        layer = self.layers[layer_idx]
-        if layer.kv_source is None:
-            return None
-        source = self.layers[layer.kv_source] if layer.kv_source < layer_idx else None
-        if source is None or source.kv_source is not None or not source.cached_numbers:
-            return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
-        heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
-        if heads[0] != heads[1]:
-            return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
-        return None
+        check_arch(self)
 
     @property
     def num_layers(self) -> int:
@@ -307,11 +260,7 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if (
-            linear.endswith("_up")
-            or linear == "attn.gate"
-            or linear.startswith(("delta.", "mamba.", "conv."))
-        ):
+        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith(PREFIXES):
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents

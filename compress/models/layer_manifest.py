@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from compress.errors import StorageError
-from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
@@ -18,12 +17,9 @@ from compress.models.limits import (
     ROPE_KINDS,
     THETAS,
 )
-from compress.models.mamba2 import Mamba2
-from compress.models.recurrence import Recurrence
-from compress.models.short_conv import ShortConv
+from compress.models.recurrences import RECURRENCES
 from compress.untrusted.fields import Fields
 
-_RECURRENCES: tuple[type[Recurrence], ...] = (DeltaNet, Mamba2, ShortConv)
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
 
@@ -66,7 +62,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
         output_gate=layer.flag("output_gate", default=False),
         recurrence=next(
-            (kind.from_json(layer.fields(kind.module)) for kind in _RECURRENCES if layer.has(kind.module)),
+            (kind.from_json(layer.fields(kind.module)) for kind in RECURRENCES if layer.has(kind.module)),
             None,
         ),
         kv_source=layer.integer("kv_source", 0, MAX_LAYERS) if layer.has("kv_source") else None,

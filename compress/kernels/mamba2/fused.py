@@ -1,5 +1,5 @@
 """A Mamba-2 mixer between its linears: launches for the convolution and the gates of heads, for the
-recurrence of each sequence, and for the gated norm, which also keeps the inputs of the last positions.
+recurrence of each sequence, and for the gated norm (`outputs.py`).
 
 Rows of decode, and a few of a prompt, go one after the other (`recurrence/steps.py`), so that the bits of a
 row do not depend on how many rows of its sequence a step has. Longer parts of prompts go in chunks
@@ -21,7 +21,7 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.mamba2 import chunks
+from compress.kernels.mamba2 import chunks, outputs
 from compress.kernels.operands.recurrent_states import MambaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.recurrence import chunking, steps
@@ -38,12 +38,6 @@ PROMPT_ROWS = 16
 PROMPT_WARPS = 8
 """Rows and warps of a program of the convolution in prompts of more than `SHORT_ROWS` rows in all, whose bits
 may depend on their company."""
-NORM_TILE = 8192
-NORM_WARPS = 16
-WARP_NUMBERS = 512
-"""The most numbers that a program of the norm has at once, its most warps, and the numbers of a warp."""
-KEPT_TILE = 1024
-"""Channels whose inputs one program keeps."""
 
 
 @jit(varying=("row_stride",))
@@ -123,170 +117,6 @@ def _convolve(
         tl.store(gate_at + H, softplus, mask=real)
 
 
-@jit()
-def _gated(
-    out_ptr: tl.tensor,
-    mixed_ptr: tl.tensor,
-    gate_ptr: tl.tensor,
-    skip_ptr: tl.tensor,
-    channel: tl.tensor,
-    real: tl.tensor,
-    V: tl.constexpr,
-) -> tl.tensor:
-    """Return some outputs of a row, with what skips the recurrence, times silu of their gates."""
-    out = tl.load(out_ptr + channel, mask=real, other=0.0)
-    x = tl.load(mixed_ptr + channel, mask=real, other=0.0)
-    out += tl.load(skip_ptr + channel // V, mask=real, other=0.0) * x
-    gate = tl.load(gate_ptr + channel, mask=real, other=0.0).to(tl.float32)
-    return out * (gate / (1 + tl.exp(-gate)))
-
-
-@jit()
-def _norm(
-    x_ptr: tl.tensor,
-    mixed_ptr: tl.tensor,
-    found_ptr: tl.tensor,
-    skip_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    first_channel: tl.tensor,
-    eps: tl.tensor,
-    V: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """Gate and norm the part of a row that begins at a channel; all but the weights are pointers to the
-    row."""
-    d = tl.arange(0, TILE)
-    square = tl.zeros([TILE], tl.float32)
-    for begin in tl.static_range(0, PART, TILE):
-        channel = first_channel + begin + d
-        gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, begin + d < PART, V)
-        square += gated * gated
-    scale = tl.rsqrt(tl.sum(square, axis=0) / PART + eps)
-    for begin in tl.static_range(0, PART, TILE):
-        channel = first_channel + begin + d
-        real = begin + d < PART
-        gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, real, V)
-        weight = tl.load(norm_ptr + channel, mask=real, other=0.0).to(tl.float32)
-        tl.store(out_ptr + channel, (weight * (gated * scale)).to(out_ptr.dtype.element_ty), mask=real)
-
-
-@jit()
-def _keep(
-    x_ptr: tl.tensor,
-    past_ptr: tl.tensor,
-    saved_ptr: tl.tensor,
-    wanted_ptr: tl.tensor,
-    context_lens_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    sequence: tl.tensor,
-    channel: tl.tensor,
-    num_rows: tl.tensor,
-    num_sequences: tl.tensor,
-    row_stride: tl.tensor,
-    F: tl.constexpr,
-    W: tl.constexpr,
-    M: tl.constexpr,
-    SAVES: tl.constexpr,
-) -> None:
-    """Keep some channels of the last inputs of a sequence, and save those before the state that is wanted."""
-    start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    for idx in tl.static_range(M):
-        row = stop - M + idx
-        position = first + (row - start)
-        kept = (channel < F) & (row >= start) & (position >= 0)
-        x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
-        place = slot * M + tl.maximum(position, 0) % M
-        tl.store(past_ptr + place * F + channel, x, mask=kept)
-    if SAVES:
-        wanted = tl.load(wanted_ptr + slot * 2)
-        saved = tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * W
-        for idx in tl.static_range(W - 1):
-            position = wanted - (W - 1) + idx
-            row = start + (position - first)
-            kept = (channel < F) & (row >= start) & (row < stop) & (position >= 0)
-            x = tl.load(x_ptr + row.to(tl.int64) * row_stride + channel, mask=kept, other=0.0)
-            place = saved + tl.maximum(position, 0) % W
-            tl.store(saved_ptr + place * F + channel, x, mask=kept)
-
-
-@jit(varying=("row_stride",))
-def _norm_and_keep(
-    x_ptr: tl.tensor,
-    mixed_ptr: tl.tensor,
-    found_ptr: tl.tensor,
-    skip_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    past_ptr: tl.tensor,
-    saved_ptr: tl.tensor,
-    wanted_ptr: tl.tensor,
-    context_lens_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    num_sequences: tl.tensor,
-    row_stride: tl.tensor,
-    eps: tl.tensor,
-    V: tl.constexpr,
-    F: tl.constexpr,
-    Z: tl.constexpr,
-    W: tl.constexpr,
-    M: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    KEPT_TILE: tl.constexpr,
-    SAVES: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Gate and norm one part of a row. The programs after those of all rows each keep some channels of the
-    last inputs of a sequence."""
-    launch_dependents(PDL)
-    program = tl.program_id(0)
-    keeper = program - num_rows * PARTS
-    wait(PDL)
-    if keeper < 0:
-        row = (program // PARTS).to(tl.int64)
-        _norm(
-            x_ptr + row * row_stride + F,
-            mixed_ptr + row * F + (F - Z),
-            found_ptr + row * Z,
-            skip_ptr,
-            norm_ptr,
-            out_ptr + row * Z,
-            program % PARTS * PART,
-            eps,
-            V,
-            PART,
-            TILE,
-        )
-    else:
-        _keep(
-            x_ptr,
-            past_ptr,
-            saved_ptr,
-            wanted_ptr,
-            context_lens_ptr,
-            slots_ptr,
-            starts_ptr,
-            keeper % num_sequences,
-            keeper // num_sequences * KEPT_TILE + tl.arange(0, KEPT_TILE),
-            num_rows,
-            num_sequences,
-            row_stride,
-            F,
-            W,
-            M,
-            SAVES,
-        )
-
-
 def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequences: Sequences) -> Tensor:
     """Return the gated and normed outputs [T, Z], and write the slots of the sequences (`select.py`)."""
     mamba = states.recurrence
@@ -296,7 +126,6 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
     mixed_TF = torch.empty(num_rows, mamba.num_channels, dtype=torch.float32, device=device)
     gates_TH = torch.empty(num_rows, 2 * mamba.num_heads, dtype=torch.float32, device=device)
     found_TZ = torch.empty(num_rows, mamba.value_size, dtype=torch.float32, device=device)
-    out_TZ = torch.empty(num_rows, mamba.value_size, dtype=rows_TF.dtype, device=device)
     sizes = {
         "F": mamba.num_channels,
         "Z": mamba.value_size,
@@ -336,32 +165,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
         chunks.recur(*recurrent)
     few = chunking.few_rows(states.num_kept) if by_chunks else MAX_SIZE
     steps.recur(*recurrent, few_rows=few, replaces=False)
-    part = mamba.value_size // weights.norm_groups
-    tile = min(NORM_TILE, triton.next_power_of_2(part))
-    keepers = num_sequences * triton.cdiv(mamba.num_channels, KEPT_TILE)
-    _norm_and_keep[(num_rows * weights.norm_groups + keepers,)](
-        rows_TF,
-        mixed_TF,
-        found_TZ,
-        weights.skip_H,
-        weights.norm_Z,
-        states.inputs,
-        *states.saved_inputs,
-        *of_sequences,
-        out_TZ,
-        *counts,
-        weights.norm_eps,
-        V=mamba.value_dim,
-        PARTS=weights.norm_groups,
-        PART=part,
-        TILE=tile,
-        KEPT_TILE=KEPT_TILE,
-        SAVES=is_prompt and states.saving is not None,
-        num_warps=max(1, min(NORM_WARPS, tile // WARP_NUMBERS)),
-        **sizes,
-        **options,
-    )
-    return out_TZ
+    return outputs.norm_and_keep(rows_TF, mixed_TF, found_TZ, weights, states, sequences, options)
 
 
 def _supports(problem: Problem) -> str | None:

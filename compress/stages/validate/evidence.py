@@ -16,6 +16,7 @@ from compress.data.tokenizer import decode, load_tokenizer
 from compress.data.tokens import TokenSet, load_token_set
 from compress.errors import StorageError
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.models.recurrences import PREFIXES
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import name_of
 from compress.runtime.engine import Engine
@@ -26,7 +27,7 @@ from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
 MAX_CARD_BYTES = 1 << 20
-_MIXERS = ("attn", ".delta.", ".mamba.", ".conv.")
+_MIXERS = ("attn", *(f".{prefix}" for prefix in PREFIXES))
 """Parts of the names of weights of attention, or of what is in its place."""
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.mamba2 import fused
+from compress.kernels.mamba2 import fused, outputs
 from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.select import Kernel, candidates
 from compress.models.mamba2 import Mamba2, state_space_scan
@@ -102,8 +102,8 @@ def test_all_heads_are_normed_at_once_whatever_their_groups(
     mamba = SHAPES["two groups, normed each"]
     case = Case.of(mamba, device, 5, torch.float32, 0)
     case.weights = replace(case.weights, norm_groups=1)
-    for tile in (fused.NORM_TILE, 32):
-        monkeypatch.setattr(fused, "NORM_TILE", tile)
+    for tile in (outputs.NORM_TILE, 32):
+        monkeypatch.setattr(outputs, "NORM_TILE", tile)
         (out,) = run(kernel, [(case, 2, 0, 5)], slots(mamba, 1, device))
         assert_close(out, case.law())
 

@@ -1,0 +1,67 @@
+"""Checks of the facts of an architecture: that they fit one another, and that the decoder computes them."""
+
+from typing import TYPE_CHECKING
+
+from compress.errors import UnsupportedArch
+
+if TYPE_CHECKING:
+    from compress.models.arch import Arch
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped")
+
+
+def check_arch(arch: "Arch") -> None:
+    """Check that the decoder computes a model.
+
+    Raises:
+        UnsupportedArch: it does not; the message names the fact, and the layer if it is one of a layer.
+    """
+    if arch.activation not in ACTIVATIONS:
+        raise UnsupportedArch(
+            f"activation '{arch.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}."
+        )
+    if arch.rotates_first and (arch.whole_qk_norm or arch.unit_qk_norm):
+        raise UnsupportedArch(
+            "norms of q and k that follow the rotation are those of single heads, with weights."
+        )
+    if arch.own_qk_norm and (arch.whole_qk_norm or not arch.qk_norm):
+        raise UnsupportedArch("norms with a weight for each head are those of single heads of q and k.")
+    if arch.layer_embed_size and arch.block != "sandwich":
+        raise UnsupportedArch(
+            f"tokens have embeddings for each layer in a '{arch.block}' block; the decoder reads them in "
+            "a 'sandwich' block."
+        )
+    for idx, layer in enumerate(arch.layers):
+        if arch.norms_rotated and layer.leading_dim:
+            raise UnsupportedArch(
+                f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
+                "its heads; those norms are for the halves of whole heads."
+            )
+        if (layer.latent is not None) != arch.has_latents:
+            raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
+        if layer.recurrence is not None and (arch.block != "pre" or arch.norm != "rms"):
+            raise UnsupportedArch(
+                f"layer {idx}: a recurrence in a '{arch.block}' block with norm '{arch.norm}'; the "
+                "decoder computes it in a 'pre' block with norm 'rms'."
+            )
+        if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
+            raise UnsupportedArch(f"layer {idx}: {reason}")
+        if layer.experts is not None and layer.experts.branch_norms and arch.block != "sandwich":
+            raise UnsupportedArch(
+                f"layer {idx}: the branches of a mixture are normed apart in a '{arch.block}' block; the "
+                "decoder computes them in a 'sandwich' block."
+            )
+
+
+def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
+    """Return why a layer cannot read the keys and values that it is to read, None where it can."""
+    layer = arch.layers[layer_idx]
+    if layer.kv_source is None:
+        return None
+    source = arch.layers[layer.kv_source] if layer.kv_source < layer_idx else None
+    if source is None or source.kv_source is not None or not source.cached_numbers:
+        return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
+    heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
+    if heads[0] != heads[1]:
+        return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
+    return None
