@@ -33,6 +33,15 @@ _MAMBA = {
     "mamba_chunk_size": 256,
     "position_embedding_type": "nope",
 }
+_NEMOTRON = {
+    "tie_word_embeddings": False,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 128,
+    "n_groups": 2,
+    "chunk_size": 256,
+    "time_step_min": 1e-12,
+}
 _SHORT_CONV = {
     "tie_word_embeddings": True,
     "conv_dim": 256,  # this and the next are read by vLLM alone
@@ -170,6 +179,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_SHORT_CONV,
     },
     "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], **_MAMBA},
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        **_NEMOTRON,
+    },
+    "arcee": {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {
@@ -373,6 +389,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 256,
+    },
+    "nemotron_h_experts": {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        **_NEMOTRON,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
     },
     "granitemoehybrid_experts": {
         "model_type": "granitemoehybrid",

@@ -135,7 +135,7 @@ def complete_starved(
         if is_mid or layer.moe.facts.changes_input:
             x_TD = layer.moe.input_of(expert, of_layer[TokenSample].rows())
             if is_mid:
-                x_TD = layer.get_submodule(f"moe.experts.{expert}").gated(x_TD)  # type: ignore[operator]
+                x_TD = layer.get_submodule(f"moe.experts.{expert}").mid(x_TD)  # type: ignore[operator]
             target = InputStats(*(kind() for kind in kinds))
             for stat in target:
                 stat.update(x_TD)

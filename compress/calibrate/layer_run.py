@@ -113,7 +113,7 @@ def piece_tokens_of(arch: Arch) -> int:
     The experts of a layer share the tokens of a piece, and each runs operations of its own: a piece of a
     mixture is so many times longer that an expert gets about as many tokens as a dense FFN.
     """
-    spread = max((1 / layer.token_frac("moe.experts.0.gate") for layer in arch.layers), default=1.0)
+    spread = max((1 / layer.token_frac("moe.experts.0.down") for layer in arch.layers), default=1.0)
     return PIECE_TOKENS * min(MAX_SPREAD, max(1, int(spread)))
 
 

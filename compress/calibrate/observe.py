@@ -147,7 +147,7 @@ def _source_at_experts(
         x_tD = x_TD if len(observed) == len(x_TD) else x_TD[tokens]
         x_tD = source_layer.moe.input_of(expert, x_tD)
         ffn = source_layer.get_submodule(f"moe.experts.{expert}")
-        found[tap] = x_tD if tap.startswith("moe_in.") else ffn.gated(x_tD)  # type: ignore[operator]
+        found[tap] = x_tD if tap.startswith("moe_in.") else ffn.mid(x_tD)  # type: ignore[operator]
     return found
 
 

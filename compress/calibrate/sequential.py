@@ -153,7 +153,7 @@ def run_sequential(
                 state = _layer_state(arch, idx, weights, compression, run)
                 del weights  # a weight that a pass replaces must not be kept here
                 on_kv_ready = _do_nothing
-                if compression.kv_scales and arch.layers[idx].kv_source is None:
+                if compression.kv_scales and arch.layers[idx].cached_numbers:
                     on_kv_ready = partial(_scale_cache, state, arch_after)
                 compress(
                     state, arch, compression.passes, prefetch_next=prefetch_next, on_kv_ready=on_kv_ready

@@ -34,6 +34,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer
 from compress.models.half_layer import HalfLayer, StagedHalf
 from compress.models.latent import KV_LATENT
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.weights import refill_
 
 
@@ -67,7 +68,7 @@ def compress_true_sequential(
         assert isinstance(source_half, HalfLayer)
         first, second = half.taps
         _compress_group(first, state, layer, passes, half.enter, source_half.enter)
-        if first == layer.shape.attention_groups[0].tap:
+        if first == LINEAR_GROUPS["qkv"].tap:
             on_kv_ready()
         with run.memory.also_evict(run.samples.empty_like(half.out.in_features)) as values:
             _compress_group(second, state, layer, passes, half.cross, source_half.pass_through, into=values)

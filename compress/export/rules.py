@@ -104,8 +104,8 @@ def layout_rules(arch: Arch, scheme: ModelScheme, quant_method: str) -> list[Rul
     experts = [
         name
         for idx, layer in enumerate(arch.layers)
-        for name in (f"layers.{idx}.moe.experts.0.{part}" for part in ("gate", "up", "down"))
-        if layer.experts is not None and scheme.for_linear(name) is not None and to_one(name)
+        for name in (f"layers.{idx}.{linear}" for linear in layer.linears if ".experts.0." in linear)
+        if scheme.for_linear(name) is not None and to_one(name)
     ]
     if experts:
         rules.append(

@@ -188,13 +188,13 @@ class Arch:
         total += self.num_layer_embed_params
         for layer in self.layers:
             total += self.num_norms(layer) * self.hidden_size
-            if self.qk_norm and layer.recurrence is None:
+            if self.qk_norm and layer.attends:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
             if layer.recurrence is not None:
                 total += sum(map(math.prod, layer.recurrence.dense_shapes(self.hidden_size).values()))
-            elif self.attn_sinks:
+            elif self.attn_sinks and layer.attends:
                 total += layer.num_heads
             total += self.layer_scalar
             if layer.experts is not None:
@@ -231,8 +231,8 @@ class Arch:
 
     def num_norms(self, layer: LayerShape) -> int:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
-        inside = layer.experts is not None and layer.experts.branch_norms
-        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block] - inside
+        absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
+        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block] - absent
 
     def qk_norm_sizes(self, layer: LayerShape) -> tuple[int, int]:
         """Return the sizes of the norms of q and of k: those of a head, or of all heads."""

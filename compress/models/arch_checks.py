@@ -3,11 +3,13 @@
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
+from compress.models.layer_shape import UNGATED
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped", *UNGATED)
+"""The activations, by their names in `transformers`."""
 
 
 def check_arch(arch: "Arch") -> None:
@@ -39,6 +41,16 @@ def check_arch(arch: "Arch") -> None:
             )
         if (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
+        if layer.gated == (arch.activation in UNGATED):
+            raise UnsupportedArch(
+                f"layer {idx}: the FFN has {'a' if layer.gated else 'no'} gate and activation "
+                f"'{arch.activation}'; without gates the decoder computes {', '.join(UNGATED)}, and only so."
+            )
+        if layer.only_half is not None and arch.block != "pre":
+            raise UnsupportedArch(
+                f"layer {idx}: a layer with one half in a '{arch.block}' block; the decoder computes it in a "
+                "'pre' block."
+            )
         if layer.recurrence is not None and (arch.block != "pre" or arch.norm != "rms"):
             raise UnsupportedArch(
                 f"layer {idx}: a recurrence in a '{arch.block}' block with norm '{arch.norm}'; the "

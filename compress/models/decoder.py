@@ -83,7 +83,8 @@ def _recurrent_mixer(arch: Arch, shape: LayerShape, recurrence: Recurrence) -> T
 
 class DecoderLayer(nn.Module):
     """One decoder layer. `linear(name)` and the parameter names are the canonical ones relative to the layer
-    (`attn.q`, `ffn.down`, ...). Norms that its block does not have are identities."""
+    (`attn.q`, `ffn.down`, ...). Norms that its block does not have are identities; there are no modules of a
+    half that it does not have."""
 
     def __init__(self, arch: Arch, layer_idx: int) -> None:
         super().__init__()
@@ -97,24 +98,26 @@ class DecoderLayer(nn.Module):
         def norm(exists: bool) -> nn.Module:
             return norm_over_hidden() if exists else nn.Identity()
 
-        self.attn_norm = norm(has_pre)
-        latent = self.shape.latent
-        if self.shape.recurrence is not None:
-            mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
-            self.add_module(self.shape.recurrence.module, mixer)
-        elif latent is None:
-            self.attn = Attention(arch, self.shape)
-        else:
-            self.attn = LatentAttention(arch, self.shape, latent)
-        self.attn_post_norm = norm(has_post)
-        experts = self.shape.experts
-        norms_apart = experts is not None and experts.branch_norms
-        self.ffn_norm = norm(has_pre and not self.is_parallel and not norms_apart)
-        if experts is None:
-            self.ffn = Ffn(arch, self.shape)
-        else:
-            self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
-        self.ffn_post_norm = norm(has_post)
+        if self.shape.has_mixer:
+            self.attn_norm = norm(has_pre)
+            latent = self.shape.latent
+            if self.shape.recurrence is not None:
+                mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
+                self.add_module(self.shape.recurrence.module, mixer)
+            elif latent is None:
+                self.attn = Attention(arch, self.shape)
+            else:
+                self.attn = LatentAttention(arch, self.shape, latent)
+            self.attn_post_norm = norm(has_post)
+        if self.shape.has_ffn:
+            experts = self.shape.experts
+            norms_apart = experts is not None and experts.branch_norms
+            self.ffn_norm = norm(has_pre and not self.is_parallel and not norms_apart)
+            if experts is None:
+                self.ffn = Ffn(arch, self.shape)
+            else:
+                self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
+            self.ffn_post_norm = norm(has_post)
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
         if arch.layer_scalar:
@@ -127,12 +130,16 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         scale = self.arch.residual_scale
-        normed_BSD = self.attn_norm(x_BSD)
-        attended_BSD = self._mixer(normed_BSD, positions, attention, self.layer_idx, tap)
-        x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
-        ffn = self.ffn if self.shape.experts is None else self.moe
-        ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
-        return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale), attention)
+        normed_BSD = x_BSD
+        if self.shape.has_mixer:
+            normed_BSD = self.attn_norm(x_BSD)
+            attended_BSD = self._mixer(normed_BSD, positions, attention, self.layer_idx, tap)
+            x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
+        if self.shape.has_ffn:
+            ffn = self.ffn if self.shape.experts is None else self.moe
+            ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
+            x_BSD = add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
+        return self._end(x_BSD, attention)
 
     @property
     def _mixer(self) -> TokenMixer:
@@ -147,25 +154,27 @@ class DecoderLayer(nn.Module):
             x_BSD = x_BSD + self.layer_embed(x_BSD, layer_input_of(attention, self.layer_idx))
         return x_BSD * self.layer_scalar if self.arch.layer_scalar else x_BSD
 
-    def halves(self) -> tuple[HalfLayer | StagedHalf, HalfLayer | StagedHalf]:
-        """Return the two half-layers, attention and FFN, that `forward` runs one after the other; a layer
-        whose halves run side by side has none."""
+    def halves(self) -> tuple[HalfLayer | StagedHalf, ...]:
+        """Return the half-layers, attention and FFN, that `forward` runs one after the other. A layer whose
+        halves run side by side has none."""
         assert not self.is_parallel
-        return self._attention_half(), self._ffn_half()
+        mixer = (self._attention_half(),) if self.shape.has_mixer else ()
+        return (*mixer, self._ffn_half()) if self.shape.has_ffn else mixer
 
     def _attention_half(self) -> HalfLayer | StagedHalf:
         norm = self.attn_norm
         post = self.attn_post_norm
         scale = self.arch.residual_scale
+        end = as_it_is if self.shape.has_ffn else self._end
         if self.shape.latent is None:
             heads = partial(self._mixer.heads, layer_idx=self.layer_idx)
-            return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, scale, as_it_is)
+            return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, scale, end)
         first, *up, o = self.shape.attention_groups
 
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
             return self.attn(x_BSD, positions, attention, self.layer_idx, tap)
 
-        return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, scale, as_it_is)
+        return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, scale, end)
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
         norm = self.ffn_norm
@@ -173,10 +182,10 @@ class DecoderLayer(nn.Module):
         scale = self.arch.residual_scale
         if self.shape.experts is None:
 
-            def gated(x_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
-                return self.ffn.gated(x_BSD)
+            def mid(x_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
+                return self.ffn.mid(x_BSD)
 
-            return HalfLayer(("ffn_in", "ffn_mid"), norm, gated, self.ffn.down, post, scale, self._end)
+            return HalfLayer(("ffn_in", "ffn_mid"), norm, mid, self.ffn.down, post, scale, self._end)
         of_moe = self.shape.groups[len(self.shape.attention_groups) :]
         stages = tuple(
             tuple(group for group in of_moe if group.name.endswith(end)) for end in ("gate_up", "down")
@@ -199,20 +208,21 @@ class DecoderLayer(nn.Module):
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Return the places where a per-channel scale can be moved into the producer without changing the
         function, in execution order."""
-        before_o = self._latent_pairs() if self.shape.latent is not None else self._value_pairs()
-        if self.shape.experts is not None:
-            return [*self._norm_pairs(), *before_o, *self._expert_pairs()]
+        of_mixer = []
+        if self.shape.has_mixer:
+            before_o = self._latent_pairs() if self.shape.latent is not None else self._value_pairs()
+            of_mixer = [*self._norm_pairs(), *before_o]
+        if not self.shape.has_ffn:
+            return of_mixer
+        return [*of_mixer, *(self._ffn_pairs() if self.shape.experts is None else self._expert_pairs())]
+
+    def _ffn_pairs(self) -> list[SmoothingPair]:
+        """Return the pairs of an FFN: its norm with its first linears, unless something else reads the norm,
+        or it follows; and up with down, unless no gate keeps the activation from what is scaled."""
         gate_up, down = self.shape.groups[-2:]
-        up_to_down = SmoothingPair("ffn.up", down.tap, down.linears)
-        if self.arch.block in ("post", "parallel"):
-            # Nothing before gate and up belongs to them alone.
-            return [*before_o, up_to_down]
-        return [
-            *self._norm_pairs(),
-            *before_o,
-            SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset),
-            up_to_down,
-        ]
+        norm = SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset)
+        up = SmoothingPair("ffn.up", down.tap, down.linears)
+        return [norm][self.arch.block in ("post", "parallel") :] + [up][not self.shape.gated :]
 
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
@@ -249,8 +259,8 @@ class DecoderLayer(nn.Module):
 
     def _expert_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
-        it, too, and its columns would change; nor is an `up` that is clamped."""
-        if self.arch.activation == "swiglu_clamped":
+        it, too, and its columns would change; nor is an `up` that is clamped or has no gate."""
+        if self.arch.activation == "swiglu_clamped" or not self.shape.gated:
             return []
         downs = [group for group in self.shape.groups if group.name.endswith(".down")]
         return [

@@ -119,7 +119,8 @@ def eagle3_facts(
     rope = last.rope
     if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
-    ffn_size = last.intermediate_size if last.experts is None else last.experts.active_size
+    of_ffn = last if last.has_ffn else next(each for each in reversed(target.layers) if each.has_ffn)
+    ffn_size = of_ffn.intermediate_size if of_ffn.experts is None else of_ffn.experts.active_size
     arch = target.replace(
         family="llama",
         layers=(
@@ -135,6 +136,8 @@ def eagle3_facts(
                 head_dim=last.value_dim,
                 chunk=None,
                 kv_source=None,
+                only_half=None,
+                gated=True,
             ),
         ),
         activation="silu",
@@ -315,7 +318,7 @@ def fresh_eagle3(
 
     It begins as the target's last layer and head on the deepest hidden state that it reads: fc passes
     that one on, and the columns that read the embedding are normal with std 0.02, as is its FFN where that
-    layer is a mixture of experts, and its q, k and v where that layer has latent attention.
+    layer has experts or none, or no gate, and its q, k and v where that layer has latent attention.
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
@@ -364,9 +367,9 @@ def _last_attention(target: Arch) -> int:
     Raises:
         UsageError: no layer has.
     """
-    having = [idx for idx, layer in enumerate(target.layers) if layer.recurrence is None]
+    having = [idx for idx, layer in enumerate(target.layers) if layer.attends]
     if not having:
-        raise UsageError("eagle3: every layer has a recurrence, and a head has the attention of a layer.")
+        raise UsageError("eagle3: no layer has attention, and a head has the attention of a layer.")
     return having[-1]
 
 

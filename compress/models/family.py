@@ -24,11 +24,12 @@ from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
-from compress.models.layer_shape import LayerShape
+from compress.models.layer_shape import Half, LayerShape
 from compress.models.layer_types import (
     FIELDS_BY_LAYER,
     FULL,
     LINEAR,
+    ONLY_FFN,
     RotatedLayers,
     Windows,
     chunk_of,
@@ -90,7 +91,9 @@ class Family:
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
     In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
     `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
-    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`).
+    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`). With
+    `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
+    no gates.
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
@@ -128,6 +131,8 @@ class Family:
     rows_in_turns: frozenset[str] = frozenset()
     latent: Callable[[Fields], Latent] | None = None
     recurrence: Callable[[Fields], Recurrence] | None = None
+    half_layers: bool = False
+    gated: bool = True
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
@@ -206,6 +211,8 @@ class Family:
                 latent=latent,
                 output_gate=kind != LINEAR and _flag(self.output_gate, config),
                 recurrence=self._recurrence(config) if kind == LINEAR else None,
+                only_half=self._only_half(config, kind),
+                gated=self.gated,
             )
             for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
         )
@@ -231,6 +238,14 @@ class Family:
         if self.recurrence is None:
             raise config.wrong("layer_types", LINEAR, f"{FULL} or a type of layer that the family has")
         return self.recurrence(config)
+
+    def _only_half(self, config: Fields, kind: str) -> Half | None:
+        """Return the half that a layer of a type has, None where it has both."""
+        if not self.half_layers and kind in ONLY_FFN:
+            raise config.wrong("layer_types", kind, "a type of layer that the family has")
+        if not self.half_layers:
+            return None
+        return "ffn" if kind in ONLY_FFN else "mixer"
 
     def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, int]:
         """Return the widths of attention in layers of a type, given those of the model."""
@@ -344,7 +359,7 @@ class Family:
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:
-            if isinstance(config.get(name), list):
+            if isinstance(config.get(name), (list, str)):
                 config[name] = config[name][: arch.num_layers]
         return config
 

@@ -1,4 +1,5 @@
-"""The gated FFN of a decoder (arXiv 2002.05202); the gates are silu or gelu, or gpt-oss's clamped form."""
+"""The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
+without one, and then with the squared relu (arXiv 2109.08668)."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import linear_of
-from compress.models.moe import GatedFfn
+from compress.models.moe import ExpertFfn
 from compress.models.tap import Tap
 
 SWIGLU_ALPHA = 1.702
@@ -24,6 +25,8 @@ OUTPUT_GATE = "sigmoid"
 def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
+    if name == "relu2":
+        return F.relu(x).square()
     if name == OUTPUT_GATE:
         return torch.sigmoid(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
@@ -38,23 +41,28 @@ def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
-class Ffn(GatedFfn):
+class Ffn(ExpertFfn):
+    """The linears `gate`, where the layer has gates, `up` and `down`."""
+
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
         super().__init__()
-        for name in ("gate", "up", "down"):
+        for name in ("gate", "up", "down")[not shape.gated :]:
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
+        self.is_gated = shape.gated
 
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
         tap("ffn_in", x_BSD)
-        mid_BSF = self.gated(x_BSD)
+        mid_BSF = self.mid(x_BSD)
         tap("ffn_mid", mid_BSF)
         return self.down(mid_BSF)
 
-    def gated(self, x_BSD: Tensor) -> Tensor:
+    def mid(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
+        if not self.is_gated:
+            return activation(self.activation, self.up(x_BSD))
         return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))

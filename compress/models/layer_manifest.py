@@ -7,7 +7,7 @@ from typing import Any
 from compress.errors import StorageError
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import LayerShape, Rope
+from compress.models.layer_shape import HALVES, LayerShape, Rope
 from compress.models.limits import (
     FACTORS,
     FREQUENCY_FACTORS,
@@ -28,13 +28,15 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     layer = dataclasses.asdict(shape)
     if shape.experts is not None:
         layer["experts"] = shape.experts.to_json()
-    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "recurrence"):
+    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "recurrence", "only_half"):
         if not getattr(shape, name):
             del layer[name]
     if shape.recurrence is not None:
         layer[shape.recurrence.module] = layer.pop("recurrence")
     if shape.kv_source is None:
         del layer["kv_source"]
+    if shape.gated:
+        del layer["gated"]
     if layer["rope"] is not None:
         for name in _RARE_ROPE_FIELDS:
             if not layer["rope"][name]:
@@ -49,6 +51,9 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         StorageError: a value is missing, unknown, of another type or out of range.
     """
     layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
+    half = next((each for each in HALVES if each == stored.get("only_half")), None)
+    if half is None and layer.has("only_half"):
+        raise layer.wrong("only_half", layer.text("only_half"), f"one of {', '.join(HALVES)}")
     return LayerShape(
         num_heads=layer.integer("num_heads", 1, MAX_SIZE),
         num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
@@ -66,6 +71,8 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
             None,
         ),
         kv_source=layer.integer("kv_source", 0, MAX_LAYERS) if layer.has("kv_source") else None,
+        only_half=half,
+        gated=layer.flag("gated", default=True),
     )
 
 

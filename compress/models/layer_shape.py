@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
 from compress.models.latent import KV_LATENT, Q_LATENT, Latent
@@ -62,6 +63,14 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 """The linear groups of a dense layer by name, in execution order."""
 
 
+Half = Literal["mixer", "ffn"]
+"""A half of a layer: attention or what takes its place, and the FFN or the experts."""
+HALVES: tuple[Half, ...] = ("mixer", "ffn")
+UNGATED = ("relu2",)
+"""The activations of FFNs without gates, `down(act(up(x)))`, by their names in `transformers`; the others are
+those of gates."""
+_UNGATED = LinearGroup("gate_up", "ffn_in", ("ffn.up",))
+"""The first group of an FFN without gates."""
 _KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
 _QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
@@ -78,14 +87,15 @@ _OF_LATENTS = (
 """The linears that read latents."""
 
 
-def expert_groups(name: str, shared_tap: str) -> tuple[LinearGroup, LinearGroup]:
-    """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate and up, and down. The
-    taps of an expert see only its tokens, those of the shared one see all; `shared_tap` is its first."""
+def expert_groups(name: str, shared_tap: str, *, gated: bool = True) -> tuple[LinearGroup, LinearGroup]:
+    """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate, where it has one, and
+    up; and down. The taps of an expert see only its tokens, those of the shared one see all; `shared_tap` is
+    its first."""
     short = name.removeprefix("moe.").replace("experts", "expert")
     suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
     taps = ("moe_in", "moe_mid") if suffix else (shared_tap, SHARED_MID)
     return (
-        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")),
+        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")[not gated :]),
         LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
     )
 
@@ -101,7 +111,9 @@ class LayerShape:
     attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708). A layer
     with a `recurrence` has it in place of attention, and its heads are those that other layers of the model
     have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it attends to the keys and values of
-    the layer with this index (arXiv 2405.12981)."""
+    the layer with this index (arXiv 2405.12981). A layer has both halves, or the one that is its `only_half`;
+    the widths of the other are then those that other layers have. An FFN, or an expert, that is not `gated`
+    has no gate, and one of the activations `UNGATED`."""
 
     num_heads: int
     num_kv_heads: int
@@ -116,11 +128,30 @@ class LayerShape:
     output_gate: bool = False
     recurrence: Recurrence | None = None
     kv_source: int | None = None
+    only_half: Half | None = None
+    gated: bool = True
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether the layer has attention, or a recurrence in its place."""
+        return self.only_half != "ffn"
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the layer has an FFN, or experts in its place."""
+        return self.only_half != "mixer"
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.has_mixer and self.recurrence is None
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
-        last `o`."""
+        last `o`; none where the layer has an FFN only."""
+        if not self.has_mixer:
+            return ()
         if self.recurrence is not None:
             return (
                 LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
@@ -137,7 +168,12 @@ class LayerShape:
         return _LATENTS, *_OF_LATENTS, LINEAR_GROUPS["o"]
 
     def why_unfit(self) -> str | None:
-        """Return why the widths of attention do not fit one another, None where they do."""
+        """Return why the facts of the layer do not fit one another, None where they do."""
+        if not self.has_ffn and self.experts is not None:
+            return "it has experts, and no half for them."
+        if not self.has_mixer:
+            has_own = self.recurrence is not None or self.latent is not None or self.kv_source is not None
+            return "it has an FFN only, and facts of what is in place of attention." if has_own else None
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
         if self.output_gate and (self.latent is not None or self.keys_are_values):
@@ -214,8 +250,9 @@ class LayerShape:
     @property
     def cached_numbers(self) -> int:
         """The numbers of one position that a cache holds: keys and values, or latents; none of a recurrence,
-        whose state is the same for sequences of any length, nor of a layer that reads those of another."""
-        if self.recurrence is not None or self.kv_source is not None:
+        whose state is the same for sequences of any length, nor of an FFN, nor of a layer that reads those of
+        another."""
+        if not self.attends or self.kv_source is not None:
             return 0
         if self.latent is not None:
             return self.latent.cached_width
@@ -224,11 +261,15 @@ class LayerShape:
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""
+        return (*self.attention_groups, *(self._ffn_groups if self.has_ffn else ()))
+
+    @property
+    def _ffn_groups(self) -> tuple[LinearGroup, ...]:
         if self.experts is None:
-            return (*self.attention_groups, LINEAR_GROUPS["gate_up"], LINEAR_GROUPS["down"])
+            return LINEAR_GROUPS["gate_up"] if self.gated else _UNGATED, LINEAR_GROUPS["down"]
         shared_tap = SHARED_IN if self.experts.branch_norms else ALL_TOKENS
-        halves = [expert_groups(name, shared_tap) for name in self.experts.names]
-        return (*self.attention_groups, *(first for first, _ in halves), *(second for _, second in halves))
+        pairs = [expert_groups(name, shared_tap, gated=self.gated) for name in self.experts.names]
+        return (*(first for first, _ in pairs), *(second for _, second in pairs))
 
     @cached_property
     def units(self) -> tuple[LinearGroup, ...]:

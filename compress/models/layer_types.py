@@ -14,9 +14,13 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 LINEAR = "linear_attention"
+ONLY_FFN = ("mlp", "moe")
+"""Types of layers that have an FFN, or experts, and nothing that mixes positions; where a family has them,
+the other layers have no FFN."""
 FIELDS_BY_LAYER = (
     "layer_types",
     "layers_block_type",
+    "hybrid_override_pattern",
     "mlp_layer_types",
     "no_rope_layers",
     "layer_rope_theta",
@@ -24,7 +28,7 @@ FIELDS_BY_LAYER = (
     "num_shared_expert",
     "moe_intermediate_size",
 )
-"""Fields that have an entry for each layer, the last ones in some configs only."""
+"""Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs")
 """Fields that list layers by their index."""
 
@@ -101,9 +105,9 @@ def layer_types(config: Fields, num_layers: int) -> list[str]:
     types = config.texts("layer_types", default=())
     if not types:
         return [FULL] * num_layers
-    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED, LINEAR})
+    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED, LINEAR, *ONLY_FFN})
     if unknown:
-        known = ", ".join((FULL, SLIDING, CHUNKED, LINEAR))
+        known = ", ".join((FULL, SLIDING, CHUNKED, LINEAR, *ONLY_FFN))
         raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {known}.")
     if len(types) < num_layers:
         raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")

@@ -1,5 +1,5 @@
-"""Mamba-2 mixers (arXiv 2405.21060) in `config.json`, in the fields of Bamba and Granite 4, and their names
-on disk."""
+"""Mamba-2 mixers (arXiv 2405.21060) in `config.json`, in the fields of Bamba and Granite 4 (`Family.spelled`
+maps those of others to them), and their names on disk."""
 
 import math
 
@@ -48,19 +48,27 @@ MAMBA_MODULES = {
 
 
 def mamba2_of(config: Fields) -> Mamba2:
-    """Return the widths of the Mamba-2 mixers of a config."""
+    """Return the widths of the Mamba-2 mixers of a config. All heads together are `mamba_expand` times as
+    wide as the hidden states, where it states that."""
     if config.has(_LIMIT):
         limit = config.items(_LIMIT)
         if limit not in _UNLIMITED:
             raise config.wrong(_LIMIT, limit, "[0.0, Infinity]: the decoder bounds no step of time")
     widths = {name: config.integer(stated, 1, MAX_SIZE) for name, stated in _FIELDS.items()}
+    value_dim = _value_dim(config, widths["num_heads"])
+    return Mamba2(**widths, value_dim=value_dim, conv_bias=config.flag("mamba_conv_bias"))
+
+
+def _value_dim(config: Fields, num_heads: int) -> int:
+    if not config.has("mamba_expand"):
+        return config.integer("mamba_d_head", 1, MAX_SIZE)
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     inner_size = config.integer("mamba_expand", 1, MAX_SIZE) * hidden_size
-    value_dim, rest = divmod(inner_size, widths["num_heads"])
+    value_dim, rest = divmod(inner_size, num_heads)
     if rest:
-        raise config.wrong("mamba_n_heads", widths["num_heads"], f"a divisor of {inner_size}")
+        raise config.wrong("mamba_n_heads", num_heads, f"a divisor of {inner_size}")
     if config.is_integer("mamba_d_head") or config.text("mamba_d_head") != "auto":
         stated_dim = config.integer("mamba_d_head", 1, MAX_SIZE)
         if stated_dim != value_dim:
-            raise config.wrong("mamba_d_head", stated_dim, f"{inner_size} / {widths['num_heads']}")
-    return Mamba2(**widths, value_dim=value_dim, conv_bias=config.flag("mamba_conv_bias"))
+            raise config.wrong("mamba_d_head", stated_dim, f"{inner_size} / {num_heads}")
+    return value_dim

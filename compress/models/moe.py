@@ -111,26 +111,26 @@ def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
     return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-class GatedFfn(nn.Module, ABC):
+class ExpertFfn(nn.Module, ABC):
     """The FFN of one expert, as the decoder makes it."""
 
     down: nn.Linear
 
     @abstractmethod
-    def gated(self, x_BSD: Tensor) -> Tensor:
+    def mid(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
 
 
 class Moe(nn.Module):
-    """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with `gate`, `up` and
-    `down`, and `gated(x)`, the input of `down`; `norm(scale=s)` makes a norm of the model over the hidden
+    """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with its linears
+    and `mid(x)`, the input of `down`; `norm(scale=s)` makes a norm of the model over the hidden
     size whose output is multiplied by s."""
 
     def __init__(
         self,
         facts: Experts,
         hidden_size: int,
-        expert: Callable[[str], "GatedFfn"],
+        expert: Callable[[str], "ExpertFfn"],
         norm: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Moe(nn.Module):
         if facts.output_scale:
             self.output_scale = nn.Parameter(torch.ones(facts.num_experts))
         if facts.shared_size:
-            self.shared: GatedFfn = expert("moe.shared")
+            self.shared: ExpertFfn = expert("moe.shared")
         if facts.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
@@ -196,15 +196,15 @@ class Moe(nn.Module):
         [t, D], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
         normed_TD = self._normed("experts_norm", x_TD)
         for idx, tokens, weights in self.route(x_TD).by_expert():
-            expert = cast(GatedFfn, self.experts[idx])
+            expert = cast(ExpertFfn, self.experts[idx])
             x_tD = normed_TD[tokens]
             if self.facts.weighs_input:
                 x_tD, weights = weighed(x_tD, weights), torch.ones_like(weights)
-            mid_tF = expert.gated(x_tD)
+            mid_tF = expert.mid(x_tD)
             seen_TD = self.input_of(idx, x_TD) if self.taps_see_all else x_tD
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
             tap(f"moe_in.{idx}", seen_TD)
-            tap(f"moe_mid.{idx}", expert.gated(seen_TD) if self.taps_see_all else mid_tF)
+            tap(f"moe_mid.{idx}", expert.mid(seen_TD) if self.taps_see_all else mid_tF)
             yield idx, tokens, weights, expert.down(mid_tF)
 
     def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:
@@ -212,7 +212,7 @@ class Moe(nn.Module):
         x_TD = self._normed("shared_norm", x_TD)
         if self.facts.branch_norms:
             tap(SHARED_IN, x_TD)
-        mid_TF = self.shared.gated(x_TD)
+        mid_TF = self.shared.mid(x_TD)
         tap(SHARED_MID, mid_TF)
         out_TD = self.shared.down(mid_TF).to(torch.promote_types(torch.float32, x_TD.dtype))
         if not self.facts.shared_gate:

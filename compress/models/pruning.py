@@ -13,7 +13,7 @@ dimension.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -147,7 +147,12 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     family = family_of({"model_type": arch.family})
     stated = family.completed(arch.config)
     found = {name: arch.config.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
-    by_layer = {name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)}
+    by_layer: dict[str, list[Any] | str] = {
+        name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)
+    }
+    by_layer |= {
+        name: "".join(each[idx] for idx in kept) for name, each in found.items() if isinstance(each, str)
+    }
     indices = {
         name: [new for new, idx in enumerate(kept) if idx in stated[name]]
         for name in INDICES_OF_LAYERS

@@ -186,7 +186,7 @@ def _problem(
     device = deployment.kernel_device
     schemes = [
         each.scheme.name if isinstance(each, QuantizedWeight) else device.dense
-        for each in (expert.gate, expert.down)
+        for each in (expert.up, expert.down)
     ]
     return device.problem(
         "experts",

@@ -30,7 +30,7 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
     def expert(name: str) -> ExpertWeights:
         gate, up, down = (f"{name}.{linear}" for linear in ("gate", "up", "down"))
         return ExpertWeights(
-            weights[f"{gate}.weight"],
+            weights.get(f"{gate}.weight"),
             weights[f"{up}.weight"],
             weights[f"{down}.weight"],
             rare(f"{gate}.bias"),
@@ -67,13 +67,17 @@ def parts(shared: ExpertWeights, other: ExpertWeights, num_parts: int) -> list[E
         return []
     spans = [(start, start + size) for start in range(0, num_parts * size, size)]
     return [
-        ExpertWeights(rows_of(shared.gate, *span), rows_of(shared.up, *span), columns(shared.down, *span))
+        ExpertWeights(
+            None if shared.gate is None else rows_of(shared.gate, *span),
+            rows_of(shared.up, *span),
+            columns(shared.down, *span),
+        )
         for span in spans
     ]
 
 
 def _schemes(expert: ExpertWeights) -> list[Scheme | None]:
-    return [_scheme(each) for each in (expert.gate, expert.up, expert.down)]
+    return [_scheme(each) for each in (expert.gate, expert.up, expert.down) if each is not None]
 
 
 def _scheme(weight: Value) -> Scheme | None:

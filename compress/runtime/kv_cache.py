@@ -26,6 +26,7 @@ from compress.kernels.operands.paged import (
     INT8_TOKEN_HEAD,
     PAGE_DTYPES,
     TOKEN_HEAD_FORMATS,
+    PagedKV,
     empty_pages,
 )
 from compress.kernels.operands.paged_latents import LATENT_FORMATS, PagedLatents, Pages
@@ -39,6 +40,8 @@ from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, tr
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC, INT4_HADAMARD)
 _SCALE_BYTES = 4
+Kept = Pages | RecurrentStates | None
+"""What a layer keeps of sequences: nothing where it has an FFN only."""
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
@@ -83,7 +86,7 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     Raises:
         UsageError: the format does not fit the layer.
     """
-    if layer.recurrence is not None or layer.kv_source is not None:
+    if not layer.attends or layer.kv_source is not None:
         return 0, 0
     if layer.latent is None:
         return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
@@ -187,11 +190,13 @@ class KVCache:
             idx: layer.kv_source for idx, layer in enumerate(arch.layers) if layer.kv_source is not None
         }
         """Layers with pages that several of them have -> the one whose keys and values these are."""
-        self._layers: list[Pages | RecurrentStates] = []
+        self._layers: list[Kept] = []
         num_before: Counter[Recurrence] = Counter()
         for layer, pair in zip(arch.layers, scales, strict=True):
             if layer.kv_source is not None:
                 self._layers.append(self._layers[layer.kv_source])
+            elif not layer.has_mixer:
+                self._layers.append(None)
             elif layer.recurrence is None:
                 self._layers.append(_empty(layer, kv_format, num_blocks, block_size, device, pair))
             else:
@@ -251,11 +256,11 @@ class KVCache:
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
         for idx, pages in enumerate(self._layers):
-            if not isinstance(pages, RecurrentStates) and self.shared.get(idx, idx) == idx:
+            if isinstance(pages, (PagedKV, PagedLatents)) and self.shared.get(idx, idx) == idx:
                 for tensor in pages.tensors:
                     yield tensor.view(torch.uint8)
 
-    def layer(self, layer_idx: int) -> Pages | RecurrentStates:
+    def layer(self, layer_idx: int) -> Kept:
         """Return the pages of a layer, or its states."""
         return self._layers[layer_idx]
 

@@ -76,7 +76,7 @@ class LayerAttention:
             return BoundKernel.of(problem)
 
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        attending = [layer for layer in arch.layers if layer.recurrence is None]
+        attending = [layer for layer in arch.layers if layer.attends]
         for key in sorted({_head_key(layer) for layer in attending}):
             self._ops["rope_store", key] = bound("rope_store", key)
             self._ops["attention_decode", key] = bound("attention_decode", key)

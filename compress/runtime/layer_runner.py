@@ -5,6 +5,8 @@
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
+A layer may have one of the two halves only, and an FFN without gates is down(act(up(norm(x)))).
+
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
 and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
@@ -27,14 +29,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.paged_latents import Pages
-from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.ffn import OUTPUT_GATE
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
+from compress.runtime.kv_cache import Kept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
 from compress.runtime.layer_embed import LayerEmbedLinears
@@ -118,7 +119,7 @@ class LayerRunner:
         stream: Stream,
         positions_T: Tensor,
         slots_T: Tensor,
-        kv: Pages | RecurrentStates,
+        kv: Kept,
         attend: Attend,
         phase: Phase,
         reader: Reader | None = None,
@@ -130,6 +131,8 @@ class LayerRunner:
         `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
         `input_TP` are the embeddings of the tokens for this layer, where they have them.
         """
+        if layer.qkv is None or kv is None:
+            return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
         if self._arch.block == "parallel":
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
         else:
@@ -160,19 +163,30 @@ class LayerRunner:
         """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
         where the FFN reads the same input as attention, `input_TP` as to `layer`.
         """
-        attended_TF = self._attended(layer, projected, attend)
-        reads_ffn = layer.experts is None or layer.branch_norms is not None
-        ffn = Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
+        assert layer.o is not None
+        half = partial(layer.o, self._attended(layer, projected, attend), phase)
+        if not layer.shape.has_ffn:
+            return self._added(half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale)
         norms = layer.branch_norms
-        stream = self._added(
-            partial(layer.o, attended_TF, phase),
-            residual_TD,
-            layer.attn_post_norm,
-            ffn,
-            also=() if norms is None else (norms.experts, norms.router),
-        )
+        also = () if norms is None else (norms.experts, norms.router)
+        stream = self._added(half, residual_TD, layer.attn_post_norm, _ffn_reader(layer), also=also)
+        return self._after_mixer(layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP)
+
+    def _after_mixer(
+        self,
+        layer: LayerWeights,
+        stream: Stream,
+        phase: Phase,
+        reader: Reader | None,
+        *,
+        ffn_rows: Rows | None = None,
+        input_TP: Tensor | None = None,
+    ) -> Stream:
+        """Return the stream after a layer from the stream before its FFN, or its experts; the arguments are
+        those of `after_qkv`."""
         if ffn_rows is None:
-            ffn_rows = self.rows(stream, ffn, phase)
+            ffn_rows = self.rows(stream, _ffn_reader(layer), phase)
+        norms = layer.branch_norms
         half: Callable[..., Tensor | tuple[Branch, Branch]] = self._ffn
         if norms is not None:
             half = partial(self._branches, norms, stream.branch_rows)
@@ -198,6 +212,7 @@ class LayerRunner:
         q, k and v."""
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
+        assert layer.o is not None
         size = layer.shape.num_heads * layer.shape.head_dim
         ungated = replace(projected, qkv_TF=projected.qkv_TF[:, :-size])
         attended_TF = attend(layer, ungated).flatten(1)
@@ -316,6 +331,12 @@ class LayerRunner:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
         return rows + self.attention.kernel_report()
+
+
+def _ffn_reader(layer: LayerWeights) -> Reader:
+    """Return what reads the stream after the first half of a layer."""
+    reads_ffn = layer.experts is None or layer.branch_norms is not None
+    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
 
 
 def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:

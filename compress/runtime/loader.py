@@ -50,9 +50,10 @@ GATE_ROWS = 64
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer in the layouts of its kernels. Norms that its block does not have are None.
-    The FFN is `gate_up` and `down`, or `experts`; a mixture of experts with a shared one has all of them.
-    With `branch_norms`, `ffn_norm` is that of the input of the shared expert.
+    """The weights of one layer in the layouts of its kernels. Norms that its block does not have are None, as
+    are the norm and the linears of a half that the layer does not have. The FFN is `gate_up` and `down`, or
+    `experts`; a mixture of experts with a shared one has all of them. With `branch_norms`, `ffn_norm` is that
+    of the input of the shared expert.
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], of a layer without keys of its own
     [H, C], or None where heads are not normalized.
@@ -64,9 +65,9 @@ class LayerWeights:
 
     shape: LayerShape
     attn_norm: RowNorm | None
-    qkv: FusedLinear
+    qkv: FusedLinear | None
     qk_norm: RowNorm | None
-    o: FusedLinear
+    o: FusedLinear | None
     ffn_norm: RowNorm | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
@@ -261,13 +262,13 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     return LayerWeights(
         shape=shape,
         attn_norm=before("attn_norm"),
-        qk_norm=None if shape.recurrence is not None else qk_norm(arch, shape, weights, deployment),
+        qk_norm=qk_norm(arch, shape, weights, deployment) if shape.attends else None,
         ffn_norm=before("ffn_norm") or before("moe.shared_norm"),
         qkv=fused.qkv,
         o=fused.o,
         gate_up=fused.gate_up,
         down=fused.down,
-        sinks=_sinks(arch, weights, deployment),
+        sinks=_sinks(weights, deployment),
         experts=None if shape.experts is None else load_experts(arch, shape.experts, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
         shared_gate=_shared_gate(weights, deployment),
@@ -285,11 +286,11 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
 
 @dataclass(frozen=True)
 class FusedGroups:
-    """The fused linears that all rows of a layer go through; a mixture without a shared expert has none in
-    place of its FFN."""
+    """The fused linears that all rows of a layer go through, None for those that it does not have; a mixture
+    without a shared expert has none in place of its FFN."""
 
-    qkv: FusedLinear
-    o: FusedLinear
+    qkv: FusedLinear | None
+    o: FusedLinear | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
 
@@ -300,16 +301,17 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
         weights = with_padded_dt(shape.recurrence, weights)
     groups = {group.name: group for group in shape.groups}
 
-    def fused(name: str, activation: str | None = None) -> FusedLinear:
+    def fused(name: str, activation: str | None = None) -> FusedLinear | None:
+        if name not in groups:
+            return None
         return fuse(groups[name].linears, weights, deployment, activation=activation)
 
     prefix = "" if shape.experts is None else "shared."
-    has_ffn = f"{prefix}down" in groups
     return FusedGroups(
         fused("qkv"),
         fused("o"),
-        fused(f"{prefix}gate_up", arch.activation) if has_ffn else None,
-        fused(f"{prefix}down") if has_ffn else None,
+        fused(f"{prefix}gate_up", arch.activation if shape.gated else None),
+        fused(f"{prefix}down"),
     )
 
 
@@ -349,9 +351,9 @@ def _short_conv(shape: LayerShape, weights: Weights, deployment: Deployment) -> 
     return _dense(weights, "conv.conv.weight", deployment).squeeze(1).contiguous()
 
 
-def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:
-    """Return the attention sinks of a layer, float32 [H]."""
-    if not arch.attn_sinks:
+def _sinks(weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the attention sinks of a layer, float32 [H], None where it has none."""
+    if "attn.sinks" not in weights:
         return None
     return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
 

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
-from compress.kernels.operands.paged_latents import Pages
-from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Phase
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
-from compress.runtime.kv_cache import KVCache
+from compress.runtime.kv_cache import Kept, KVCache
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner, Reader, Stream
@@ -212,7 +210,7 @@ class ModelRunner:
         x_TD: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        pages: Callable[[int], Pages | RecurrentStates],
+        pages: Callable[[int], Kept],
         attend: Attend,
         phase: Phase,
         features: Features | None = None,

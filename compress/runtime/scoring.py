@@ -17,7 +17,7 @@ from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
-from compress.runtime.kv_cache import KVCache
+from compress.runtime.kv_cache import Kept, KVCache
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
 
@@ -31,7 +31,7 @@ class ScoringPass:
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    pages: Callable[[int], Pages | RecurrentStates]
+    pages: Callable[[int], Kept]
     attend: Attend
     phase: Phase
 
@@ -78,9 +78,11 @@ class _ScratchPages:
         self._made: dict[tuple[tuple[int, int], int | None], Pages] = {}
         self._states: dict[Recurrence, RecurrentStates] = {}
 
-    def layer(self, layer_idx: int) -> Pages | RecurrentStates:
+    def layer(self, layer_idx: int) -> Kept:
         """Return the pages of a layer, or its states."""
         like = self._cache.layer(layer_idx)
+        if like is None:
+            return None
         if isinstance(like, RecurrentStates):
             if like.recurrence not in self._states:
                 self._states[like.recurrence] = like.scratch(self._num_sequences)

@@ -61,7 +61,7 @@ def work_of(engine: "Engine") -> Work:
         flops_per_token=2 * arch.num_active_linear_params,
         head_flops=2 * arch.vocab_size * arch.hidden_size,
         attention_flops_per_pair=sum(
-            4 * layer.num_heads * layer.head_dim for layer in arch.layers if layer.recurrence is None
+            4 * layer.num_heads * layer.head_dim for layer in arch.layers if layer.attends
         ),
         decode_flops_per_pair=sum(_decode_flops(layer) for layer in arch.layers),
         expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
@@ -72,7 +72,7 @@ def work_of(engine: "Engine") -> Work:
 
 def _decode_flops(layer: LayerShape) -> int:
     """Return the FLOPs of one query of all heads against one position of the cache."""
-    if layer.recurrence is not None:
+    if not layer.attends:
         return 0
     if layer.latent is None:
         return 4 * layer.num_heads * layer.head_dim

@@ -126,6 +126,8 @@ EXPORTED = [
     ("granitemoehybrid", "W8A16"),
     ("granitemoehybrid-h", "W8A16"),
     ("bamba", "W4A16_G128"),
+    ("nemotron_h", "W4A16_G128"),
+    ("arcee", "FP8_DYNAMIC"),
     ("lfm2", "W4A16_G128"),
     ("gemma4_unified", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
@@ -286,7 +288,8 @@ def rms(x: Tensor) -> float:
 
 def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
-    with_and_without = {"gemma4", "gemma4_text", "gemma4_unified", "deepseek_v3", "granitemoehybrid"}
+    gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
+    with_and_without = {*gemma4, "deepseek_v3", "granitemoehybrid", "nemotron_h"}
     # Mixtures of experts: `test_mixtures.py`.
     assert {CASES[case][0] for case, _ in EXPORTED} == dense | with_and_without
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)

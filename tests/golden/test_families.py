@@ -326,6 +326,7 @@ def test_other_spellings_of_a_config_mean_what_they_mean_to_transformers(
 STATED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
     # heads of the default size do not span this hidden size
     "helium": {"head_dim": 4, "num_key_value_heads": 4},
     # these have no default

@@ -49,6 +49,7 @@ EXPORTED = [
     ("hunyuan_v1_moe", "FP8_DYNAMIC"),
     ("qwen3_next", "W4A16_G128"),
     ("lfm2_moe", "FP8_DYNAMIC"),
+    ("nemotron_h-experts", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -297,17 +298,18 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
         ours = opened.layer(idx)
         if layer.experts is None:
             continue
-        router = opened.family.to_disk(f"layers.{idx}.moe.router")
+        router = opened.family.to_memory(opened.family.to_disk(f"layers.{idx}.moe.router"))
         assert router in ignored
-        halves = [f"model.layers.{idx}.{half}" for half in ("mlp", "feed_forward")]
+        halves = [f"model.layers.{idx}.{half}" for half in ("mlp", "feed_forward", "mixer")]
         prefix = next(half for half in halves if f"{half}.experts.down_proj" in theirs)
         in_memory = next(name for name in (f"{prefix}.gate.weight", f"{router}.weight") if name in theirs)
         assert torch.equal(theirs[in_memory], ours["moe.router.weight"])
         for expert in range(layer.experts.num_experts):
-            gate, up, down = (
-                dense(ours[f"moe.experts.{expert}.{name}.weight"]) for name in ("gate", "up", "down")
+            *first, down = (
+                dense(ours[linear]) for linear in ours if linear.startswith(f"moe.experts.{expert}.")
             )
-            assert torch.equal(theirs[f"{prefix}.experts.gate_up_proj"][expert], torch.cat((gate, up)))
+            stack = "gate_up_proj" if layer.gated else "up_proj"
+            assert torch.equal(theirs[f"{prefix}.experts.{stack}"][expert], torch.cat(first))
             assert torch.equal(theirs[f"{prefix}.experts.down_proj"][expert], down)
 
 

@@ -102,6 +102,25 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
         )
     },
+    "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
+    "one half a layer": {
+        "activation": "relu2",
+        "layers": (
+            tiny_shape(
+                only_half="mixer", gated=False, recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), rope=None
+            ),
+            tiny_shape(only_half="ffn", gated=False),
+            tiny_shape(only_half="mixer", gated=False, rope=None),
+            tiny_shape(
+                only_half="ffn",
+                gated=False,
+                experts=Experts(6, 2, 48, shared_size=96, score="sigmoid", selection_bias=True),
+            ),
+        ),
+    },
+    "an ffn first, and attention last": {
+        "layers": (tiny_shape(only_half="ffn"), tiny_shape(), tiny_shape(only_half="mixer")),
+    },
     "short convolutions": {
         "layers": (
             tiny_shape(recurrence=ShortConv.of(64, 3), rope=None),

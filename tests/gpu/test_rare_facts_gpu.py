@@ -41,6 +41,7 @@ CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYER = LayerShape(num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1000, rope=Rope(10000.0))
 LOCAL = replace(LAYER, window=70)
+HALF = replace(LAYER, only_half="mixer", gated=False)
 SPARSE = replace(LAYER, intermediate_size=176, experts=Experts(16, 4, 176))
 SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
@@ -191,6 +192,15 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=Mamba2(12, 1, 128, 64, 4, conv_bias=True)),
             replace(LAYER, rope=None, experts=OF_GRANITE, intermediate_size=128),
             replace(LAYER, rope=None, recurrence=Mamba2(8, 2, 64, 32, 3, conv_bias=False)),
+        ),
+    },
+    "nemotron h": {
+        "activation": "relu2",
+        "layers": (
+            replace(HALF, rope=None, recurrence=Mamba2(8, 4, 128, 80, 4, conv_bias=True)),
+            replace(HALF, only_half="ffn"),
+            replace(HALF, rope=None),
+            replace(HALF, only_half="ffn", experts=WHOLE_GROUPS, intermediate_size=128),
         ),
     },
     "lfm2": {

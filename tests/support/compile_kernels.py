@@ -46,6 +46,7 @@ from compress.kernels.short_conv import fused as short_conv
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.latent import Latent
+from compress.models.layer_shape import UNGATED
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
 from compress.quant.kv import HADAMARD_HEAD_DIMS
@@ -125,6 +126,7 @@ def compile_all(sm: int) -> list[Any]:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
         compile_mixture(scheme)
+    compile_mixture(None, activation="relu2")
     return compiled
 
 
@@ -309,7 +311,7 @@ def compile_int8(sm: int, rows: Any, ready: Any) -> None:
     prefill_int8_passes.linear(rows, ready, bias, residual_TO=residual)
 
 
-def compile_mixture(name: str | None) -> None:
+def compile_mixture(name: str | None, *, activation: str = "silu") -> None:
     """Compile the router of a prompt, and the experts of a prompt and of one decode row, of 16 and of 64."""
     scheme = SCHEMES[name] if name is not None else None
 
@@ -317,17 +319,18 @@ def compile_mixture(name: str | None) -> None:
         ones = torch.ones(out_features, in_features, dtype=torch.bfloat16)
         return ones if scheme is None else nearest_weight(ones, scheme, torch.bfloat16)
 
-    one = ExpertWeights(weight(256, 384), weight(256, 384), weight(384, 256))
+    gate = None if activation in UNGATED else weight(256, 384)
+    one = ExpertWeights(gate, weight(256, 384), weight(384, 256))
     cpu = torch.device("cpu")
     ready = packed.repack([one] * 8, dtype=torch.bfloat16, device=cpu)
     weights = router_weights(torch.ones(8, 384), None, None, dtype=torch.bfloat16, device=cpu)
     facts = Experts(8, 2, 256, renormalize=True)
     x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
     ids, shares = router.route_many(x_TD, weights, facts)
-    experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
+    experts.prefill(x_TD, ready, ids, shares, activation=activation, residual_TD=x_TD)
     for num_rows in (1, 16, 64) if ready.format not in packed.DECODED_IN_SLICES else ():
         few = [each[:num_rows].contiguous() for each in (x_TD, ids, shares)]
-        experts.decode(few[0], ready, *few[1:], activation="silu", residual_TD=few[0])
+        experts.decode(few[0], ready, *few[1:], activation=activation, residual_TD=few[0])
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ CONFIGS: dict[str, Any] = {
     "vaultgemma": transformers.VaultGemmaConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "bamba": transformers.BambaConfig,
+    "nemotron_h": transformers.NemotronHConfig,
+    "arcee": transformers.ArceeConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
     "solar_open": transformers.SolarOpenConfig,
@@ -376,6 +378,16 @@ OTHER_MAMBA = {
     "mamba_expand": 1,
     "mamba_conv_bias": False,
     "mamba_chunk_size": 16,
+}
+# Its class bounds the steps of time of prompts, and not those of decode.
+NEMOTRON = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "head_dim": 12,
+    "time_step_min": 1e-12,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {"rms_norm_eps": 1e-5}),
@@ -1126,6 +1138,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bamba",
         {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["full_attention", "mlp", "linear_attention"]},
+    ),
+    "nemotron_h-biases": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            "moe_shared_expert_intermediate_size": 72,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "arcee": ("arcee", {"mlp_bias": True}),
     "lfm2": (
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
@@ -1411,6 +1449,9 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
         return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head, **shared}
+    if "mamba_num_heads" in changes:
+        shared = {"moe_shared_expert_intermediate_size": size} if "n_routed_experts" in changes else {}
+        return {"mamba_num_heads": 4, "mamba_head_dim": of_head, **shared}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:
@@ -1432,6 +1473,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         del stated["head_dim"]
     if "layer_types" in stated:  # of the model with the most layers; some tests make fewer
         stated["layer_types"] = stated["layer_types"][: stated["num_hidden_layers"]]
+    if "layers_block_type" in stated:
+        stated["layers_block_type"] = stated["layers_block_type"][: stated["num_hidden_layers"]]
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])

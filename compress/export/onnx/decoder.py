@@ -88,8 +88,11 @@ class DecoderGraph:
 
     def _ffn(self, x_TD: str, name: str) -> str:
         graph = self._graph
-        gate = self._linear(x_TD, f"{name}.gate")
         up = self._linear(x_TD, f"{name}.up")
+        if self._arch.activation == "relu2":
+            positive = graph.op("Relu", up)
+            return self._linear(graph.op("Mul", positive, positive), f"{name}.down")
+        gate = self._linear(x_TD, f"{name}.gate")
         if self._arch.activation == "silu":
             gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
         else:

@@ -1,5 +1,5 @@
-"""Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if
-the next linear needs it.
+"""Activation of an FFN in one pass: round(round(act(gate)) * up) (arXiv 2002.05202), or round(act(up)) where
+there is no gate, quantized on the way out if the next linear needs it.
 
 The arithmetic is float32 (`operands/activation.py`). round: to the model's dtype.
 
@@ -15,6 +15,7 @@ from compress.kernels.operands.activation import activated
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register
+from compress.models.layer_shape import UNGATED
 
 SPAN = 1024
 
@@ -23,8 +24,11 @@ SPAN = 1024
 def _gated(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """Return the rounded activation(gate) * up at `offsets` of their rows."""
+    """Return the rounded activation(gate) * up at `offsets` of their rows, or that of up alone, which then is
+    `gate`."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
+    if ACTIVATION == "relu2":
+        return activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
     x = gate.to(tl.float32)
     return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
@@ -89,7 +93,9 @@ def act_mul(
     *,
     up_TF: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]."""
+    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; without a gate, [T, F]."""
+    if activation in UNGATED:
+        up_TF = gate_up_TF  # which is not read
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     num_rows, size = gate.shape
     device = gate.device

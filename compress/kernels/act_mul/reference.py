@@ -1,5 +1,5 @@
-"""Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of
-one fused projection, or two tensors.
+"""Reference activation of an FFN: activation(gate) * up (arXiv 2002.05202), where gate and up are the halves
+of one fused projection, or two tensors, or the activation alone where there is no gate.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
 anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 from compress.models.ffn import activation
+from compress.models.layer_shape import UNGATED
 
 LANES = 64
 """Elements of two of the widest CPU vectors, bfloat16 in 512 bits: torch loops over two vectors at a time."""
@@ -28,13 +29,15 @@ def act_mul_rows(
     up_TF: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
-    alone."""
+    alone; without a gate, it is up."""
     product = act_mul(gate_up_TF, activation_name, up_TF=up_TF)
     return product if quant is None else quantize(product, quant)
 
 
 def act_mul(gate_up_TF: Tensor, activation_name: str, *, up_TF: Tensor | None = None) -> Tensor:
-    """Map [T, 2 F], or two of [T, F], to [T, F]."""
+    """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
+    if activation_name in UNGATED:  # exact, and rounded once
+        return activation(activation_name, gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     if gate.device.type != "cpu":
         return activation(activation_name, gate) * up

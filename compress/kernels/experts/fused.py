@@ -59,7 +59,7 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
         bm, bn, warps, stages = sizes
         return Tile(bm, bn, matrices.step_columns(most), warps, stages)
 
-    first = tile(gate_up, packed.gate_up)
+    first = tile(gate_up if packed.gated else down, packed.gate_up)
     second = tile(down, packed.down)
     narrowest = min(first.bk, second.bk)
     return Plan(
@@ -102,7 +102,7 @@ def prefill(
 
 def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | None:
     if problem.activation != activation:
-        return f"its experts are gated by {activation}"
+        return f"for experts of the activation {activation}"
     if few_rows != problem.row_invariant:
         return "for decode rows" if few_rows else "a row's bits depend on the number of rows"
     if few_rows and problem.m_max > MAX_DECODE_ROWS:

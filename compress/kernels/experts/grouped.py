@@ -5,6 +5,8 @@ the weighted sum.
     y[p] = down_e h[p]
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k])
 
+Experts without a gate have h[p] = act(up_e x[t]).
+
 A program owns `BM` outputs of one unit (`units.py`), and reads its rows of the weights once.
 Sums over K run in its order: y is kept in float32 (of a prompt in the model's dtype), and the program of an
 output tile that arrives last, or a launch of its own for more rows, adds. So a decode row has the same bits
@@ -18,7 +20,10 @@ from compress.kernels.operands.matrix_product import prefetch, product
 
 @jit()
 def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    if ACTIVATION == "swiglu_clamped":
+    """Return the activation of gate and up, or of up alone, which then is `gate`."""
+    if ACTIVATION == "relu2":
+        return activated(gate, ACTIVATION)
+    elif ACTIVATION == "swiglu_clamped":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
@@ -78,18 +83,21 @@ def gate_up(
     if PREFETCH:  # `_down` may then read what was written before this kernel
         launch_dependents(PDL)
     expert, pairs, valid = _load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
+    GATED: tl.constexpr = ACTIVATION != "relu2"
+    UP: tl.constexpr = F if GATED else 0  # the first output of up
     if expert >= 0:
         start = tl.program_id(0) * BM
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
         gate, up = product(
             x_ptr, x_scale_ptr, pairs // K, valid, w_ptr, scale_ptr, offset_ptr, outer_ptr, expert, rows,
-            F + rows, start // 128, BLOCKS // 2 + start // 128,
-            2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, E4M3, INTERPRETED,
+            UP + rows, start // 128, (BLOCKS // 2 if GATED else 0) + start // 128,
+            UP + F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, GATED, STAGES, E4M3, INTERPRETED,
         )  # fmt: skip
         if BIAS:
-            gate += tl.load(bias_ptr + expert * (2 * F) + rows).to(tl.float32)[:, None]
-            up += tl.load(bias_ptr + expert * (2 * F) + F + rows).to(tl.float32)[:, None]
+            gate += tl.load(bias_ptr + expert * (UP + F) + rows).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias_ptr + expert * (UP + F) + UP + rows).to(tl.float32)[:, None]
         h = _gated(gate, up, ACTIVATION).to(h_ptr.dtype.element_ty)
         at = h_ptr + pairs.to(tl.int64)[None, :] * F + outputs[:, None]
         tl.store(at, h, mask=valid[None, :] & (outputs < F)[:, None])

@@ -1,5 +1,5 @@
 """The experts of a layer as the grouped kernels read them: one tensor for all gates and ups (F of gate, then
-F of up), one for all downs, in a format of `operands/matrices.py`.
+F of up; of up alone without gates), one for all downs, in a format of `operands/matrices.py`.
 
 Where the products of a format read 16-bit rows and the scheme rounds inputs, rows are rounded first, and are
 16-bit numbers again.
@@ -59,6 +59,11 @@ class PackedExperts:
         return self.down.format
 
     @property
+    def gated(self) -> bool:
+        """Whether `gate_up` holds gates."""
+        return self.gate_up.out_features > self.down.in_features
+
+    @property
     def bytes_per_expert(self) -> int:
         """Bytes of weights and scales that one expert reads."""
         tensors = [
@@ -72,16 +77,14 @@ class PackedExperts:
 
 def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torch.device) -> PackedExperts:
     """Repack the experts of a layer, whose weights all have the format of the first one's scheme."""
-    gate_ups = [(each.gate, each.up) for each in experts]
     downs = [(each.down,) for each in experts]
     down_bias = [(each.down_bias,) for each in experts]
-    gate_up_bias = [(each.gate_bias, each.up_bias) for each in experts]
     hidden_size = experts[0].down.shape[0]
-    gate = experts[0].gate
-    form = format_of_weights(gate.scheme if isinstance(gate, QuantizedWeight) else None)
+    up = experts[0].up
+    form = format_of_weights(up.scheme if isinstance(up, QuantizedWeight) else None)
     pack = partial(pack_matrices, dtype=dtype, device=device, format=form)
     return PackedExperts(
-        pack(gate_ups, gate_up_bias),
+        pack([each.gate_up for each in experts], [each.gate_up_bias for each in experts]),
         pack(downs, down_bias),
         len(experts),
         dtype,

@@ -1,12 +1,13 @@
 """Reference experts: every expert that is hit runs its rows through the reference linears of its scheme.
 
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k]),   y[t, k] = down(act(gate(x[t])) * up(x[t]))
-    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order
-    of k
+    for the expert ids[t, k], or down(act(up(x[t]))) without a gate; each y is rounded to the model's dtype,
+    the sum runs in float32 in the order of k
 
     silu, gelu_pytorch_tanh    act(gate) * up
     swiglu_clamped             gate s(1.702 gate) (up + 1), gate <= 7, |up| <= 7, s(x) = 1 / (1 + e^-x)
                                (gpt-oss, arXiv 2508.10925)
+    relu2                      max(up, 0)^2, without a gate (arXiv 2109.08668)
 
 The reference linears take rows one by one or in tiles of a fixed height, so a row's bits depend on the row
 alone. This is the definition that faster kernels are tested against. The host reads the ids; within a CUDA
@@ -27,10 +28,11 @@ from compress.kernels.operands.routing import ExpertWeights, expert_inputs
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
+from compress.models.layer_shape import UNGATED
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 CLAMPED = "swiglu_clamped"
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, *UNGATED)
 LIMIT = 7.0
 SLOPE = 1.702
 
@@ -52,7 +54,7 @@ class ReferenceLinear:
 
 @dataclass(frozen=True)
 class ReferenceExpert:
-    """One expert: gate over up, and down."""
+    """One expert: gate over up, or up alone, and down."""
 
     gate_up: ReferenceLinear
     down: ReferenceLinear
@@ -66,7 +68,7 @@ def repack(
     gate_up_input, down_input = expert_inputs(experts, device)
     return tuple(
         ReferenceExpert(
-            linear((each.gate, each.up), (each.gate_bias, each.up_bias), gate_up_input),
+            linear(each.gate_up, each.gate_up_bias, gate_up_input),
             linear((each.down,), (each.down_bias,), down_input),
         )
         for each in experts
@@ -94,7 +96,7 @@ def _linear(
 
 
 def gated(gate_up_TF: Tensor, activation: str) -> Tensor:
-    """Map [T, 2 F] to [T, F]."""
+    """Map [T, 2 F], or [T, F] without a gate, to [T, F]."""
     if activation != CLAMPED:
         return act_mul(gate_up_TF, activation)
     gate, up = gate_up_TF.to(torch.float32).chunk(2, dim=-1)
@@ -143,7 +145,7 @@ def _refusal(problem: Problem, *, activation: str, few_rows: bool, device: str |
     if not {*problem.scheme.split("+")} <= {*DENSE_SCHEMES.values(), *SCHEMES}:
         return f"for {', '.join((*DENSE_SCHEMES.values(), *SCHEMES))}"
     if problem.activation != activation:
-        return f"its experts are gated by {activation}"
+        return f"for experts of the activation {activation}"
     if device is not None and problem.device != device:
         return f"its tile height is for {device}"
     if few_rows != (problem.m_max <= tiles.MAX_DECODE_ROWS or problem.row_invariant):

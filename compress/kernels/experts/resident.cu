@@ -1,4 +1,4 @@
-// Experts of decode rows in one launch, on sm_90: gate, up and their activation, then down, of weights of 16 bits and of e4m3. Blocks stay, one on a
+// Experts of decode rows in one launch, on sm_90: gate, up and their activation (or up and its own), then down, of weights of 16 bits and of e4m3. Blocks stay, one on a
 // multiprocessor, and read their share of both products through one ring, so that weights of down arrive while the last of gate and up is multiplied.
 //
 //     sum of an output    steps of 128 bytes of a row ascend (128 columns of e4m3, 64 of 16 bits); 16 columns to a matrix instruction, ascending. Blocks
@@ -8,7 +8,7 @@
 // So a row's bits depend on the row alone. A row of x or h is rounded to e4m3 where it is read (numbers.cuh), and multiplied as float16, exactly.
 //
 // Work: an item is a unit (TOKENS rows of one expert's tokens; where CHOICES is not 0, one pair of a token and an expert it chose) and up to 64 outputs of
-// gate and of up; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds,
+// gate and of up, or 128 of up without a gate; or a unit and 128 outputs of down, where CHOICES is not 0 a token and tiles of 16 outputs of all its choices, as many as a stage holds,
 // or one in two stages where CHOICES is above 8.
 // Items are dealt in ranges, as many as there are blocks or some times as many, and blocks take one after the other, first all of gate and up, then those of
 // down: whoever waits for h of a unit waits for blocks that run, however few the GPU has room for, and a block that memory serves slowly takes fewer.
@@ -20,7 +20,7 @@
 // vain makes the counters of the next launch zero.
 //
 // Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks;
-// ACT as in products.cuh; CHOICES; TOKENS 8 or 16.
+// ACT as in products.cuh, or RELU2 = the squared relu without a gate; CHOICES; TOKENS 8 or 16.
 
 struct alignas(64) TileMap {
     char bytes[128];
@@ -45,6 +45,7 @@ struct Args {
 
 constexpr int HEADER = 4;  // numbers of `state` before the counters: the next range, the number of the launch
 constexpr int WARP = 32, PARTS = 4, TEAM = 4, WARPS = PARTS * TEAM, THREADS = WARPS * WARP;  // a team of warps for each part of a sum
+constexpr int MATRICES = ACT ? 2 : 1;  // gate and up, or up
 constexpr int TILES = 8, TILE_BYTES = 2048, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr bool PAIRED = CHOICES > 0, FP8 = FORMAT != 0;
 // Ranges for each block, at most: more of them even out what memory serves slowly, and load rows more often.
@@ -53,7 +54,7 @@ constexpr int GATE_RANGES = ONE_RANGE ? 1 : TOKENS == 8 ? 4 : 2, DOWN_RANGES = O
 constexpr int EIGHTS = TOKENS / 8, COLUMNS = FP8 ? 128 : 64, FACTORS = COLUMNS / 16;  // of a step; each matrix instruction takes 16 columns
 constexpr int HALVES = CHOICES > TILES ? 2 : 1;  // stages of a step of down
 constexpr int SUMS = HALVES * TILES * TOKENS * 16, BUFFERS = PAIRED || EIGHTS > 1 ? 1 : 2;  // sums of an item, which has one for each part; buffers of them in turn
-constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? HALVES * TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / 2;  // of outputs of an item
+constexpr int DOWN_TILES = !PAIRED ? TILES : CHOICES > 1 ? HALVES * TILES / (CHOICES ? CHOICES : 1) : TILES / 2, GATE_TILES = TILES / MATRICES;  // of outputs of an item
 constexpr int ENDED = 4 / HALVES;  // outputs of down that a warp ends, where units are pairs, with a lane for each choice
 static_assert(CHOICES <= 2 * TILES && (TOKENS == 8 || (TOKENS == 16 && !PAIRED)), "a tile for each choice");
 
@@ -137,7 +138,7 @@ struct Product {
         const int outputs_tile = tile * of_item + (!down ? i % GATE_TILES : !PAIRED ? i : i / max(CHOICES, 1));
         return own && 16 * outputs_tile < outputs ? outputs_tile : -1;
     }
-    __device__ int matrix_of(int expert, int i) const { return down ? expert : 2 * expert + i / GATE_TILES; }
+    __device__ int matrix_of(int expert, int i) const { return down ? expert : MATRICES * expert + i / GATE_TILES; }
     __device__ int unit_of(int unit, int i) const { return down && PAIRED ? unit * CHOICES + i % max(CHOICES, 1) : unit; }
 };
 struct Item {
@@ -146,12 +147,12 @@ struct Item {
 };
 
 template <bool DOWN, typename Midway> __device__ __forceinline__ void ask(const Args& args, const Places& at, const Ticket& ticket, u32& stage, u32& phase, Midway midway) {
-    constexpr int APART = DOWN && PAIRED ? 1 : GATE_TILES;  // tiles of a stage from one copy to the next
+    constexpr int APART = (DOWN ? PAIRED : !ACT) ? 1 : TILES / 2;  // tiles of a stage from one copy to the next
     const Product product(args, DOWN);
     const int lane = threadIdx.x % WARP, first = lane * APART;  // of the tiles of this lane's copy
     const TileMap* map = DOWN ? &args.down_map : &args.gate_up_map;
     const u64 policy = policy_of(true);
-    const int copied = TILE_BYTES * (DOWN ? APART : product.of_item);
+    const int copied = TILE_BYTES * (DOWN || !ACT ? APART : product.of_item);
     constexpr int STAGES = DOWN ? HALVES : 1;  // of a step
     Item item{ticket.unit, ticket.tile};
 #pragma unroll 1
@@ -406,6 +407,14 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             if (FORMAT == 2) v = __fmul_rn(__fmul_rn(v, at.row_scales[token * product.scales] * E4M3_FACTOR), scales[at_matrix]);
             return bias ? v + widen(bias[at_matrix]) : v;
         };
+        auto hidden = [&](int i, int output, int token) {  // a number of h, of 16 outputs of tile i
+#if RELU2
+            const float up = finished(i, output, token);
+            return up < 0.0f ? 0.0f : __fmul_rn(up, up);
+#else
+            return gated(finished(i, output, token), finished(GATE_TILES + i, output, token));
+#endif
+        };
         if constexpr (DOWN && PAIRED) {  // a lane for each choice of some outputs of a warp
             const float y = ends ? finished(own / 16 * CHOICES + choice, own % 16, choice) : 0.0f;
             float sum = 0.0f;
@@ -417,7 +426,7 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
             if (own < 16 * product.of_item && output < product.outputs) {
                 u32 pair = 0;
 #pragma unroll
-                for (int i = 0; i < 2; ++i) pair |= (u32)narrow(gated(finished(own / 16, own % 16 + i, 0), finished(GATE_TILES + own / 16, own % 16 + i, 0))) << 16 * i;
+                for (int i = 0; i < 2; ++i) pair |= (u32)narrow(hidden(own / 16, own % 16 + i, 0)) << 16 * i;
                 store_pair(h_of(args, item.unit) + output / 2, pair, ticket.launch);
             }
         } else {
@@ -427,9 +436,8 @@ template <bool DOWN> __device__ __forceinline__ void multiply(const Args& args, 
                 const int own = i % outputs, output = outputs * item.tile + own, token = i / outputs, pair = at.pairs[token];
                 if (output >= product.outputs || pair < 0) continue;
                 const long long to = (long long)pair * product.outputs + output;
-                const float v = finished(own / 16, own % 16, token);
-                if constexpr (DOWN) args.y[to] = v;
-                else args.h[to] = narrow(gated(v, finished(GATE_TILES + own / 16, own % 16, token)));
+                if constexpr (DOWN) args.y[to] = finished(own / 16, own % 16, token);
+                else args.h[to] = narrow(hidden(own / 16, own % 16, token));
             }
         }
         __syncwarp();

@@ -31,7 +31,7 @@ from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat
-from compress.kernels.operands.slices import ACTIVATIONS as GATED
+from compress.kernels.operands.slices import activation_macros
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -50,8 +50,8 @@ MANY = {"dense16": 4, "fp8": 5, "fp8_block": 5}
 """Rows of an expert, on average, from which on its units have 16 rows."""
 TILES = 8
 """Tiles of 16 outputs of a stage."""
-GATE_TILES = TILES // 2
-"""Tiles of gate of a stage, at most, and as many of up."""
+COPIED_TILES = TILES // 2
+"""Tiles of a copy, at most."""
 MOST_CHOICES = 2 * TILES
 """Choices of a token whose pairs are units: two stages have a tile for each."""
 ROW_BYTES = 128
@@ -82,7 +82,7 @@ class Variant:
         macros = {
             "FORMAT": FORMATS.index(self.format),
             "F16": int(self.dtype == torch.float16),
-            "ACT": GATED.index(self.activation),
+            **activation_macros(self.activation),
             "CHOICES": self.choices,
             "TOKENS": self.tokens,
             "QUANT": 1,
@@ -114,15 +114,15 @@ def has_pairs(format: MatrixFormat, hidden: int, ffn: int, top_k: int) -> bool:
     return top_k <= MOST_CHOICES and stages_of(format, hidden, ffn, MOST_PAIRS, choices=top_k, tokens=8) > 0
 
 
-def gate_tiles_of(ffn: int, num_units: int, blocks: int) -> int:
-    """Return the tiles of gate and of up of an item with which the blocks that have most have least, where
-    the start and the end of an item count as a tile."""
+def gate_tiles_of(ffn: int, num_units: int, blocks: int, *, matrices: int) -> int:
+    """Return the tiles of each of the matrices, gate and up or up, of an item with which the blocks that have
+    most have least, where the start and the end of an item count as two tiles."""
 
     def most_of_a_block(gate_tiles: int) -> tuple[int, int]:
         items = num_units * -(-ffn // (16 * gate_tiles))
-        return -(-items // blocks) * (gate_tiles + 1), -gate_tiles
+        return -(-items // blocks) * (matrices * gate_tiles + 2), -gate_tiles
 
-    return min(range(1, GATE_TILES + 1), key=most_of_a_block)
+    return min(range(1, TILES // matrices + 1), key=most_of_a_block)
 
 
 class _Arguments(ctypes.Structure):
@@ -204,8 +204,9 @@ def decode(
     blocks = gpu_of(device).num_sms
     assert num_units <= MOST_UNITS
     assert blocks <= MOST_BLOCKS
-    gate_tiles = gate_tiles_of(ffn, num_units, blocks) if paired else GATE_TILES
-    down_tiles = max(1, min(TILES // top_k, GATE_TILES)) if paired else TILES
+    matrices = 2 if packed.gated else 1
+    gate_tiles = gate_tiles_of(ffn, num_units, blocks, matrices=matrices) if paired else TILES // matrices
+    down_tiles = max(1, min(TILES // top_k, COPIED_TILES)) if paired else TILES
     tensors = (
         x_TD,
         residual_TD,
@@ -222,8 +223,8 @@ def decode(
         packed.state,
     )
     arguments = _Arguments(
-        _map_of(packed.gate_up, 16 * gate_tiles),
-        _map_of(packed.down, 16 if paired else 16 * GATE_TILES),
+        _map_of(packed.gate_up, 16 * gate_tiles if packed.gated else 16),
+        _map_of(packed.down, 16 if paired else 16 * COPIED_TILES),
         *(None if each is None else each.data_ptr() for each in tensors),
         hidden,
         ffn,
@@ -258,7 +259,7 @@ def _function(variant: Variant, device: torch.device) -> Function:
 
 def _supports(problem: Problem, *, activation: str) -> str | None:
     if problem.activation != activation:
-        return f"its experts are gated by {activation}"
+        return f"for experts of the activation {activation}"
     if not problem.row_invariant:
         return "for decode rows"
     if problem.m_max > MOST_ROWS:

@@ -7,6 +7,7 @@ float32 and added in the order of K, so a row has the same bits in any company.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -51,7 +52,13 @@ def is_paired(num_rows: int, top_k: int) -> bool:
 
 def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
-    (`scripts/bench_experts.py`, and the steps of whole models)."""
+    (`scripts/bench_experts.py`, and the steps of whole models) of experts with gates: without, an item of up
+    has the tiles of both."""
+    gate_up, down = _gated_tiles(packed, num_rows, top_k, gpu)
+    return gate_up if packed.gated else replace(gate_up, output_tiles=2 * gate_up.output_tiles), down
+
+
+def _gated_tiles(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
     if is_paired(num_rows, top_k):
         items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
         gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
@@ -152,7 +159,7 @@ def decode(
 
 def _supports(problem: Problem, *, activation: str) -> str | None:
     if problem.activation != activation:
-        return f"its experts are gated by {activation}"
+        return f"for experts of the activation {activation}"
     if not problem.row_invariant:
         return "for decode rows"
     if problem.m_max > MAX_DECODE_ROWS:

@@ -55,14 +55,25 @@ def router_weights(
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of one expert: gate and up [F, D], down [D, F], and their biases [F], [F] and [D]."""
+    """The weights of one expert: gate and up [F, D], down [D, F], and their biases [F], [F] and [D]; `gate`
+    is None where its FFN has none."""
 
-    gate: Tensor | QuantizedWeight
+    gate: Tensor | QuantizedWeight | None
     up: Tensor | QuantizedWeight
     down: Tensor | QuantizedWeight
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+    @property
+    def gate_up(self) -> tuple[Tensor | QuantizedWeight, ...]:
+        """Gate and up, or up alone."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def gate_up_bias(self) -> tuple[Tensor | None, ...]:
+        """The biases of `gate_up`."""
+        return (self.up_bias,) if self.gate is None else (self.gate_bias, self.up_bias)
 
 
 def expert_inputs(
@@ -70,5 +81,5 @@ def expert_inputs(
 ) -> tuple[ActivationQuant | None, ActivationQuant | None]:
     """Return how the experts of a layer round the input of gate and up, and that of down: all alike, so of
     static scales the largest serves, as in `input_quant`."""
-    first = [weight for each in experts for weight in (each.gate, each.up)]
+    first = [weight for each in experts for weight in each.gate_up]
     return input_quant(first, device), input_quant([each.down for each in experts], device)

@@ -22,10 +22,10 @@
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks, 4 = int8 with a scale for each output and row, 5 = int8 with a scale for each
 // output, and rows of 16 bits, 6 = e2m1; SUBGROUPS scale groups in 128 columns of four bits (1 also where a group has more); OFFSETS =
-// asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one matrix, 1 = units of experts, whose pairs are
-// numbered token times choices + choice, 2 = units that are older than the launch ahead, whose rows of x are pairs; COMBINE = the choices of a
-// token, which the block adds, or 0; OUT32 = y is float32; PARTS 1, 2, 4 or 8; STAGED; TAIL = the last step is not whole; MT, NT, DEPTH; WARPS
-// of a block at most, BLOCKS of a multiprocessor at least.
+// asymmetric; ACT as in products.cuh (gated: W is gate over up), or RELU2 = the squared relu of outputs without a gate; UNITS 0 = rows in order
+// and one matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead,
+// whose rows of x are pairs; COMBINE = the choices of a token, which the block adds, or 0; OUT32 = y is float32; PARTS 1, 2, 4 or 8; STAGED; TAIL
+// = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
 
 #ifndef ZEROS
 #define ZEROS 0
@@ -467,6 +467,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
 #if ACT
         return gated(value[0], value[MATRICES - 1]);
+#elif RELU2
+        return value[0] < 0.0f ? 0.0f : __fmul_rn(value[0], value[0]);
 #else
         return value[0];
 #endif

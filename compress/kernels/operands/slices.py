@@ -11,11 +11,13 @@ from torch import Tensor
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import FORMATS, IN_WORDS, Matrices, MatrixFormat, whole_blocks
+from compress.models.layer_shape import UNGATED
 
 SLICES = 8
 ITEMS = 4
 """Items of a block whose warps have one each."""
 ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped")
+"""None, and the activations of gates: the macro ACT."""
 Rows = Literal["in order", "chosen", "by pair"]
 ROWS: tuple[Rows, ...] = ("in order", "chosen", "by pair")
 """The rows of x that a unit reads: the next ones, those of the tokens of its pairs, or those of its pairs,
@@ -23,6 +25,11 @@ where the launch ahead does not write the units. The macro UNITS."""
 STATIC_BYTES = 1024
 """Shared memory that a block keeps for the system, with a margin."""
 SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/global.cuh", "operands/slices.cu")
+
+
+def activation_macros(activation: str | None) -> dict[str, int]:
+    """Return the macros of an activation."""
+    return {"ACT": 0, "RELU2": 1} if activation == "relu2" else {"ACT": ACTIVATIONS.index(activation)}
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Variant:
             "SUBGROUPS": self.subgroups,
             "OFFSETS": int(self.offsets),
             "TAIL": int(self.tail),
-            "ACT": ACTIVATIONS.index(self.activation),
+            **activation_macros(self.activation),
             "UNITS": ROWS.index(self.rows),
             "COMBINE": self.choices,
             "OUT32": int(self.float32_output),
@@ -110,6 +117,11 @@ class Variant:
         return Source(source_text(*SOURCES), "sliced_product", tuple(macros.items()))
 
     @property
+    def matrices(self) -> int:
+        """Gate and up, or one."""
+        return 1 if self.activation is None or self.activation in UNGATED else 2
+
+    @property
     def warps(self) -> int:
         """Warps of a block at most."""
         return self.choices * self.tile.parts if self.choices else self.tile.warps
@@ -117,7 +129,7 @@ class Variant:
     def shared_bytes(self, steps: int) -> int:
         """Return the bytes of the sums of all warps and of their steps under way, and of the scales of x."""
         tile = self.tile
-        tiles = tile.output_tiles * (1 if self.activation is None else 2)
+        tiles = tile.output_tiles * self.matrices
         scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
         w = 1 if self.format in IN_WORDS else 2
         x = 4 if self.format in (*IN_WORDS, "w8") else 2
@@ -223,7 +235,7 @@ def multiply(
     zeros: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write y = x W^T of `num_rows` rows in order, or of the pairs of `chosen`: [.., O], or [.., O / 2] with
-    an activation, in the model's `dtype` or in float32; or the `total` of each token's pairs, [T, O].
+    a gate, in the model's `dtype` or in float32; or the `total` of each token's pairs, [T, O].
 
     x are numbers of that dtype, or e4m3 or int8 codes with their scales. `scale_rows` outputs share a scale
     of fp8_block. The residual is of rows in order, and so are `zeros`: the zero points [T] of asymmetric int8
@@ -275,7 +287,7 @@ def multiply(
         *((None, None) if zeros is None else (each.data_ptr() for each in zeros)),
         None if matrices.outer is None else matrices.outer.data_ptr(),
     )
-    size = matrices.out_features if activation is None else matrices.out_features // 2
+    size = matrices.out_features // variant.matrices
     tiles = -(-size // (16 * tile.output_tiles))
     slices = -(-steps // per)
     parts = -(-slices * tile.parts // SLICES) if tile.parts > 1 else 1

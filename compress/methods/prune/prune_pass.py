@@ -114,6 +114,8 @@ class PrunePass:
         shape = self._arch.layers[state.layer_idx]
         add_biases_(state.weights, self._pruned, shape)
         for cut in self._cuts:
+            if cut.linear not in shape.linears:
+                continue
             kept_U, w_OK, bias_O, facts = decided[cut.linear]
             cut.keep_(state.weights, shape, kept_U, w_OK)
             if bias_O is not None:

@@ -179,6 +179,7 @@ class Eagle3Proposer:
             device=device,
         )
         pages = cache.layer(0)
+        assert pages is not None
         assert not isinstance(pages, RecurrentStates)
         self._kv = pages
         self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=sizes.max_model_len)

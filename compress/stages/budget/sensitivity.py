@@ -51,9 +51,11 @@ class Sensitivities(GradientVisitor):
 
     @property
     def loss(self) -> dict[tuple[int, str], dict[str, float]]:
-        """The predicted loss: (layer index, tap) -> scheme name -> nats of KL a token."""
+        """The predicted loss: (layer index, tap) -> scheme name -> nats of KL a token. All layers see the
+        same tokens, and those with a mixer count them."""
+        num_tokens = max(self._tokens.values(), default=1)
         return {
-            key: {scheme: total / 2 / self._tokens[key[0]] for scheme, total in sums.items()}
+            key: {scheme: total / 2 / num_tokens for scheme, total in sums.items()}
             for key, sums in sorted(self._sums.items())
         }
 

@@ -146,7 +146,7 @@ def test_an_expert_is_shown_its_own_tokens(source: MemorySource) -> None:
     for expert in range(8):
         chosen = (routing.experts_TR == expert).any(1)
         assert torch.equal(seen[f"moe_in.{expert}"], x_TD[chosen])
-        mid = layer.moe.experts[expert].gated(x_TD[chosen])
+        mid = layer.moe.experts[expert].mid(x_TD[chosen])
         assert torch.allclose(seen[f"moe_mid.{expert}"], mid, atol=1e-6)
 
 
@@ -217,7 +217,7 @@ def test_an_expert_is_shown_its_inputs_as_the_router_weighs_them(
         shown = torch.ones(len(x_TD), dtype=torch.bool) if sees_all else scores_TE.argmax(1) == expert
         expected = (scores_TE[:, expert : expert + 1] * x_TD)[shown]
         assert torch.allclose(seen[f"moe_in.{expert}"], expected, atol=1e-5)
-        mid = layer.moe.experts[expert].gated(expected)
+        mid = layer.moe.experts[expert].mid(expected)
         assert torch.allclose(seen[f"moe_mid.{expert}"], mid, atol=1e-5)
 
 

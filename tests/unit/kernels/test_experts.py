@@ -16,10 +16,12 @@ from compress.kernels.operands import matrices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import input_quant, quantize
+from compress.kernels.operands.slices import variant_of
 from compress.kernels.problem import PHASES, KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
 from compress.models.experts import Experts
+from compress.models.ffn import UNGATED
 from compress.models.moe import route
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
@@ -78,6 +80,8 @@ def layer(
 ) -> Layer:
     """Ids leave out the last expert; the first rows all choose the same experts."""
     experts = random_experts(name, dtype, hidden=hidden, ffn=ffn, count=count, bias=bias)
+    if activation in UNGATED:
+        experts = [replace(each, gate=None, gate_bias=None) for each in experts]
     generator = torch.Generator().manual_seed(3)
     ids_TK = torch.rand(rows, count - 1, generator=generator).argsort(1)[:, :top_k].to(torch.int32)
     ids_TK[: rows // 2] = torch.arange(top_k, dtype=torch.int32)
@@ -101,14 +105,16 @@ def in_float64(given: Layer) -> Tensor:
     out_TD = given.residual_TD.double()
     for t, k in ((t, k) for t in range(len(given.ids_TK)) for k in range(given.ids_TK.shape[1])):
         expert = given.experts[int(given.ids_TK[t, k])]
-        gate_F, up_F = (wide(each) @ given.x_TD[t].double() for each in (expert.gate, expert.up))
-        if expert.gate_bias is not None and expert.up_bias is not None:
-            gate_F, up_F = gate_F + expert.gate_bias.double(), up_F + expert.up_bias.double()
+        sums = [wide(each) @ given.x_TD[t].double() for each in expert.gate_up]
+        biases = expert.gate_up_bias
+        sums = [a if b is None else a + b.double() for a, b in zip(sums, biases, strict=True)]
         if given.activation == "swiglu_clamped":
-            gate_F, up_F = gate_F.clamp(max=7), up_F.clamp(-7, 7)
+            gate_F, up_F = sums[0].clamp(max=7), sums[1].clamp(-7, 7)
             mid_F = gate_F * torch.sigmoid(1.702 * gate_F) * (up_F + 1)
+        elif given.activation == "relu2":
+            mid_F = sums[0].clamp(min=0) ** 2
         else:
-            mid_F = reference.gated(torch.stack((gate_F, up_F)).view(1, -1), given.activation)[0]
+            mid_F = reference.gated(torch.cat(sums).view(1, -1), given.activation)[0]
         y_D = wide(expert.down) @ mid_F
         y_D = y_D if expert.down_bias is None else y_D + expert.down_bias.double()
         out_TD[t] += given.weights_TK[t, k].double() * y_D
@@ -179,7 +185,7 @@ def test_reference_experts(phase: Any, name: str | None) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="in the parent process")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped", "relu2"])
 def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
     check(
         "decode",
@@ -271,8 +277,35 @@ def test_triton_experts_of_sizes_that_are_no_whole_blocks(
 
 @inside
 @pytest.mark.parametrize(
+    ("name", "hidden", "ffn"),
+    [
+        ("W4A16_G32_ASYM", 160, 96),
+        ("FP8_BLOCK", 128, 256),
+        ("INT8_DYNAMIC", 80, 144),
+        slow("FP8_DYNAMIC", 48, 80),
+        slow("NVFP4", 48, 80),
+        slow("W8A16", 80, 144),
+    ],
+)
+def test_triton_experts_without_gates(
+    name: str, hidden: int, ffn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_row_independent_products(monkeypatch)
+    sizes = {"hidden": hidden, "ffn": ffn, "count": 3, "rows": 5}
+    given = layer(name, torch.float16, **sizes, activation="relu2", bias=True)
+    for phase in ("decode", "prefill"):
+        check(phase, name, torch.float16, given)
+
+
+@inside
+@pytest.mark.parametrize(
     ("activation", "bias", "rows", "top_k"),
-    [("silu", False, 6, 1), ("swiglu_clamped", True, 5, 3), slow("gelu_pytorch_tanh", False, 19, 2)],
+    [
+        ("silu", False, 6, 1),
+        ("swiglu_clamped", True, 5, 3),
+        ("relu2", True, 5, 2),
+        slow("gelu_pytorch_tanh", False, 19, 2),
+    ],
 )
 def test_triton_experts_of_dense_weights(
     activation: str, bias: bool, rows: int, top_k: int, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +332,7 @@ def test_rows_are_rounded_by_the_scales_of_all_experts(name: str) -> None:
     dtype = torch.float16
     given = layer(name, dtype, count=3)
     packed = packed_experts.repack(given.experts, dtype=dtype, device=CPU)
-    gates = [each for expert in given.experts for each in (expert.gate, expert.up)]
+    gates = [each for expert in given.experts for each in expert.gate_up]
     for weights, quant in (
         (gates, packed.gate_up_input),
         ([expert.down for expert in given.experts], packed.down_input),
@@ -389,6 +422,20 @@ def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
         _, down = slices.tiles_of(packed, num_rows, top_k, gpu)
         assert slices.shared_bytes(packed, down, top_k) < gpu.shared_bytes
         assert top_k * down.parts <= slices.MOST_WARPS
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 64])
+def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up(num_rows: int) -> None:
+    def gate_up(activation: str, ffn: int) -> tuple[int, int]:
+        given = layer("W4A16_G128", torch.bfloat16, ffn=ffn, activation=activation)
+        packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+        tile, _ = slices.tiles_of(packed, num_rows, 2, Gpu(90, 4, 227 * 1024))
+        variant = variant_of(
+            packed.gate_up, tile, dtype=packed.dtype, activation=activation, out_dtype=packed.dtype
+        )
+        return variant.matrices * tile.output_tiles, variant.shared_bytes(1)
+
+    assert gate_up("relu2", 512) == gate_up("silu", 256)
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")

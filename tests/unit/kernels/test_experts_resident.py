@@ -63,6 +63,9 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         ("FP8_BLOCK", torch.bfloat16, (256, 128, 12, 9), 5, "silu", False),
         slow("FP8_DYNAMIC", torch.bfloat16, (272, 144, 18, 16), 5, "silu", True),
         slow(None, torch.bfloat16, (304, 208, 12, 10), 5, "gelu", False),
+        ("FP8_BLOCK", torch.bfloat16, (256, 384, 5, 2), 9, "relu2", False),
+        ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "relu2", True),
+        (None, torch.bfloat16, (96, 208, 3, 2), 20, "relu2", True),
     ],
 )
 @pytest.mark.slow
@@ -121,22 +124,32 @@ def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("choices", "tokens"), [(0, 8), (0, 16), (8, 8), (9, 8)])
+@pytest.mark.parametrize(
+    ("choices", "tokens", "activation"),
+    [(0, 8, "silu"), (0, 16, "silu"), (8, 8, "silu"), (9, 8, "silu"), (0, 8, "relu2"), (6, 8, "relu2")],
+)
 @pytest.mark.parametrize("format", RESIDENT)
-def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int) -> None:
-    variant = resident.Variant(format, torch.bfloat16, "silu", choices, tokens)
+def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int, activation: str) -> None:
+    variant = resident.Variant(format, torch.bfloat16, activation, choices, tokens)
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
 def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> None:
-    def problem(rows: int, sm: int, sizes: tuple[int, int], scheme: str | None, top_k: int = 8) -> Problem:
+    def problem(
+        rows: int,
+        sm: int,
+        sizes: tuple[int, int],
+        scheme: str | None,
+        top_k: int = 8,
+        activation: str = "silu",
+    ) -> Problem:
         device = KernelDevice("cuda", sm, torch.bfloat16, decode_rows=rows)
         return device.problem(
             "experts",
             n=sizes[0],
             k=sizes[1],
             scheme=scheme,
-            activation="silu",
+            activation=activation,
             experts=128,
             top_k=top_k,
         )
@@ -144,6 +157,8 @@ def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> Non
     qwen = (2048, 768)
     for scheme in (None, "FP8_BLOCK", "FP8_DYNAMIC"):
         assert select(problem(128, 90, qwen, scheme)).name == "cuda.resident.silu"
+    nemotron = problem(128, 90, (2688, 1856), None, 6, activation="relu2")
+    assert select(nemotron).name == "cuda.resident.relu2"
     for posed, reason in (
         (problem(129, 90, qwen, None), "for M up to 128, of which few experts have more than two units"),
         (problem(64, 100, qwen, None), "its copies are sm_90's"),

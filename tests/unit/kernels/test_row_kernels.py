@@ -163,7 +163,7 @@ if INTERPRETED:
             torch.tensor(0.013), torch.int8, symmetric=False, static_zero=torch.tensor(-37, dtype=torch.int32)
         ),
     ]
-    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh"]
+    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
     SIZES = [1, 65, 384, 1000]
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -393,6 +393,17 @@ if INTERPRETED:
         torch.testing.assert_close(
             act_mul(gate_up, activation), act_mul_rows(gate_up, activation), rtol=2e-6, atol=2e-6
         )
+
+    def test_the_squared_relu_is_rounded_once_and_keeps_nan() -> None:
+        x = extreme_rows(1030, torch.float16)
+        x[1, 7] = float("nan")
+        wide = torch.cat((x, x), dim=1)
+        for columns in (x, wide[:, 5:1035]):
+            expected = (columns.float().clamp(min=0) ** 2).to(x.dtype)
+            for fn in (act_mul, act_mul_rows):
+                actual = fn(columns, "relu2")
+                assert isinstance(actual, Tensor)
+                assert_same_numbers(actual, expected)
 
     @pytest.mark.parametrize("quant", QUANTS)
     def test_what_leaves_quantized_is_the_rounded_result_quantized(quant: ActivationQuant) -> None:

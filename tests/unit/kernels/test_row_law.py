@@ -208,8 +208,8 @@ def test_norms(kernel: Kernel, dtype: torch.dtype) -> None:
 
 
 @each_kernel("act_mul", n=83, k=0)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_gated_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+def test_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
     for size in (7, 32, 96, 1536):
         x = randn(17, 2 * size, dtype=dtype)
         assert not breaches(lambda x: kernel.fn(x, activation), x)

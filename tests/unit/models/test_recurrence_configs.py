@@ -58,6 +58,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "attn_layer_indices": [1],
     },
+    "nemotron_h": {
+        **SIZES,
+        "model_type": "nemotron_h",
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 12,
+        "n_groups": 1,
+        "hybrid_override_pattern": "M*-M",
+    },
 }
 each_mamba = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
@@ -75,7 +86,7 @@ def written(arch: Arch) -> dict[str, Any]:
 
 
 def attending(arch: Arch) -> list[int]:
-    return [idx for idx, layer in enumerate(arch.layers) if layer.recurrence is None]
+    return [idx for idx, layer in enumerate(arch.layers) if layer.attends]
 
 
 @pytest.mark.parametrize("config", [LFM2, OLDER, *FAMILIES.values()], ids=["lfm2", "older", *FAMILIES])
@@ -225,8 +236,9 @@ def test_infinity_is_spelled_only_where_a_reader_asks_for_it(name: str) -> None:
         parse_json("[1e999]", spells_constants=True)
 
 
-@each_mamba
-def test_the_dimension_of_a_head_fits_the_width_or_is_refused(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", ["granitemoehybrid", "bamba"])
+def test_the_dimension_of_a_head_fits_the_width_or_is_refused(family: str) -> None:
+    config = FAMILIES[family]
     plain = arch_of(config).replace(config={})
     for right in ("auto", 16):
         assert arch_of(config, mamba_d_head=right).replace(config={}) == plain
@@ -262,8 +274,9 @@ def test_half_of_each_head_of_bamba_rotates() -> None:
 
 @pytest.mark.parametrize("config", [LFM2, *FAMILIES.values()], ids=["lfm2", *FAMILIES])
 def test_another_activation_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedArch, match="hidden_act"):
-        arch_of(config, hidden_act="gelu")
+    name = family_of(config).spelled.get("hidden_act", "hidden_act")
+    with pytest.raises(UnsupportedArch, match="activation 'gelu'" if name != "hidden_act" else name):
+        arch_of(config, **{name: "gelu"})
 
 
 def test_fewer_experts_are_stated_by_each_name_that_a_config_has() -> None:

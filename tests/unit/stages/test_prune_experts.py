@@ -91,7 +91,7 @@ def scores_by_hooks(decoder: Decoder, tokens: torch.Tensor) -> list[torch.Tensor
             ):
                 for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
                     ffn = moe.experts[expert]
-                    sums[expert] += weight * float(ffn.down(ffn.gated(x_TD[token])).norm())
+                    sums[expert] += weight * float(ffn.down(ffn.mid(x_TD[token])).norm())
                     counts[expert] += 1
 
         layer.moe.register_forward_pre_hook(look)
