@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.problem import Phase
+from compress.kernels.problem import RECURRENCE_OPS, Phase
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
@@ -49,7 +49,7 @@ from scripts.step_profile import drain, fill
 DENSE = "BF16"
 ADDED = 0.05
 """Factor of the weights that write into the residual stream, `WRITERS`."""
-WRITERS = ("attn.o.weight", "delta.o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_norm.weight")
+WRITERS = (".o.weight", "down.weight", "attn_post_norm.weight", "ffn_post_norm.weight")
 COUNTED_STEPS = 16
 SCORED_AT_ONCE = 8
 
@@ -60,7 +60,7 @@ DECODE_OPS = (
     "experts",
     "attention_decode",
     "latent_attention",
-    "delta_net",
+    *RECURRENCE_OPS.values(),
 )
 """The ops whose kernels a row names."""
 

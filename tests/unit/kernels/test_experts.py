@@ -21,7 +21,7 @@ from compress.kernels.problem import PHASES, KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
 from compress.models.experts import Experts
-from compress.models.ffn import UNGATED
+from compress.models.layer_shape import UNGATED
 from compress.models.moe import route
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
