@@ -38,14 +38,20 @@ from compress.kernels.router import reference as router_reference
 from compress.kernels.router import warps
 from compress.kernels.select import Kernel, select
 from compress.models.experts import Experts
+from compress.models.layer_shape import UNGATED
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from scripts.kernel_bench.timer import poisoned_memory, time_launches
 
-SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "tiny": (256, 128, 12, 3)}
-"""Hidden size, size of an expert, experts, choices."""
+SHAPES = {
+    "qwen3-30b-a3b": (2048, 768, 128, 8, "silu"),
+    "nemotron-3-nano-30b-a3b": (2688, 1856, 130, 8, "relu2"),
+    "tiny": (256, 128, 12, 3, "silu"),
+}
+"""Hidden size, size of an expert, experts, choices and activation; two experts that all rows choose are drawn as
+the others."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12
@@ -70,7 +76,14 @@ def random_weights(shape: tuple[int, int], scheme: str | None, dtype: torch.dtyp
 
 
 def random_experts(
-    scheme: str | None, hidden: int, ffn: int, count: int, dtype: torch.dtype, *, bias: bool = False
+    scheme: str | None,
+    hidden: int,
+    ffn: int,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool = False,
+    gated: bool = True,
 ) -> list[ExpertWeights]:
     made = []
     for idx in range(count):
@@ -79,7 +92,7 @@ def random_experts(
             for part, shape in enumerate(((ffn, hidden), (ffn, hidden), (hidden, ffn)))
         )
         biases = [torch.randn(size).to(dtype) for size in (ffn, ffn, hidden)] if bias else []
-        made.append(ExpertWeights(gate, up, down, *biases))
+        made.append(ExpertWeights(gate if gated else None, up, down, *biases))
     return made
 
 
@@ -201,10 +214,11 @@ def router_checks(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def empty_layer(
-    scheme: str, hidden: int, ffn: int, count: int, dtype: torch.dtype, device: torch.device
+    scheme: str, hidden: int, ffn: int, count: int, dtype: torch.dtype, device: torch.device, *, gated: bool
 ) -> packed.PackedExperts:
     """Random codes and scales of a layer, made on the device."""
-    one = random_experts(None if scheme in ("BF16", "F16") else scheme, hidden, ffn, 1, dtype)
+    known = None if scheme in ("BF16", "F16") else scheme
+    one = random_experts(known, hidden, ffn, 1, dtype, gated=gated)
     small = packed.repack(one, dtype=dtype, device=device)
 
     def many(each: Tensor | None) -> Tensor | None:
@@ -275,11 +289,12 @@ def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool
 
 
 def sweep_tiles(
-    served: tuple[slices.Tile, slices.Tile], most_parts: int
+    served: tuple[slices.Tile, slices.Tile], most_parts: int, *, gated: bool
 ) -> Iterator[tuple[slices.Tile, slices.Tile]]:
     """Yield other tiles for one of the products of decode rows in slices, of down with at most so many warps
     that share slices."""
-    for place, outputs, most in ((0, (1, 2), SLICES), (1, (1, 2, 4), most_parts)):
+    of_first = (1, 2) if gated else (1, 2, 4)
+    for place, outputs, most in ((0, of_first, SLICES), (1, (1, 2, 4), most_parts)):
         for parts, staged in itertools.product((1, 2, 4, 8), (True, False)):
             if parts > most:
                 continue
@@ -293,11 +308,18 @@ Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
 
 
 def plans_of(
-    ready: packed.PackedExperts, scheme: str | None, rows: int, top_k: int, *, most: int, sweep: bool
+    ready: packed.PackedExperts,
+    scheme: str | None,
+    rows: int,
+    top_k: int,
+    activation: str,
+    *,
+    most: int,
+    sweep: bool,
 ) -> Iterator[Plan]:
     """Yield how rows of an engine with at most so many are served, and other ways where a sweep is wanted."""
     prefill = rows > launch.MAX_DECODE_ROWS
-    decode = decode_kernel(ready, scheme, "silu", top_k, most)
+    decode = decode_kernel(ready, scheme, activation, top_k, most)
     resident_serves = decode.name.startswith("cuda.resident")
     if resident_serves and not prefill:
         yield "served", decode.fn, {}
@@ -307,7 +329,7 @@ def plans_of(
         served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
         yield "served", slices.decode, {"tiles": served}
         most_parts = slices.MOST_WARPS // top_k if slices.is_paired(rows, top_k) else SLICES
-        for tiles in sweep_tiles(served, most_parts) if sweep else ():
+        for tiles in sweep_tiles(served, most_parts, gated=ready.gated) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}
         return
     plan = fused.prefill_plan(ready, rows, top_k) if prefill else fused.decode_plan(ready, rows)
@@ -329,10 +351,13 @@ def described(given: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    hidden, ffn, count, top_k = SHAPES[args.shape]
+    hidden, ffn, count, top_k, activation = SHAPES[args.shape]
+    gated = activation not in UNGATED
     dtype = torch.bfloat16
     for scheme in args.schemes:
-        layers = [empty_layer(scheme, hidden, ffn, count, dtype, device) for _ in range(args.layers)]
+        layers = [
+            empty_layer(scheme, hidden, ffn, count, dtype, device, gated=gated) for _ in range(args.layers)
+        ]
         most = max(args.rows)
         decode_rows = (rows for rows in args.rows if rows <= launch.MAX_DECODE_ROWS)
         most_decode = max(SHORT_PROMPT_ROWS, max(decode_rows, default=0))
@@ -350,7 +375,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             expected: Tensor | None = None
             known = None if scheme in ("BF16", "F16") else scheme
             for name, fn, given in plans_of(
-                layers[0], known, rows, top_k, most=most_decode, sweep=args.sweep
+                layers[0], known, rows, top_k, activation, most=most_decode, sweep=args.sweep
             ):
                 launches = [
                     partial(
@@ -360,7 +385,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                         ids[idx],
                         weights,
                         **given,
-                        activation="silu",
+                        activation=activation,
                         residual_TD=x,
                     )
                     for idx in range(copies)
@@ -391,14 +416,14 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                     "floor_us": floor_us,
                     "times_floor": timing.us / floor_us,
                     "same_bits": same,
-                    "tflop_per_s": 6 * rows * top_k * hidden * ffn / timing.us / 1e6,
+                    "tflop_per_s": (6 if gated else 4) * rows * top_k * hidden * ffn / timing.us / 1e6,
                 }
         layers.clear()
         torch.cuda.empty_cache()
 
 
 def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    hidden, _, count, top_k = SHAPES[args.shape]
+    hidden, _, count, top_k, _ = SHAPES[args.shape]
     facts = Experts(count, top_k, 1, renormalize=True)
     routers = [
         router_weights(torch.randn(count, hidden), None, None, dtype=torch.bfloat16, device=device)

@@ -18,6 +18,7 @@ from compress.kernels.router import reference as router_reference
 from compress.kernels.router import warps
 from compress.kernels.select import select
 from compress.models.experts import Experts
+from compress.models.layer_shape import UNGATED
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
 from compress.runtime import expert_loader
@@ -56,6 +57,12 @@ CASES = [
     ("FP8_DYNAMIC", torch.bfloat16, "silu", False, (416, 160, 14, 10)),
     ("FP8_BLOCK", torch.bfloat16, "gelu_pytorch_tanh", False, (2048, 768, 14, 9)),
     ("FP8_BLOCK", torch.float16, "silu", False, (256, 384, 18, 16)),
+    (None, torch.bfloat16, "relu2", False, (2688, 1856, 12, 6)),
+    ("W4A16_G64", torch.bfloat16, "relu2", False, (2688, 1856, 14, 8)),
+    ("W4A16_G32", torch.float16, "relu2", True, (272, 416, 7, 4)),
+    ("FP8_DYNAMIC", torch.bfloat16, "relu2", False, (2688, 1856, 12, 6)),
+    ("FP8_BLOCK", torch.bfloat16, "relu2", False, (384, 256, 12, 3)),
+    ("INT8_DYNAMIC", torch.bfloat16, "relu2", False, (416, 160, 12, 3)),
     ("FP8_STATIC", torch.bfloat16, "silu", False, (416, 160, 14, 9)),
     ("INT8_STATIC", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
     ("INT8_STATIC_ASYM", torch.float16, "gelu_pytorch_tanh", False, (256, 416, 7, 4)),
@@ -173,7 +180,8 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     scheme: str | None, dtype: torch.dtype, activation: str, bias: bool, sizes: tuple[int, int, int, int]
 ) -> None:
     hidden, ffn, count, top_k = sizes
-    experts = random_experts(scheme, dtype, hidden=hidden, ffn=ffn, count=count, bias=bias)
+    gated = activation not in UNGATED
+    experts = random_experts(scheme, dtype, hidden=hidden, ffn=ffn, count=count, bias=bias, gated=gated)
     ready = packed.repack(experts, dtype=dtype, device=CUDA)
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs = make_inputs(hidden, count, top_k, dtype)

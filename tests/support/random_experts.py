@@ -36,12 +36,19 @@ def random_weight(
 
 
 def random_experts(
-    name: str | None, dtype: torch.dtype, *, hidden: int, ffn: int, count: int, bias: bool = False
+    name: str | None,
+    dtype: torch.dtype,
+    *,
+    hidden: int,
+    ffn: int,
+    count: int,
+    bias: bool = False,
+    gated: bool = True,
 ) -> list[ExpertWeights]:
     """Experts of a layer, which differ in their static scales where they have such."""
     return [
         ExpertWeights(
-            random_weight((ffn, hidden), name, dtype, 10 * idx),
+            random_weight((ffn, hidden), name, dtype, 10 * idx) if gated else None,
             random_weight((ffn, hidden), name, dtype, 10 * idx + 1),
             random_weight((hidden, ffn), name, dtype, 10 * idx + 2, largest=20),
             *([randn(size, seed=10 * idx + size).to(dtype) for size in (ffn, ffn, hidden)] if bias else []),

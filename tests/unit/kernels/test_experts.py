@@ -79,9 +79,8 @@ def layer(
     bias: bool = False,
 ) -> Layer:
     """Ids leave out the last expert; the first rows all choose the same experts."""
-    experts = random_experts(name, dtype, hidden=hidden, ffn=ffn, count=count, bias=bias)
-    if activation in UNGATED:
-        experts = [replace(each, gate=None, gate_bias=None) for each in experts]
+    gated = activation not in UNGATED
+    experts = random_experts(name, dtype, hidden=hidden, ffn=ffn, count=count, bias=bias, gated=gated)
     generator = torch.Generator().manual_seed(3)
     ids_TK = torch.rand(rows, count - 1, generator=generator).argsort(1)[:, :top_k].to(torch.int32)
     ids_TK[: rows // 2] = torch.arange(top_k, dtype=torch.int32)
