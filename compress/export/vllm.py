@@ -21,6 +21,7 @@ SHORT_CONVS = "it computes short convolutions otherwise than transformers, in ev
 """Its CPU build (0.32) is stated to load no model with them: log-probabilities differ by 0.13 on average."""
 DELTA_NETS = "gated delta nets in bfloat16 alone"
 """Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
+UNGATED_EXPERTS = "it has no experts without gates ('is_act_and_mul=False is supported only for CUDA, ...')"
 KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
 """Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
 ...qkv_proj are quantized.'"""
@@ -76,6 +77,8 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     refused = refused or (SHORT_CONVS if arch.has_recurrence("conv") else None)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
+    if any(layer.experts is not None and not layer.gated for layer in arch.layers):
+        return Consumer(name, loads=False, note=UNGATED_EXPERTS)
     experts = _of_experts(arch, scheme)
     if any(each.type == "float" and each.num_bits == 8 and each.block_rows == 1 for each in experts):
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")

@@ -25,7 +25,7 @@ from compress.kernels.experts.packed import (
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.experts.units import sort_pairs
 from compress.kernels.operands.gpu import Gpu, gpu_of
-from compress.kernels.operands.matrices import IN_WORDS
+from compress.kernels.operands.matrices import IN_WORDS, Matrices
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.operands.slices import (
     SLICES,
@@ -41,6 +41,7 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MAX_PAIRED_CHOICES = 16
+FEW_ROWS = 32
 MOST_WARPS = 32
 """Warps of a block."""
 
@@ -52,10 +53,12 @@ def is_paired(num_rows: int, top_k: int) -> bool:
 
 def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
-    (`scripts/bench_experts.py`, and the steps of whole models) of experts with gates: without, an item of up
-    has the tiles of both."""
+    (`scripts/bench_experts.py`, and the steps of whole models) of experts with gates. Without, an item of up
+    has as many tiles where rows are few, and those of both where they are many."""
     gate_up, down = _gated_tiles(packed, num_rows, top_k, gpu)
-    return gate_up if packed.gated else replace(gate_up, output_tiles=2 * gate_up.output_tiles), down
+    if packed.gated or num_rows <= FEW_ROWS:
+        return gate_up, down
+    return replace(gate_up, output_tiles=2 * gate_up.output_tiles), down
 
 
 def _gated_tiles(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
@@ -63,9 +66,9 @@ def _gated_tiles(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> 
         items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
         gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
         room = gpu.shared_bytes - STATIC_BYTES
-        downs = _paired_downs(steps_of(packed.down), num_rows, top_k)
+        downs = _paired_downs(packed.down, num_rows, top_k, gpu.num_sms)
         return gate, next(each for each in downs if shared_bytes(packed, each, top_k) <= room)
-    if num_rows <= 32:
+    if num_rows <= FEW_ROWS:
         return Tile(2, 1, 1, 4, 1), Tile(2, 1, 1, 5, 1)
     if num_rows <= 64:
         return Tile(1, 1, 1, 6, 1), Tile(2, 1, 1, 6, 1)
@@ -83,14 +86,19 @@ def _paired_gate(items: float) -> Tile:
     return Tile(2, 1, 1, 3, 2, staged=True) if items <= 16 else Tile(2, 1, 2, 3, 1, staged=True)
 
 
-def _paired_downs(steps: int, num_rows: int, top_k: int) -> Iterator[Tile]:
+def _paired_downs(down: Matrices, num_rows: int, top_k: int, num_sms: int) -> Iterator[Tile]:
     """Yield tiles of down, a block of which has the choices of a token, the best first; the last one needs
     next to no shared memory."""
-    long = steps > SLICES
-    if num_rows > 2:
+    long = steps_of(down) > SLICES
+    if num_rows > 2 or (num_rows == 2 and long and top_k > 4):
         yield Tile(2, 1, 2, 2, 1, staged=True)
     elif num_rows == 1 and 4 * top_k <= MOST_WARPS:
-        yield Tile(2, 1, 2, 1, 4, staged=True) if long and top_k <= 4 else Tile(1, 1, 1, 1, 4)
+        if long and top_k <= 4:
+            yield Tile(2, 1, 2, 1, 4, staged=True)
+        elif long and down.out_features > 16 * num_sms:  # blocks of one tile each are not there at once
+            yield Tile(2, 1, 2, 1, 2, staged=True)
+        else:
+            yield Tile(1, 1, 1, 1, 4)
     yield Tile(1, 1, 6 if long or num_rows == 1 else 3, 1, 1, staged=True)
     yield Tile(1, 1, 1, 2, 1)
 

@@ -423,18 +423,32 @@ def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
         assert top_k * down.parts <= slices.MOST_WARPS
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 64])
-def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up(num_rows: int) -> None:
-    def gate_up(activation: str, ffn: int) -> tuple[int, int]:
+@pytest.mark.parametrize("num_rows", [1, 4, 32, 33, 64])
+def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(num_rows: int) -> None:
+    def gate_up(activation: str, ffn: int) -> tuple[slices.Tile, int]:
         given = layer("W4A16_G128", torch.bfloat16, ffn=ffn, activation=activation)
         packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
         tile, _ = slices.tiles_of(packed, num_rows, 2, Gpu(90, 4, 227 * 1024))
         variant = variant_of(
             packed.gate_up, tile, dtype=packed.dtype, activation=activation, out_dtype=packed.dtype
         )
-        return variant.matrices * tile.output_tiles, variant.shared_bytes(1)
+        return tile, variant.shared_bytes(1)
 
-    assert gate_up("relu2", 512) == gate_up("silu", 256)
+    (up, own), (of_both, whole) = gate_up("relu2", 512), gate_up("silu", 256)
+    if num_rows > slices.FEW_ROWS:
+        assert (up.output_tiles, own) == (2 * of_both.output_tiles, whole)
+    else:
+        assert up == of_both
+        assert own < whole
+
+
+def test_down_has_two_tiles_where_blocks_of_one_are_more_than_multiprocessors() -> None:
+    """Blocks that are not there at once take twice as long."""
+    given = layer("W4A16_G128", torch.bfloat16, hidden=256, ffn=1280)
+    packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    tiles = {sms: slices.tiles_of(packed, 1, 8, Gpu(90, sms, 227 * 1024))[1] for sms in (15, 16)}
+    assert tiles[15].output_tiles == 2
+    assert tiles[16].output_tiles == 1
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
