@@ -98,6 +98,8 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("granite-4.0-h-tiny", 6_939_037_248),
         ("granite-4.0-h-small", 32_207_337_984),
         ("qwen3.5-35b-a3b", 34_660_610_688),
+        ("nemotron-nano-9b-v2", 8_888_227_328),
+        ("nemotron-3-nano-30b-a3b", 31_577_940_288),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
@@ -107,7 +109,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 28
+    assert len(known_models()) == 30
 
 
 @pytest.mark.usefixtures("no_network")
