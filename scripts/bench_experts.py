@@ -50,8 +50,8 @@ SHAPES = {
     "nemotron-3-nano-30b-a3b": (2688, 1856, 130, 8, "relu2"),
     "tiny": (256, 128, 12, 3, "silu"),
 }
-"""Hidden size, size of an expert, experts, choices and activation; experts that all rows choose are drawn as the
-others."""
+"""Hidden size, size of an expert, experts, choices and activation; experts that all rows choose are drawn
+as the others."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12

@@ -48,8 +48,8 @@ MAMBA_MODULES = {
 
 
 def mamba2_of(config: Fields) -> Mamba2:
-    """Return the widths of the Mamba-2 mixers of a config. All heads together are `mamba_expand` times as
-    wide as the hidden states, where it states that."""
+    """Return the widths of the Mamba-2 mixers of a config. Where it states `mamba_expand`, the heads are in
+    sum so many times as wide as the hidden states."""
     if config.has(_LIMIT):
         limit = config.items(_LIMIT)
         if limit not in _UNLIMITED:

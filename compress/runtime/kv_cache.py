@@ -41,7 +41,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC, INT4_HADAMARD)
 _SCALE_BYTES = 4
 Kept = Pages | RecurrentStates | None
-"""What a layer keeps of sequences: nothing where it has an FFN only."""
+"""A layer keeps pages or states of sequences, and nothing where it has an FFN only."""
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
