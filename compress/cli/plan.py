@@ -235,12 +235,15 @@ def _experts_text(shapes: "Arch") -> str | None:
     if not mixtures:
         return None
     facts = mixtures[0]
-    dense = shapes.num_layers - len(mixtures)
+    dense = sum(layer.has_ffn and layer.experts is None for layer in shapes.layers)
+    mixers = sum(not layer.has_ffn for layer in shapes.layers)
     parts = [f"of {facts.num_experts} experts, {facts.top_k} a token"]
     if facts.shared_size:
         parts.append("and a shared one")
     if dense:
         parts.append(f"({dense} of them dense)")
+    if mixers:
+        parts.append(f"({mixers} of them without an FFN)")
     return " ".join(parts)
 
 

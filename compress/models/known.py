@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-_SAME_SHAPE = re.compile(r"^(meta-)?|-(instruct|base|chat|hf|it)\b", re.IGNORECASE)
+_SAME_SHAPE = re.compile(r"^(meta-|nvidia-)?|-(instruct|base|chat|hf|it|bf16)\b", re.IGNORECASE)
 
 
 def known_models() -> list[str]:

@@ -81,7 +81,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         num_walks * (walk + backward),
         num_launches=LAUNCHES
         * (arch.layers[0].intermediate_size - after.layers[0].intermediate_size)
-        * arch.num_layers
+        * sum(layer.has_ffn for layer in arch.layers)
         if one_by_one
         else 0,
         notes=tuple(notes),
