@@ -300,8 +300,8 @@ class ModelOpt:
             rules.append(
                 Rule(
                     "experts",
-                    "the scales of experts are not written: programs multiply the two inner linears of an "
-                    "expert as one and expect one scale for both.",
+                    "the scales of experts are not written: programs multiply gate and up of an expert as "
+                    "one and expect one scale for both.",
                 )
             )
         rules += _split_groups(arch, scheme)

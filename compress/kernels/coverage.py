@@ -16,7 +16,7 @@ from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import LINEAR_GROUPS, LayerShape, LinearGroup
+from compress.models.layer_shape import LINEAR_GROUPS, UNGATED, LayerShape, LinearGroup
 from compress.quant.kv import (
     FP8_TOKEN_HEAD,
     HADAMARD_HEAD_DIMS,
@@ -62,12 +62,17 @@ class Served:
 
 
 def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int]:
-    """Return [O, I] of a product of `LINEARS`."""
+    """Return [O, I] of a product of `LINEARS` in the first layer from `layer_idx` on that has it."""
     if name == "head":
         return arch.vocab_size, arch.hidden_size
+    having = (
+        layer.group_shape(group, arch.hidden_size)
+        for layer in arch.layers[layer_idx:]
+        for group in layer.groups
+        if group.name == name
+    )
     layer = arch.layers[layer_idx]
-    group = next((each for each in layer.groups if each.name == name), LINEAR_GROUPS[name])
-    return layer.group_shape(group, arch.hidden_size)
+    return next(having, None) or layer.group_shape(LINEAR_GROUPS[name], arch.hidden_size)
 
 
 def linear_shapes(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
@@ -94,7 +99,7 @@ def linear_problems(
     """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first
     with its activation."""
     n, k = shape
-    gated = name.endswith("gate_up") and phase == "decode"
+    gated = name.endswith("gate_up") and phase == "decode" and arch.activation not in UNGATED
     activations = (arch.activation, None) if gated else (None,)
     return [
         device.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
@@ -134,7 +139,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of attention over keys and values, in each format of their cache."""
-    attending = [layer for layer in arch.layers if layer.recurrence is None] or arch.layers[:1]
+    attending = [layer for layer in arch.layers if layer.attends] or arch.layers[:1]
     heads = dict.fromkeys((layer.head_dim, layer.num_heads // layer.num_kv_heads) for layer in attending)
     return [row for head_dim, repeat in heads for row in _attending(arch, device, head_dim, repeat)]
 

@@ -364,7 +364,7 @@ def _names_of(
     outer, layers = parameter_names(arch)
     scales = dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}
     return outer, [
-        names | (scales if layer.kv_source is None else {})
+        names | (scales if layer.attends and layer.kv_source is None else {})
         for layer, names in zip(arch.layers, layers, strict=True)
     ]
 

@@ -5,15 +5,16 @@
                 h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
     logits = head(norm(h))
 
-q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries
-(arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a
-layer instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output
-by a number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net
-(`delta_net.py`), a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention.
-Tokens may have embeddings for each layer (`layer_embedding.py`), and a layer may read the keys and values of
-an earlier one. Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration,
-training and the golden tests run this forward; the serving runtime has its own fused step, which is tested
-against it. Not supported: dropout, encoder-decoder.
+A layer may have one of the two halves only, and an FFN without gates is down(act(up(x))). q, k and v may be
+normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries (arXiv
+2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
+instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
+number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`),
+a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention. Tokens may have
+embeddings for each layer (`layer_embedding.py`), and a layer may read the keys and values of an earlier one.
+Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
+the golden tests run this forward; the serving runtime has its own fused step, which is tested against it. Not
+supported: dropout, encoder-decoder.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
 I in.

@@ -316,9 +316,9 @@ def fresh_eagle3(
 ) -> Eagle3Decoder:
     """Return a float32 head on the CPU for training.
 
-    It begins as the target's last layer and head on the deepest hidden state that it reads: fc passes
-    that one on, and the columns that read the embedding are normal with std 0.02, as is its FFN where that
-    layer has experts or none, or no gate, and its q, k and v where that layer has latent attention.
+    It begins as the target's last layer with attention and head on the deepest hidden state that it reads: fc
+    passes that one on, and the columns that read the embedding are normal with std 0.02, as are the linears
+    of its FFN that the layer does not have, and its q, k and v where that layer has latent attention.
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()

@@ -118,6 +118,14 @@ def _nearest(pattern: str, names: list[str]) -> str:
     kinds = list(dict.fromkeys("*." + name.split(".", 2)[2] for name in names))
     for disk_name, canonical_name in (
         ("model.", ""),
+        ("backbone.", ""),
+        ("mixer.in_proj", "mamba.{gate,x,B,C,dt}"),
+        ("mixer.out_proj", "mamba.o"),
+        ("mixer.up_proj", "ffn.up"),
+        ("mixer.down_proj", "ffn.down"),
+        ("mixer.shared_experts", "moe.shared"),
+        ("mixer.experts", "moe.experts"),
+        ("mixer", "attn"),
         ("self_attn", "attn"),
         ("linear_attn", "delta"),
         ("conv.in_proj", "conv.{B,C,x}"),

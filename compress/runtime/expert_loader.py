@@ -57,8 +57,10 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
 
 
 def parts(shared: ExpertWeights, other: ExpertWeights, num_parts: int) -> list[ExpertWeights]:
-    """Return a shared expert as so many experts; none where its formats are not those of the `other`, a cut
-    would change its numbers, or its inputs would be rounded by static scales of the others."""
+    """Return a shared expert as so many experts; none where its formats are not those of the `other`, it has
+    biases, a cut would change its numbers, or its inputs would be rounded by static scales of the others."""
+    if any(each is not None for each in (*shared.gate_up_bias, shared.down_bias)):
+        return []
     schemes = _schemes(shared)
     size = other.down.shape[1]
     if schemes != _schemes(other) or any(each is not None and each.has_static_inputs for each in schemes):

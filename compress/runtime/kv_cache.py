@@ -51,12 +51,6 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
         UsageError: the format is unknown, or does not fit the heads or the latents.
     """
     dtype = _storage_dtype(kv_format)
-    if kv_format == FP8_STATIC and arch.has_recurrences:
-        raise UsageError(
-            f"KV cache format {FP8_STATIC} has calibrated scales of every layer, and layers of this model "
-            f"with recurrences have no keys and values: take {FP8_TOKEN_HEAD} (`kv_cache: fp8_token_head` in "
-            "a recipe), which needs none."
-        )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     return sum(
         heads * (numbers * dtype.itemsize + scale_bytes)

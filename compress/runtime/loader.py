@@ -138,10 +138,8 @@ class ModelWeights:
     @property
     def kv_scales(self) -> list[tuple[float, float]] | None:
         """Static scales of keys and of values for every layer, or None unless all layers with keys and values
-        of their own have them; others read the pages of those."""
-        of_layers = [
-            layer.kv_scales if layer.shape.kv_source is None else (1.0, 1.0) for layer in self.layers
-        ]
+        of their own have them. The numbers of others are not read."""
+        of_layers = [layer.kv_scales if layer.shape.cached_numbers else (1.0, 1.0) for layer in self.layers]
         scales = [each for each in of_layers if each is not None]
         return scales if len(scales) == len(self.layers) else None
 

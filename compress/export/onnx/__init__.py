@@ -227,6 +227,10 @@ class Onnx:
             )
         if arch.has_recurrences:
             rules.append(Rule("recurrences", "layers have recurrences, and the graph has attention in each."))
+        if any(layer.only_half is not None for layer in arch.layers):
+            rules.append(
+                Rule("half-layers", "layers have attention or an FFN, and the graph has both in each.")
+            )
         if family_of({"model_type": arch.family}).untouched:
             rules.append(
                 Rule(

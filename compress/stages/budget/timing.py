@@ -54,7 +54,7 @@ def measure_linear_us(
         f"{each}.weight": random_weight(shape, scheme, dtype=deployment.dtype, generator=generator)
         for each, shape in shapes.items()
     }
-    gate = arch.activation if group.name == "gate_up" else None
+    gate = arch.activation if group.name == "gate_up" and layer.gated else None
     copies = [fuse(group.linears, weights, deployment, activation=gate)]
     cold = COLD_BYTES[deployment.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:

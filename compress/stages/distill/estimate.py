@@ -40,6 +40,7 @@ def forward_flops(arch: Arch, seq_len: int) -> float:
     attention = sum(
         2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len)
         for layer in arch.layers
+        if layer.attends
     )
     return 2.0 * (arch.num_active_linear_params + arch.vocab_size * arch.hidden_size) + attention
 
@@ -134,7 +135,9 @@ def _activations(spec: Learning, arch: Arch, width: int) -> int:
     of a token and layer, or one hidden vector where they are computed again."""
     tokens = spec.micro_batch * spec.seq_len
     of_layers = [
-        10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size
+        10 * arch.hidden_size
+        + 3 * layer.num_heads * layer.head_dim * layer.has_mixer
+        + 4 * layer.intermediate_size * layer.has_ffn
         for layer in arch.layers
     ]
     if spec.recompute:

@@ -254,9 +254,11 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     arch = work.arch
     num_tokens = min(spec.num_samples, work.num_samples) * work.seq_len
     schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
-    layer = max(arch.layers, key=lambda each: each.intermediate_size)
-    shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
-    params = sum(n * k for n, k in shapes)
+    of_layers = [
+        [layer.linear_shape(name, arch.hidden_size) for name in layer.linears] for layer in arch.layers
+    ]
+    params, idx = max((sum(n * k for n, k in shapes), idx) for idx, shapes in enumerate(of_layers))
+    layer, shapes = arch.layers[idx], of_layers[idx]
     largest = max(n * k for n, k in shapes)
     moments = 4 * sum(layer.group_shape(group, arch.hidden_size)[1] ** 2 for group in layer.groups)
     peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.value_bytes
@@ -267,6 +269,9 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)
     walks = products * 2.0 * arch.num_active_linear_params * num_tokens
     searches = sum(
-        2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes
+        2.0 * GRID_SIZE * n * k * (scheme.group_size or k)
+        for scheme in schemes
+        for shapes in of_layers
+        for n, k in shapes
     )
-    return peak, walks + searches * arch.num_layers
+    return peak, walks + searches

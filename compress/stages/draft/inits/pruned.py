@@ -116,7 +116,7 @@ class Pruned(Spec):
                 raise UsageError(
                     f"draft: {self.keep_layers} layers are to stay and the model has {arch.num_layers}."
                 )
-            return evenly(self.keep_layers, arch.num_layers)
+            return _with_attention(arch, evenly(self.keep_layers, arch.num_layers))
         chosen = sorted(set(self.keep_layers))
         if len(chosen) < len(self.keep_layers) or not 0 <= chosen[0] <= chosen[-1] < arch.num_layers:
             raise UsageError(
@@ -285,3 +285,18 @@ def _write(stored: Artifact, out: ArtifactWriter) -> Mapping[str, Any]:
         place(stored.path / record.path, out.path / record.path)
     manifest = stored.manifest
     return {"arch": manifest.arch, "layers": manifest.layers, "scheme": manifest.scheme}
+
+
+def _with_attention(arch: Arch, kept: list[int]) -> list[int]:
+    """Return the layers that stay.
+
+    Raises:
+        UsageError: none of them has attention, and layers of the model have it.
+    """
+    attending = [idx for idx, layer in enumerate(arch.layers) if layer.attends]
+    if attending and not set(attending) & set(kept):
+        raise UsageError(
+            f"draft: keep_layers {len(kept)} would keep layers {', '.join(map(str, kept))}, of which none "
+            f"has attention; list the layers that stay. Attention is in {', '.join(map(str, attending))}."
+        )
+    return kept
