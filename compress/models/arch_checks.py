@@ -42,9 +42,10 @@ def check_arch(arch: "Arch") -> None:
         if (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
         if layer.gated == (arch.activation in UNGATED):
+            known = [each for each in ACTIVATIONS if layer.gated != (each in UNGATED)]
             raise UnsupportedArch(
-                f"layer {idx}: the FFN has {'a' if layer.gated else 'no'} gate and activation "
-                f"'{arch.activation}'; without gates the decoder computes {', '.join(UNGATED)}, and only so."
+                f"layer {idx}: the FFN has {'a' if layer.gated else 'no'} gate and the activation "
+                f"'{arch.activation}'; such FFNs have {', '.join(known)}."
             )
         if layer.only_half is not None and arch.block != "pre":
             raise UnsupportedArch(

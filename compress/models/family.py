@@ -2,14 +2,13 @@
 `config.json` and in tensor names.
 
 `read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules
-(`tensor_names.py`). A field that may change the function and that no table reads is an error and not a guess
+(`disk_names.py`). A field that may change the function and that no table reads is an error and not a guess
 (`config_fields.py`); `config_facts.py` decides which fields change nothing. Families are data, one file each
 in `archs/`, found by `FAMILIES`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
@@ -22,6 +21,7 @@ from compress.models.config_facts import (
 )
 from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
+from compress.models.disk_names import DiskNames
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import Half, LayerShape
@@ -38,21 +38,15 @@ from compress.models.layer_types import (
     no_window,
 )
 from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
-from compress.models.mixture import ExpertLayout, Mixture
-from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.mixture import Mixture
 from compress.models.recurrence import Recurrence
 from compress.models.rope_config import (
     check_one_rope,
     read_rope,
     score_factor,
 )
-from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
-from compress.quant.kv import KV_SCALES
 from compress.untrusted.fields import Fields
-
-SCALES_BESIDE_LINEARS = ("modelopt",)
-"""Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
 
 RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
@@ -78,36 +72,27 @@ def as_read(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     return layers
 
 
-@dataclass(frozen=True)
-class Family:
-    """One architecture as data. `other_names` are those of its class in checkpoints that have their own code,
-    and in other programs; a config keeps the one that it states. Bias entries name a boolean config field, or
-    are constants of the architecture. `facts` reads the facts of few families, of which the config's names
-    are in `known_fields`, those that the table reads in addition to the shapes; of each of `fixed_fields` the
-    decoder computes one value only. `spelled` maps standard names of fields to the family's own; `implied`
-    returns the standard fields that follow from older or shorter spellings.
+@dataclass(frozen=True, kw_only=True)
+class Family(DiskNames):
+    """One architecture as data, the names of its tensors among them. `other_names` are those of its class in
+    checkpoints that have their own code, and in other programs; a config keeps the one that it states. Bias
+    entries name a boolean config field, or are constants of the architecture. `facts` reads the facts of few
+    families, of which the config's names are in `known_fields`, those that the table reads in addition to the
+    shapes; of each of `fixed_fields` the decoder computes one value only. `spelled` maps standard names of
+    fields to the family's own; `implied` returns the standard fields that follow from older or shorter
+    spellings.
 
-    Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
-    with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
-    In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
     `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
     layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`). With
     `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
-    no gates.
-    `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
-    the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
-    `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
-    attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
-    or a constant like the biases, for the same layers; `output_gate` is one for all layers. `shapes` is the
-    last to change layers.
-    `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
-    that they store as one with a row for each head, if heads have weights of their own; `dense_size` is the
-    field of the width of a dense FFN, where `dense_fields` does not return several fields.
-    `aliases` maps names of fields to other names that some checkpoints state instead.
-    `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
-    size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
-    `in_memory` maps prefixes of names on disk to those of modules in `transformers`, where the two differ;
-    `untouched` are the parts on disk that are none of the language model's (`wrapper.py`)."""
+    no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to
+    the fields that state them for those with full attention, in families in which these layers have others
+    than the rest; `full_keys_are_values` is a field or a constant like the biases, for the same layers;
+    `output_gate` is one for all layers. `shapes` is the last to change layers. `dense_size` is the field of
+    the width of a dense FFN, where `dense_fields` does not return several fields. `aliases` maps names of
+    fields to other names that some checkpoints state instead. `heads_divide_hidden`: `transformers` refuses a
+    config whose number of heads does not divide the hidden size; `heads_span_hidden`: it takes the quotient
+    of the two for the size of a head, whatever is stated."""
 
     model_type: str
     architecture: str
@@ -122,33 +107,22 @@ class Family:
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
     shapes: LayerShapes = as_read
-    interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
     output_gate: bool | str = False
     dense_size: str = "intermediate_size"
     dense_fields: DenseFields | None = None
-    rows_in_turns: frozenset[str] = frozenset()
     latent: Callable[[Fields], Latent] | None = None
     recurrence: Callable[[Fields], Recurrence] | None = None
     half_layers: bool = False
     gated: bool = True
     mixture: Mixture | None = None
-    expert_layouts: tuple[ExpertLayout, ...] = ()
-    in_one_row: frozenset[str] = frozenset()
-    in_heads: frozenset[str] = frozenset()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
     aliases: Mapping[str, str] = field(default_factory=dict)
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    outer_modules: Mapping[str, str] = field(default_factory=lambda: OUTER_MODULES)
-    layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
-    layer_prefix: str = "model.layers."
-    ignored_tensors: str = r"rotary_emb\.inv_freq$"
-    in_memory: Mapping[str, str] = field(default_factory=dict)
-    untouched: tuple[str, ...] = ()
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         """Read the facts of a `config.json`.
@@ -300,18 +274,6 @@ class Family:
         """Return a config with other values of fields of the language model."""
         return {**raw, **fields}
 
-    def to_memory(self, module: str) -> str:
-        """Return the name of a disk module in the class of `transformers`: what configs call it."""
-        return with_other_prefix(module, self.in_memory)
-
-    def from_memory(self, module: str) -> str:
-        """Return the name on disk of a module or tensor; of one that has it, the same."""
-        return with_other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
-
-    def is_untouched(self, name: str) -> bool:
-        """Return whether a tensor on disk is of a part that is none of the language model's."""
-        return name in self.untouched or name.startswith(tuple(f"{part}." for part in self.untouched))
-
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
         facts decide.
@@ -362,59 +324,6 @@ class Family:
             if isinstance(config.get(name), (list, str)):
                 config[name] = config[name][: arch.num_layers]
         return config
-
-    def to_disk(self, module: str) -> str:
-        """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
-        return self._names.module(module)
-
-    def tensor(self, parameter: str) -> str:
-        """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
-        return self._names.tensor(parameter)
-
-    def num_rows(self, arch: Arch, parameter: str, size: int) -> int | None:
-        """Return the rows of the matrix that a checkpoint stores in place of a vector of so many numbers,
-        None where it stores the parameter as it is."""
-        _, _, of_layer = parameter.partition("layers.")
-        idx, _, name = of_layer.partition(".")
-        if name in self.in_heads and arch.own_qk_norm:
-            return size // arch.layers[int(idx)].head_dim
-        return 1 if name in self.in_one_row else None
-
-    def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
-        """Return the canonical modules that one tensor on disk holds, in order, given one of them;
-        `num_experts` is that of its layer."""
-        return self._names.stacked_modules(module, num_experts)
-
-    def holds_all_experts(self, module: str) -> bool:
-        """Return whether a canonical module is one of an expert and its tensor holds those of all."""
-        return self._names.holds_all_experts(module)
-
-    def in_format(self, quant_method: str | None) -> "Family":
-        """Return the family with the layout of experts, and the names of the scales of a KV cache, that
-        checkpoints of a `quant_method` have."""
-        own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
-        family = self if own is None else self.with_layout(own)
-        return family.with_scales_of_kv(beside_linears=quant_method in SCALES_BESIDE_LINEARS)
-
-    def with_scales_of_kv(self, *, beside_linears: bool) -> "Family":
-        """Return the family with the scales of keys and values under the linears that make them, or under the
-        attention."""
-        modules = {name: each for name, each in self.layer_modules.items() if name not in KV_SCALES.values()}
-        if beside_linears:
-            modules |= {
-                name: f"{modules['attn']}.{kind}_proj.{kind}_scale" for kind, name in KV_SCALES.items()
-            }
-        return self if modules == self.layer_modules else replace(self, layer_modules=modules)
-
-    def with_layout(self, layout: ExpertLayout) -> "Family":
-        """Return the family with another layout of experts."""
-        return replace(self, expert_layouts=(layout,))
-
-    @cached_property
-    def _names(self) -> TensorNames:
-        layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
-        modules = {**self.layer_modules, **layout.modules}
-        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes)
 
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody

@@ -257,9 +257,10 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     of_layers = [
         [layer.linear_shape(name, arch.hidden_size) for name in layer.linears] for layer in arch.layers
     ]
-    params, idx = max((sum(n * k for n, k in shapes), idx) for idx, shapes in enumerate(of_layers))
-    layer, shapes = arch.layers[idx], of_layers[idx]
-    largest = max(n * k for n, k in shapes)
+    sizes = [sum(n * k for n, k in shapes) for shapes in of_layers]
+    params = max(sizes)
+    layer = arch.layers[sizes.index(params)]
+    largest = max(n * k for shapes in of_layers for n, k in shapes)
     moments = 4 * sum(layer.group_shape(group, arch.hidden_size)[1] ** 2 for group in layer.groups)
     peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.value_bytes
     peak += params * work.value_bytes * (1 + len(schemes)) + 2 * moments

@@ -1,0 +1,107 @@
+"""The tensors of a family's checkpoints as a table: how they are named (`tensor_names.py`), and how canonical
+parameters lie in them (`layout.py`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+from compress.models.arch import Arch
+from compress.models.mixture import ExpertLayout
+from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.tensor_names import TensorNames, with_other_prefix
+from compress.quant.kv import KV_SCALES
+
+SCALES_BESIDE_LINEARS = ("modelopt",)
+"""Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskNames:
+    """How checkpoints of a family name and lay out what the decoder has. Canonical modules that
+    `layer_modules` gives one name are stacked in that tensor, in the table's order; a name of a parameter in
+    it is one on disk, too. With `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on
+    disk (`layout.py`). In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
+    `expert_layouts` are those in which checkpoints store experts, the first one where none is read.
+    `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
+    that they store as one with a row for each head, if heads have weights of their own. `in_memory` maps
+    prefixes of names on disk to those of modules in `transformers`, where the two differ. `untouched` are the
+    parts on disk that are none of the language model's (`wrapper.py`), and tensors whose names match
+    `ignored_tensors` are read by nobody."""
+
+    interleaved_rotary: bool = False
+    rows_in_turns: frozenset[str] = frozenset()
+    expert_layouts: tuple[ExpertLayout, ...] = ()
+    in_one_row: frozenset[str] = frozenset()
+    in_heads: frozenset[str] = frozenset()
+    outer_modules: Mapping[str, str] = field(default_factory=lambda: OUTER_MODULES)
+    layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
+    layer_prefix: str = "model.layers."
+    ignored_tensors: str = r"rotary_emb\.inv_freq$"
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    untouched: tuple[str, ...] = ()
+
+    def to_memory(self, module: str) -> str:
+        """Return the name of a disk module in the class of `transformers`: what configs call it."""
+        return with_other_prefix(module, self.in_memory)
+
+    def from_memory(self, module: str) -> str:
+        """Return the name on disk of a module or tensor; of one that has it, the same."""
+        return with_other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
+
+    def is_untouched(self, name: str) -> bool:
+        """Return whether a tensor on disk is of a part that is none of the language model's."""
+        return name in self.untouched or name.startswith(tuple(f"{part}." for part in self.untouched))
+
+    def to_disk(self, module: str) -> str:
+        """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
+        return self._names.module(module)
+
+    def tensor(self, parameter: str) -> str:
+        """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
+        return self._names.tensor(parameter)
+
+    def num_rows(self, arch: Arch, parameter: str, size: int) -> int | None:
+        """Return the rows of the matrix that a checkpoint stores in place of a vector of so many numbers,
+        None where it stores the parameter as it is."""
+        _, _, of_layer = parameter.partition("layers.")
+        idx, _, name = of_layer.partition(".")
+        if name in self.in_heads and arch.own_qk_norm:
+            return size // arch.layers[int(idx)].head_dim
+        return 1 if name in self.in_one_row else None
+
+    def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
+        """Return the canonical modules that one tensor on disk holds, in order, given one of them;
+        `num_experts` is that of its layer."""
+        return self._names.stacked_modules(module, num_experts)
+
+    def holds_all_experts(self, module: str) -> bool:
+        """Return whether a canonical module is one of an expert and its tensor holds those of all."""
+        return self._names.holds_all_experts(module)
+
+    def in_format(self, quant_method: str | None) -> Self:
+        """Return the table with the layout of experts, and the names of the scales of a KV cache, that
+        checkpoints of a `quant_method` have."""
+        own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
+        family = self if own is None else self.with_layout(own)
+        return family.with_scales_of_kv(beside_linears=quant_method in SCALES_BESIDE_LINEARS)
+
+    def with_scales_of_kv(self, *, beside_linears: bool) -> Self:
+        """Return the table with the scales of keys and values under the linears that make them, or under the
+        attention."""
+        modules = {name: each for name, each in self.layer_modules.items() if name not in KV_SCALES.values()}
+        if beside_linears:
+            modules |= {
+                name: f"{modules['attn']}.{kind}_proj.{kind}_scale" for kind, name in KV_SCALES.items()
+            }
+        return self if modules == self.layer_modules else replace(self, layer_modules=modules)
+
+    def with_layout(self, layout: ExpertLayout) -> Self:
+        """Return the table with another layout of experts."""
+        return replace(self, expert_layouts=(layout,))
+
+    @cached_property
+    def _names(self) -> TensorNames:
+        layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
+        modules = {**self.layer_modules, **layout.modules}
+        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes)
