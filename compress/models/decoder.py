@@ -218,12 +218,16 @@ class DecoderLayer(nn.Module):
         return [*of_mixer, *(self._ffn_pairs() if self.shape.experts is None else self._expert_pairs())]
 
     def _ffn_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of an FFN: its norm with its first linears, unless something else reads the norm,
-        or it follows; and up with down, unless no gate keeps the activation from what is scaled."""
+        """Return the pairs of an FFN: its norm with its first linears, where the norm precedes them and
+        nothing else reads it, and up with down, where a gate has the activation."""
         gate_up, down = self.shape.groups[-2:]
-        norm = SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset)
-        up = SmoothingPair("ffn.up", down.tap, down.linears)
-        return [norm][self.arch.block in ("post", "parallel") :] + [up][not self.shape.gated :]
+        pairs = []
+        if self.arch.block not in ("post", "parallel"):
+            offset = self.arch.norm_offset
+            pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
+        if self.shape.gated:
+            pairs.append(SmoothingPair("ffn.up", down.tap, down.linears))
+        return pairs
 
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something

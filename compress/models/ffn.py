@@ -50,7 +50,7 @@ class Ffn(ExpertFfn):
 
     def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
         super().__init__()
-        for name in ("gate", "up", "down")[not shape.gated :]:
+        for name in ("gate", "up", "down") if shape.gated else ("up", "down"):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
         self.is_gated = shape.gated

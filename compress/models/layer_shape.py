@@ -94,8 +94,9 @@ def expert_groups(name: str, shared_tap: str, *, gated: bool = True) -> tuple[Li
     short = name.removeprefix("moe.").replace("experts", "expert")
     suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
     taps = ("moe_in", "moe_mid") if suffix else (shared_tap, SHARED_MID)
+    first = (f"{name}.gate", f"{name}.up") if gated else (f"{name}.up",)
     return (
-        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")[not gated :]),
+        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", first),
         LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
     )
 
