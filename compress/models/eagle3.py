@@ -119,7 +119,10 @@ def eagle3_facts(
     rope = last.rope
     if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
-    of_ffn = last if last.has_ffn else next(each for each in reversed(target.layers) if each.has_ffn)
+    having = [each for each in (*target.layers, last) if each.has_ffn]
+    if not having:
+        raise UsageError("eagle3: no layer has an FFN, and a head has one as wide as the model's.")
+    of_ffn = having[-1]
     ffn_size = of_ffn.intermediate_size if of_ffn.experts is None else of_ffn.experts.active_size
     arch = target.replace(
         family="llama",

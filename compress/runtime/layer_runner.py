@@ -95,15 +95,15 @@ class LayerRunner:
         def bound(op: Op, n: int) -> BoundKernel:
             return BoundKernel.of(deployment.kernel_device.problem(op, n=n))
 
-        widest_gated = max(
+        gated = [
             layer.linear_shape(linear, arch.hidden_size)[1]
             for layer in arch.layers
             for linear in layer.linears
             if linear.endswith(".down") or (layer.output_gate and linear == "attn.o")
-        )
+        ]
         self._ops = {
             "rms_norm": bound("rms_norm", arch.hidden_size),
-            "act_mul": bound("act_mul", widest_gated),
+            "act_mul": bound("act_mul", max(gated, default=arch.hidden_size)),
         }
         if arch.block in ("post", "sandwich"):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)

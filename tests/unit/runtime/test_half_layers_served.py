@@ -518,3 +518,14 @@ def test_parts_of_a_shared_expert_without_a_gate_add_up_to_it(name: str | None) 
     assert torch.allclose(sum(map(output, cut)), output(shared), rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
     gated = replace(expert(name, 128, seed=1), gate=expert(name, 128, seed=2).up)
     assert parts(shared, gated, 3) == []
+
+
+def test_a_model_without_an_ffn_is_served_and_gets_no_eagle3_head() -> None:
+    shape = tiny_shape(only_half="mixer", rope=None)
+    source = tiny_source(layers=(replace(shape, recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True)), shape))
+    tokens_BS = torch.randint(101, (2, 37), generator=torch.Generator().manual_seed(4))
+    expected = build_decoder(source, dtype=torch.float32, device=CPU)(tokens_BS)
+    scored = Engine(source, device=CPU).runner.score(tokens_BS)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    with pytest.raises(UsageError, match="no layer has an FFN"):
+        eagle3_facts(source.arch, draft_vocab_size=32)
