@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.kernels.problem import OPS
+from compress.kernels.problem import OPS, RECURRENCE_OPS
 from compress.validate.profile.steps import covered_us, short_name
 from scripts import bench_kernels, bench_quantize, bench_runtime
 from scripts.bench_setup import read_arch
@@ -104,7 +104,8 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
         "--alone",
     ]
     rows = bench("bench_kernels", *arguments)["rows"]
-    of_few_models = {"router", "experts", "post_norm", "soft_cap", "head_linear", "delta_net"}
+    of_few_models = {"router", "experts", "post_norm", "soft_cap", "head_linear"}
+    of_few_models |= {*RECURRENCE_OPS.values()}  # whole models time them
     of_few_models |= {"latent_store", "latent_attention", "latent_heads"}  # `bench_experts`, `bench_moe`
     assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
