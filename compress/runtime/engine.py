@@ -32,13 +32,14 @@ from compress.models.weights import WeightSource
 from compress.quant.kv import KV_DENSE
 from compress.runtime.batching import Batching
 from compress.runtime.block_pool import BlockPool
+from compress.runtime.cache_plan import plan_cache
 from compress.runtime.deadlines import Deadlines
 from compress.runtime.decode import PlainDecoding
 from compress.runtime.decode_run import Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
-from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token, slot_bytes
+from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
@@ -88,57 +89,45 @@ class Engine:
             if speculative is None
             else speculative.build(source.arch, deployment, block_size=self._block_size)
         )
-        bytes_per_token = self.kv_bytes_per_token + (
-            proposer.kv_bytes_per_token if proposer is not None else 0
-        )
-        state_bytes = slot_bytes(self.arch, config.num_kept) + (
-            0 if proposer is None else proposer.bytes_per_request
-        )
-        # What another model caches is in no block that could be shared or moved, and a state needs a copy.
-        keeps_more = proposer is not None and proposer.kv_bytes_per_token + proposer.bytes_per_request > 0
-        saves_states = config.prefix_cache and self.arch.has_recurrences and not keeps_more
-        self.max_model_len, num_blocks = config.size_cache(
+        plan = plan_cache(
             self.arch,
-            self.dtype,
-            device,
-            bytes_per_token=bytes_per_token,
-            state_bytes=state_bytes,
-            saved_bytes=slot_bytes(self.arch, 1) if saves_states else 0,
+            config,
+            proposer,
+            dtype=self.dtype,
+            device=device,
+            kv_bytes_per_token=self.kv_bytes_per_token,
         )
-        num_saved = config.num_saved((num_blocks - 1) * self._block_size) if saves_states else 0
-        num_first = config.max_batch_size if state_bytes else 0
-        num_blocks += num_first
-        self._cache_positions = (num_blocks - 1) * self._block_size
+        self.max_model_len = plan.max_model_len
+        self._cache_positions = (plan.num_blocks - 1) * self._block_size
         cache = KVCache(
             self.arch,
-            num_blocks=num_blocks,
+            num_blocks=plan.num_blocks,
             block_size=self._block_size,
             kv_format=self.kv_format,
             device=device,
             static_scales=weights.kv_scales,
-            num_slots=num_first + 1,
+            num_slots=plan.num_slots,
             num_kept=config.num_kept,
-            num_saved=num_saved,
+            num_saved=plan.num_saved,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
-        self._pool = BlockPool(num_blocks, num_first=num_first)
-        blocks_hold_all = num_first == 0 and (proposer is None or not proposer.kv_bytes_per_token)
-        keeps_prefixes = config.prefix_cache and (num_first == 0 or saves_states)
+        self._pool = BlockPool(plan.num_blocks, num_first=plan.num_first)
+        keeps_prefixes = config.prefix_cache and plan.can_keep_prefixes
         self._prefixes = self._prefix_cache(source, proposer) if keeps_prefixes else None
         multiple = chunk_multiple(self.kv_format)
         states = None
-        if saves_states and self._prefixes is not None:
+        if plan.saves_states and self._prefixes is not None:
             multiple = math.lcm(multiple, self._block_size, CHUNK)
             states = PrefixStates(
                 self._prefixes,
                 self._pool,
                 block_size=self._block_size,
                 multiple=multiple,
-                num_saved=num_saved,
+                num_saved=plan.num_saved,
             )
         self._swap = (
             HostSwap(cache, num_bytes=config.swap_bytes, device=device)
-            if config.swap_bytes and blocks_hold_all
+            if config.swap_bytes and plan.blocks_hold_all
             else None
         )
         self._batching = Batching(
@@ -156,14 +145,14 @@ class Engine:
             short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
-            shares_prompts=blocks_hold_all,
+            shares_prompts=plan.blocks_hold_all,
             chunk_multiple=multiple,
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
         self._speculation: SpeculativeDecoding | None = None
         if speculative is not None and proposer is not None:
-            sizes = CacheSizes(num_blocks, self._block_size, self.max_model_len, num_first + 1)
+            sizes = CacheSizes(plan.num_blocks, self._block_size, plan.max_model_len, plan.num_slots)
             self._speculation = SpeculativeDecoding(
                 speculative, proposer, self.runner, sizes, deployment, self._scheduler
             )
@@ -252,29 +241,12 @@ class Engine:
                 is in use.
             QueueFull: `max_waiting` requests wait.
         """
-        prompt = request.prompt
-        length = len(request.prompt) + request.params.max_tokens
-        if not prompt:
-            raise UsageError(
-                f"request '{request.id}' has an empty prompt; give at least one token (the "
-                "beginning-of-sequence token if nothing else)."
-            )
-        if length > self.max_model_len:
-            raise UsageError(
-                f"request '{request.id}' has {len(prompt)} prompt tokens and asks for "
-                f"{request.params.max_tokens} more, {length} in all; this engine holds sequences of "
-                f"{self.max_model_len} tokens at most. Shorten it, or raise max_model_len or kv_cache_bytes."
-            )
-        if min(prompt) < 0 or max(prompt) >= self.arch.vocab_size:
-            raise UsageError(
-                f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer "
-                "is another model's."
-            )
+        request.check(max_model_len=self.max_model_len, vocab_size=self.arch.vocab_size)
         if request.id in self._unfinished:
             raise UsageError(
                 f"request id '{request.id}' is in use by an unfinished request; choose an id that is not."
             )
-        generation = Generation(request, time.perf_counter(), list(prompt))
+        generation = Generation(request, time.perf_counter(), list(request.prompt))
         self._scheduler.add(generation)
         self._unfinished[request.id] = generation
         self._batching.flush = False
@@ -455,18 +427,6 @@ class Engine:
         return generation
 
     def _finish(self, generation: Generation, reason: Reason) -> Finished:
-        request = generation.request
         self._scheduler.finish(generation)
-        del self._unfinished[request.id]
-        return Finished(
-            id=request.id,
-            prompt=request.prompt,
-            tokens=tuple(generation.generated),
-            reason=reason,
-            arrival_s=generation.arrival_s,
-            token_times_s=tuple(generation.token_times_s),
-            logprobs=tuple(generation.logprobs) if request.params.logprobs else None,
-            top_logprobs=tuple(generation.top_logprobs) if request.params.top_logprobs else None,
-            admitted_s=generation.admitted_s,
-            cached_tokens=generation.cached_tokens,
-        )
+        del self._unfinished[generation.request.id]
+        return generation.finished(reason)

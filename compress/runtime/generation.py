@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from compress.runtime.request import Reason, Request, TopLogprobs
+from compress.runtime.request import Finished, Reason, Request, TopLogprobs
 
 
 @dataclass(eq=False)
@@ -91,6 +91,22 @@ class Generation:
         if logprobs is not None:
             self.logprobs += logprobs[: len(tokens)]
         return reason
+
+    def finished(self, reason: Reason) -> Finished:
+        """Return what the request has come to, once it ends for that reason."""
+        params = self.request.params
+        return Finished(
+            id=self.request.id,
+            prompt=self.request.prompt,
+            tokens=tuple(self.generated),
+            reason=reason,
+            arrival_s=self.arrival_s,
+            token_times_s=tuple(self.token_times_s),
+            logprobs=tuple(self.logprobs) if params.logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if params.top_logprobs else None,
+            admitted_s=self.admitted_s,
+            cached_tokens=self.cached_tokens,
+        )
 
     def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Reason | None]:
         tokens = tokens[: self.num_left]

@@ -78,6 +78,31 @@ class Request:
     deadline_s: float | None = None
     group: str | None = None
 
+    def check(self, *, max_model_len: int, vocab_size: int) -> None:
+        """Refuse a request that an engine of these sizes does not serve.
+
+        Raises:
+            UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens.
+        """
+        prompt = self.prompt
+        length = len(prompt) + self.params.max_tokens
+        if not prompt:
+            raise UsageError(
+                f"request '{self.id}' has an empty prompt; give at least one token (the "
+                "beginning-of-sequence token if nothing else)."
+            )
+        if length > max_model_len:
+            raise UsageError(
+                f"request '{self.id}' has {len(prompt)} prompt tokens and asks for {self.params.max_tokens} "
+                f"more, {length} in all; this engine holds sequences of {max_model_len} tokens at most. "
+                "Shorten it, or raise max_model_len or kv_cache_bytes."
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise UsageError(
+                f"request '{self.id}' has a token outside 0..{vocab_size - 1}: the tokenizer is another "
+                "model's."
+            )
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -13,16 +13,16 @@ from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.paged import PagedKV
-from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.kv import KV_CACHES, KV_SCALES
-from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
+from tests.support.stored_layers import WithStoredLayers
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tiny_tokens
 
 CPU = torch.device("cpu")
@@ -52,26 +52,6 @@ def quantized(source: WeightSource, out: Path, *, true_sequential: bool = False)
     )
 
 
-class Stored:
-    """A source with the layers that a run stored."""
-
-    kv_format: str | None = "FP8_STATIC"
-
-    def __init__(self, source: WeightSource, directory: Path) -> None:
-        self._source = source
-        self._directory = directory
-
-    @property
-    def arch(self) -> Arch:
-        return self._source.arch
-
-    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return self._source.outer()
-
-    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._directory / layer_name(layer_idx), SCHEMES["W4A16_G32"])
-
-
 class Listening:
     """Attention that remembers the largest key and value of each layer."""
 
@@ -97,7 +77,8 @@ def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linear
     rows = quantized(source, tmp_path, true_sequential=true_sequential)
     listening = Listening()
     dense = Listening()
-    for of, attention in ((Stored(source, tmp_path), listening), (source, dense)):
+    stored = WithStoredLayers(source, tmp_path, SCHEMES["W4A16_G32"])
+    for of, attention in ((stored, listening), (source, dense)):
         build_decoder(of, dtype=torch.float32, device=CPU)(
             tiny_tokens(source.arch, 5, 24), attention=attention
         )
@@ -222,7 +203,7 @@ def test_the_name_of_a_cache_is_checked_and_without_one_nothing_is_said() -> Non
 def test_the_engine_serves_the_cache_that_its_model_states_unless_told_otherwise(tmp_path: Path) -> None:
     source = tiny_source(tiny_arch(LLAMA, **WIDTHS))
     quantized(source, tmp_path)
-    stored = Stored(source, tmp_path)
+    stored = WithStoredLayers(source, tmp_path, SCHEMES["W4A16_G32"])
     tokens = tiny_tokens(source.arch, 2, 24, seed=9).to(torch.int64)
 
     def engine(of: WeightSource, kv_format: str | None = None) -> Engine:

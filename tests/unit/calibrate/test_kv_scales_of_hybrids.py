@@ -5,23 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
-from compress.models.arch import Arch
-from compress.models.canonical import layer_name, load_weights
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
-from compress.models.weights import WeightSource, build_decoder
+from compress.models.weights import build_decoder
 from compress.quant.kv import FP8_STATIC, KV_SCALES
 from compress.quant.model_scheme import ModelScheme
-from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
+from tests.support.stored_layers import WithStoredLayers
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
@@ -42,26 +40,6 @@ ATTENDS = 2
 """The layer of both models that has attention."""
 
 
-class Stored:
-    """A source with the layers that a run stored."""
-
-    kv_format: str | None = FP8_STATIC
-
-    def __init__(self, source: WeightSource, directory: Path) -> None:
-        self._source = source
-        self._directory = directory
-
-    @property
-    def arch(self) -> Arch:
-        return self._source.arch
-
-    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return self._source.outer()
-
-    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._directory / layer_name(layer_idx), SCHEME, prefix=f"layers.{layer_idx}.")
-
-
 @pytest.mark.parametrize("true_sequential", [False, True])
 @pytest.mark.parametrize("facts", [HALVES, CONVOLUTIONS], ids=["halves", "convolutions"])
 def test_layers_with_attention_alone_have_scales_and_the_cache_is_served_by_them(
@@ -77,7 +55,7 @@ def test_layers_with_attention_alone_have_scales_and_the_cache_is_served_by_them
     )
     ctx = Context("cpu", 0, tmp_path)
     rows = run_sequential(source, tokens_BS, compression, tmp_path, ctx, compute_dtype=torch.float32)
-    stored = Stored(source, tmp_path)
+    stored = WithStoredLayers(source, tmp_path, SCHEME)
     having = [idx for idx in range(source.arch.num_layers) if {*KV_SCALES.values()} & {*stored.layer(idx)}]
     assert having == [ATTENDS]
     assert {row["layer"] for row in rows if "cache" in row} == {ATTENDS}
