@@ -165,6 +165,7 @@ _ROWS = {
     "attn.k": "kv",
     "attn.v": "kv",
     "attn.gate": "q",
+    "attn.head_gate": "heads",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
 }

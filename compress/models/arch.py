@@ -196,6 +196,8 @@ class Arch:
                 total += sum(map(math.prod, layer.recurrence.dense_shapes(self.hidden_size).values()))
             elif self.attn_sinks and layer.attends:
                 total += layer.num_heads
+            if layer.head_gate is not None and layer.attends:
+                total += layer.num_heads * self.hidden_size
             total += self.layer_scalar
             if layer.experts is not None:
                 total += sum(map(math.prod, layer.experts.dense_shapes(self.hidden_size).values()))

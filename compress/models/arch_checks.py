@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped", *UNGATED)
 """The activations, by their names in `transformers`."""
 
+_OF_RECURRENCES = ("pre", "sandwich")
+"""The blocks in which a recurrence may be in place of attention."""
+
 
 def check_arch(arch: "Arch") -> None:
     """Check that the decoder computes a model.
@@ -52,10 +55,14 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: a layer with one half in a '{arch.block}' block; the decoder computes it in a "
                 "'pre' block."
             )
-        if layer.recurrence is not None and (arch.block != "pre" or arch.norm != "rms"):
+        if layer.recurrence is not None and (arch.block not in _OF_RECURRENCES or arch.norm != "rms"):
             raise UnsupportedArch(
                 f"layer {idx}: a recurrence in a '{arch.block}' block with norm '{arch.norm}'; the "
-                "decoder computes it in a 'pre' block with norm 'rms'."
+                f"decoder computes it in a block {' or '.join(map(repr, _OF_RECURRENCES))} with norm 'rms'."
+            )
+        if layer.head_gate is not None and arch.block == "parallel":
+            raise UnsupportedArch(
+                f"layer {idx}: a gate of the heads in a 'parallel' block; the runtime computes it in others."
             )
         if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")

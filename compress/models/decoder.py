@@ -231,8 +231,10 @@ class DecoderLayer(nn.Module):
 
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
-        else reads the norm: the other half-layer, or the decay and the beta of a delta net."""
-        if self.arch.block in ("post", "parallel") or isinstance(self.shape.recurrence, DeltaNet):
+        else reads the norm: the other half-layer, the decay and the beta of a delta net, or the gate of the
+        heads."""
+        is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
+        if is_shared or self.arch.block in ("post", "parallel"):
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]

@@ -24,7 +24,7 @@ from compress.models.config_values import activation_of, eos_token_ids, head_dim
 from compress.models.disk_names import DiskNames
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
-from compress.models.layer_shape import Half, LayerShape
+from compress.models.layer_shape import Half, HeadGate, LayerShape
 from compress.models.layer_types import (
     FIELDS_BY_LAYER,
     FULL,
@@ -68,6 +68,10 @@ def nothing_implied(config: Fields) -> dict[str, Any]:
     return {}
 
 
+def no_head_gate(config: Fields) -> HeadGate | None:
+    return None
+
+
 def as_read(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
     return layers
 
@@ -88,11 +92,12 @@ class Family(DiskNames):
     no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to
     the fields that state them for those with full attention, in families in which these layers have others
     than the rest; `full_keys_are_values` is a field or a constant like the biases, for the same layers;
-    `output_gate` is one for all layers. `shapes` is the last to change layers. `dense_size` is the field of
-    the width of a dense FFN, where `dense_fields` does not return several fields. `aliases` maps names of
-    fields to other names that some checkpoints state instead. `heads_divide_hidden`: `transformers` refuses a
-    config whose number of heads does not divide the hidden size; `heads_span_hidden`: it takes the quotient
-    of the two for the size of a head, whatever is stated."""
+    `output_gate` is one for all layers, and `head_gate` reads that of heads. `heads_by_layer` is the field of
+    the query heads of each layer, in families in which they may differ. `shapes` is the last to change
+    layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not return
+    several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
+    `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
+    size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated."""
 
     model_type: str
     architecture: str
@@ -110,6 +115,8 @@ class Family(DiskNames):
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
     output_gate: bool | str = False
+    head_gate: Callable[[Fields], HeadGate | None] = no_head_gate
+    heads_by_layer: str | None = None
     dense_size: str = "intermediate_size"
     dense_fields: DenseFields | None = None
     latent: Callable[[Fields], Latent] | None = None
@@ -156,6 +163,7 @@ class Family(DiskNames):
         ropes = {
             kind: read_rope(config, kind, own["head_dim"] if latent is None else latent.rope_dim)
             for kind, own in own_widths.items()
+            if kind != LINEAR
         }
         partial = [
             each.rotary_dim / own_widths[kind]["head_dim"] for kind, each in ropes.items() if each.rotary_dim
@@ -184,6 +192,7 @@ class Family(DiskNames):
                 keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 latent=latent,
                 output_gate=kind != LINEAR and _flag(self.output_gate, config),
+                head_gate=None if kind == LINEAR else self.head_gate(config),
                 recurrence=self._recurrence(config) if kind == LINEAR else None,
                 only_half=self._only_half(config, kind),
                 gated=self.gated,
@@ -195,7 +204,7 @@ class Family(DiskNames):
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
             max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-            layers=self.shapes(config, layers),
+            layers=self.shapes(config, self._with_own_heads(config, layers)),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=facts.pop("activation", activation_of(config)),
             tied_head=config.flag("tie_word_embeddings", default=False),
@@ -207,6 +216,16 @@ class Family(DiskNames):
             config=dict(raw),
             **facts,
         )
+
+    def _with_own_heads(self, config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+        """Return the layers with the query heads that a config states for each."""
+        name = self.heads_by_layer
+        if name is None or not config.has(name):
+            return layers
+        heads = config.integers(name, 1, MAX_SIZE)
+        if len(heads) < len(layers):
+            raise config.wrong(name, list(heads), f"a number for each of {len(layers)} layers")
+        return tuple(replace(layer, num_heads=own) for layer, own in zip(layers, heads, strict=False))
 
     def _recurrence(self, config: Fields) -> Recurrence:
         if self.recurrence is None:
@@ -233,6 +252,9 @@ class Family(DiskNames):
     def why_unstated(self, arch: Arch) -> str | None:
         """Return the reason why no config of the family can state the layers of a model, None where one
         can."""
+        if self.heads_by_layer is not None:
+            of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
+            arch = arch.replace(layers=tuple(of_one_width))
         if not self.full_widths:
             return (
                 None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
@@ -298,6 +320,13 @@ class Family(DiskNames):
         )
         if first.latent is None:
             config["head_dim"] = first.head_dim
+        if self.heads_by_layer is not None:
+            stated_heads = config.get(self.heads_by_layer)
+            heads = [layer.num_heads for layer in arch.layers]
+            if heads != (stated_heads or [first.num_heads] * arch.num_layers):
+                config[self.heads_by_layer] = heads
+            elif stated_heads:  # nobody reads the other field then
+                config["num_attention_heads"] = arch.config["num_attention_heads"]
         full = [layer for layer in arch.layers if layer.window is None]
         if self.full_widths and full:
             config.update({field: getattr(full[0], name) for name, field in self.full_widths.items()})

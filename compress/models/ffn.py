@@ -29,6 +29,8 @@ def activation(name: str, x: Tensor) -> Tensor:
         return F.relu(x).square()
     if name == OUTPUT_GATE:
         return torch.sigmoid(x)
+    if name == "softplus":
+        return F.softplus(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
 
 

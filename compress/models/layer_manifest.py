@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from compress.errors import StorageError
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import HALVES, LayerShape, Rope
+from compress.models.layer_shape import HALVES, HEAD_GATES, LayerShape, Rope
 from compress.models.limits import (
     FACTORS,
     FREQUENCY_FACTORS,
@@ -20,6 +20,17 @@ from compress.models.limits import (
 from compress.models.recurrences import RECURRENCES
 from compress.untrusted.fields import Fields
 
+_Text = TypeVar("_Text", bound=str)
+_RARE_FACTS = (
+    "experts",
+    "keys_are_values",
+    "chunk",
+    "latent",
+    "output_gate",
+    "head_gate",
+    "recurrence",
+    "only_half",
+)
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
 
@@ -28,7 +39,7 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     layer = dataclasses.asdict(shape)
     if shape.experts is not None:
         layer["experts"] = shape.experts.to_json()
-    for name in ("experts", "keys_are_values", "chunk", "latent", "output_gate", "recurrence", "only_half"):
+    for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
     if shape.recurrence is not None:
@@ -51,9 +62,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         StorageError: a value is missing, unknown, of another type or out of range.
     """
     layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
-    half = next((each for each in HALVES if each == stored.get("only_half")), None)
-    if half is None and layer.has("only_half"):
-        raise layer.wrong("only_half", layer.text("only_half"), f"one of {', '.join(HALVES)}")
+    half = _one_of(HALVES, layer, "only_half")
     return LayerShape(
         num_heads=layer.integer("num_heads", 1, MAX_SIZE),
         num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
@@ -66,6 +75,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         chunk=layer.integer("chunk", 1, MAX_POSITIONS) if layer.has("chunk") else None,
         latent=Latent.from_json(layer.fields("latent")) if layer.has("latent") else None,
         output_gate=layer.flag("output_gate", default=False),
+        head_gate=_one_of(HEAD_GATES, layer, "head_gate"),
         recurrence=next(
             (kind.from_json(layer.fields(kind.module)) for kind in RECURRENCES if layer.has(kind.module)),
             None,
@@ -74,6 +84,16 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         only_half=half,
         gated=layer.flag("gated", default=True),
     )
+
+
+def _one_of(known: tuple[_Text, ...], layer: Fields, name: str) -> _Text | None:
+    """Return the value of a field, one of those known, or None where it is left out."""
+    if not layer.has(name):
+        return None
+    found = next((each for each in known if each == layer.text(name)), None)
+    if found is None:
+        raise layer.wrong(name, layer.text(name), f"one of {', '.join(known)}")
+    return found
 
 
 def _rope_of(layer: Fields) -> Rope:

@@ -77,6 +77,9 @@ _QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
 """The first group of a layer that reads the keys and values of an earlier one."""
 _GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
 """The first group of a layer with an output gate."""
+HeadGate = Literal["sigmoid", "softplus"]
+"""The function of a gate that attention has for each head."""
+HEAD_GATES: tuple[HeadGate, ...] = ("sigmoid", "softplus")
 _LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 _Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
@@ -109,12 +112,13 @@ class LayerShape:
     with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
     `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
     has no `attn.v`. With a `latent` it has the linears of `latent.py` instead. With an `output_gate`, what
-    attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708). A layer
-    with a `recurrence` has it in place of attention, and its heads are those that other layers of the model
-    have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it attends to the keys and values of
-    the layer with this index (arXiv 2405.12981). A layer has both halves, or the one that is its `only_half`;
-    the widths of the other are then those that other layers have. An FFN, or an expert, that is not `gated`
-    has no gate, and one of the activations `UNGATED`."""
+    attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708); with a
+    `head_gate`, by this function of one number for each head, which `attn.head_gate` computes of the input
+    and no scheme quantizes. A layer with a `recurrence` has it in place of attention, and its heads are those
+    that other layers of the model have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it
+    attends to the keys and values of the layer with this index (arXiv 2405.12981). A layer has both halves,
+    or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
+    or an expert, that is not `gated` has no gate, and one of the activations `UNGATED`."""
 
     num_heads: int
     num_kv_heads: int
@@ -127,6 +131,7 @@ class LayerShape:
     chunk: int | None = None
     latent: Latent | None = None
     output_gate: bool = False
+    head_gate: HeadGate | None = None
     recurrence: Recurrence | None = None
     kv_source: int | None = None
     only_half: Half | None = None
@@ -177,18 +182,20 @@ class LayerShape:
             return "it has an FFN only, and facts of what is in place of attention." if has_own else None
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
-        if self.output_gate and (self.latent is not None or self.keys_are_values):
+        is_gated = self.output_gate or self.head_gate is not None
+        if is_gated and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
-        own = (
-            self.output_gate or self.latent is not None or self.recurrence is not None or self.keys_are_values
-        )
+        if self.output_gate and self.head_gate is not None:
+            return "attention has an output gate of each channel and one of each head."
+        own = is_gated or self.latent is not None or self.recurrence is not None or self.keys_are_values
         if self.kv_source is not None and (own or self.chunk):
             return (
                 "a layer reads the keys and values of another, and has an output gate, latents, a "
                 "recurrence, a chunk or keys that are its values, too."
             )
         if self.recurrence is not None:
-            if self.latent is not None or self.keys_are_values or self.window is not None or self.chunk:
+            has_latent = self.latent is not None or self.keys_are_values
+            if has_latent or is_gated or self.window is not None or self.chunk:
                 return "a recurrence is in place of attention, and attention has facts of its own."
             return self.recurrence.why_unfit()
         if self.rope is not None and (reason := self._why_rope_unfit(self.rope)):

@@ -27,6 +27,7 @@ FIELDS_BY_LAYER = (
     "moe_topk",
     "num_shared_expert",
     "moe_intermediate_size",
+    "num_attention_heads_per_layer",
 )
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs")

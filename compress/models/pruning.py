@@ -85,8 +85,9 @@ def keep_heads_(
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
     for linear, kept in rows.items():
         _keep_rows_(weights, linear, kept)
-    if "attn.sinks" in weights:
-        weights["attn.sinks"] = weights["attn.sinks"][kept_H]
+    for name in ("attn.sinks", "attn.head_gate.weight"):
+        if name in weights:
+            weights[name] = weights[name][kept_H]
     weights["attn.o.weight"] = weights["attn.o.weight"][:, columns] if o_weight is None else o_weight
 
 

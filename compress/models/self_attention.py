@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
-from compress.models.ffn import OUTPUT_GATE, gated
+from compress.models.ffn import OUTPUT_GATE, activation, gated
 from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
-from compress.models.linear import linear_of
+from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
 from compress.models.rope import cos_sin, in_halves, rotate
 from compress.models.tap import Tap, no_tap
@@ -42,6 +42,8 @@ class Attention(TokenMixer):
             self.q_norm = norm_of(arch, q_size, heads=heads[0])
             if shape.kv_source is None:
                 self.k_norm = norm_of(arch, k_size, heads=heads[1])
+        if shape.head_gate is not None:
+            self.head_gate = Linear(arch.hidden_size, shape.num_heads, bias=False)
         if arch.attn_sinks:
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch
@@ -76,7 +78,11 @@ class Attention(TokenMixer):
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
-        out_BSF = out_BSHC[..., : shape.value_dim].reshape(*leading, -1)
+        out_BSHC = out_BSHC[..., : shape.value_dim]
+        if shape.head_gate is not None:
+            gate_BSH = activation(shape.head_gate, self.head_gate(x_BSD).to(torch.float32))
+            out_BSHC = out_BSHC * gate_BSH.to(out_BSHC.dtype).unsqueeze(-1)
+        out_BSF = out_BSHC.reshape(*leading, -1)
         return gated(OUTPUT_GATE, self.gate(x_BSD), out_BSF) if shape.output_gate else out_BSF
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:

@@ -1,11 +1,9 @@
 """The parameters of a gated delta net in serving, other than the linears that schemes quantize."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import DeltaWeights
@@ -13,9 +11,7 @@ from compress.kernels.problem import Phase
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
-
-ROWS_MULTIPLE = 64
-"""Rows of a linear that all kernels of dense linears serve a multiple of."""
+from compress.runtime.fusing import fuse_padded
 
 
 @dataclass(frozen=True)
@@ -26,19 +22,15 @@ class DeltaLinears:
     weights: DeltaWeights
 
     @staticmethod
-    def of(
-        one: Callable[[str, Weights], FusedLinear], weights: Weights, norm_eps: float, deployment: Deployment
-    ) -> "DeltaLinears":
-        """Load them; `one` binds a linear of some weights."""
-        parts = [dense(weights[f"delta.{name}.weight"]) for name in ("beta", "decay")]
-        rows = torch.cat(parts)
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_MULTIPLE))
+    def of(weights: Weights, norm_eps: float, deployment: Deployment) -> "DeltaLinears":
+        """Load them."""
+        rows = torch.cat([dense(weights[f"delta.{name}.weight"]) for name in ("beta", "decay")])
 
         def in_float32(name: str) -> Tensor:
             return dense(weights[name]).to(device=deployment.device, dtype=torch.float32)
 
         return DeltaLinears(
-            one("delta.beta_decay", {"delta.beta_decay.weight": padded}),
+            fuse_padded("delta.beta_decay", rows, deployment),
             DeltaWeights(
                 deployment.placed(dense(weights["delta.conv.weight"])).squeeze(1).contiguous(),
                 -in_float32("delta.A_log").exp(),

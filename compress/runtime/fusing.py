@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.rows import input_quant
@@ -15,6 +16,20 @@ from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
+
+ROWS_MULTIPLE = 64
+"""Rows of a linear that all kernels of dense linears serve a multiple of."""
+
+
+def fuse_padded(name: str, weight_OI: Tensor, deployment: Deployment) -> FusedLinear:
+    """Bind a linear of few outputs, which stays dense. Rows of zeros follow its own, so that every kernel of
+    dense linears serves it.
+
+    Raises:
+        EnvironmentUnfit: as `fuse`.
+    """
+    padded = F.pad(weight_OI, (0, 0, 0, -len(weight_OI) % ROWS_MULTIPLE))
+    return fuse((name,), {f"{name}.weight": padded}, deployment)
 
 
 def fuse(

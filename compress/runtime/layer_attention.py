@@ -37,13 +37,15 @@ a step of 64 rows of Qwen3-30B-A3B in W4 takes 2.4 % longer with it, and one of 
 class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
-    and in place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart."""
+    and in place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart, and so are the
+    factors of what each head attends to, float32 [T, H]."""
 
     qkv_TF: Tensor
     positions_T: Tensor
     slots_T: Tensor
     kv: Pages | RecurrentStates
     beta_decay_TH: Tensor | None = None
+    gates_TH: Tensor | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]

@@ -2,6 +2,7 @@
 
     x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
     x = x + o(sigmoid(gate(norm(x))) * attention(qkv(norm(x)), cache)), where attention has an output gate
+        or one of each head, which may be a softplus
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
@@ -21,7 +22,7 @@ Shapes: T rows, D hidden, F outputs of a fused linear, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,45 +33,16 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import BLOCKS, NORMS, Arch
-from compress.models.ffn import OUTPUT_GATE
+from compress.models.ffn import OUTPUT_GATE, activation
 from compress.runtime.deployment import Deployment
-from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
+from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import Kept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
 from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.loader import LayerWeights
 from compress.runtime.row_norms import BranchNorms
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
-    A mixture of experts is no linear and takes rows that are not quantized."""
-
-    norm: RowNorm | None
-    linear: FusedLinear | None
-
-    @property
-    def quant(self) -> ActivationQuant | None:
-        """How the linear wants its rows quantized."""
-        return None if self.linear is None else self.linear.quant
-
-    def prepares_input(self, phase: Phase) -> bool:
-        """Return whether the linear norms and quantizes the stream itself."""
-        return (
-            self.linear is not None and self.norm is not None and self.linear.prepares_input(phase, self.norm)
-        )
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The residual stream x [T, D] and, where a kernel has computed them already, the input of its reader and
-    those of the experts and of the router [T, D] of a mixture whose branches are normed apart."""
-
-    x_TD: Tensor
-    rows: Rows | None = None
-    branch_rows: tuple[Tensor, ...] = ()
+from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
 
 
 class LayerRunner:
@@ -136,14 +108,15 @@ class LayerRunner:
         if self._arch.block == "parallel":
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
         else:
-            # The decay and the beta of a delta net read the rows as they are before they are quantized.
-            first = Reader(layer.attn_norm, layer.qkv if layer.delta is None else None)
-            qkv_rows = self.rows(stream, first, phase)
+            qkv_rows = self.rows(stream, mixer_reader(layer), phase)
             ffn_rows = None
         projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, beta_decay_TH=layer.delta.of_rows(qkv_rows, phase))
+        if layer.head_gate is not None:
+            assert isinstance(qkv_rows, Tensor)
+            projected = replace(projected, gates_TH=_gates_of_heads(layer, qkv_rows, phase))
         return self.after_qkv(
             layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP
         )
@@ -169,7 +142,7 @@ class LayerRunner:
             return self._added(half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale)
         norms = layer.branch_norms
         also = () if norms is None else (norms.experts, norms.router)
-        stream = self._added(half, residual_TD, layer.attn_post_norm, _ffn_reader(layer), also=also)
+        stream = self._added(half, residual_TD, layer.attn_post_norm, ffn_reader(layer), also=also)
         return self._after_mixer(layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP)
 
     def _after_mixer(
@@ -185,7 +158,7 @@ class LayerRunner:
         """Return the stream after a layer from the stream before its FFN, or its experts; the arguments are
         those of `after_qkv`."""
         if ffn_rows is None:
-            ffn_rows = self.rows(stream, _ffn_reader(layer), phase)
+            ffn_rows = self.rows(stream, ffn_reader(layer), phase)
         norms = layer.branch_norms
         half: Callable[..., Tensor | tuple[Branch, Branch]] = self._ffn
         if norms is not None:
@@ -210,6 +183,9 @@ class LayerRunner:
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
         """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
         q, k and v."""
+        if projected.gates_TH is not None:
+            attended_THC = attend(layer, projected)
+            return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
         assert layer.o is not None
@@ -333,10 +309,12 @@ class LayerRunner:
         return rows + self.attention.kernel_report()
 
 
-def _ffn_reader(layer: LayerWeights) -> Reader:
-    """Return what reads the stream after the first half of a layer."""
-    reads_ffn = layer.experts is None or layer.branch_norms is not None
-    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
+def _gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:
+    """Return the factors of what each head attended to, float32 [T, H]."""
+    assert layer.head_gate is not None
+    assert layer.shape.head_gate is not None
+    out_TH = layer.head_gate(rows_TD, phase, out_dtype=torch.float32)[:, : layer.shape.num_heads]
+    return activation(layer.shape.head_gate, out_TH)
 
 
 def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:

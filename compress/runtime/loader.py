@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
@@ -31,7 +30,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
-from compress.runtime.fusing import fuse
+from compress.runtime.fusing import fuse, fuse_padded
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
@@ -43,9 +42,6 @@ from compress.runtime.row_norms import (
     stream_norm,
     stream_scale,
 )
-
-GATE_ROWS = 64
-"""Rows of the gate of a shared expert, of which the first counts."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +73,7 @@ class LayerWeights:
     sinks: Tensor | None = None
     experts: ExpertLinears | None = None
     branch_norms: BranchNorms | None = None
+    head_gate: FusedLinear | None = None
     shared_gate: FusedLinear | None = None
     scale: float = 1.0
     latent: LatentLinears | None = None
@@ -88,7 +85,7 @@ class LayerWeights:
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The fused linears in execution order, without those of latents."""
-        linears = (self.qkv, self.o, self.shared_gate, self.gate_up, self.down)
+        linears = (self.qkv, self.head_gate, self.o, self.shared_gate, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
@@ -269,7 +266,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         sinks=_sinks(weights, deployment),
         experts=None if shape.experts is None else load_experts(arch, shape.experts, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
-        shared_gate=_shared_gate(weights, deployment),
+        head_gate=_gate("attn.head_gate", weights, deployment),
+        shared_gate=_gate("moe.shared_gate", weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
@@ -328,11 +326,7 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the delta net of a layer, None where it has none."""
     if not isinstance(shape.recurrence, DeltaNet):
         return None
-
-    def one(name: str, of: Weights) -> FusedLinear:
-        return fuse((name,), of, deployment)
-
-    return DeltaLinears.of(one, weights, arch.norm_eps, deployment)
+    return DeltaLinears.of(weights, arch.norm_eps, deployment)
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:
@@ -356,15 +350,10 @@ def _sinks(weights: Weights, deployment: Deployment) -> Tensor | None:
     return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
 
 
-def _shared_gate(weights: Weights, deployment: Deployment) -> FusedLinear | None:
-    """Return the gate of the shared expert. Its one row is padded with zeros to what kernels of linears
-    serve."""
-    name = "moe.shared_gate"
-    if f"{name}.weight" not in weights:
-        return None
-    weight_1D = dense(weights[f"{name}.weight"])
-    padded = F.pad(weight_1D, (0, 0, 0, GATE_ROWS - 1))
-    return fuse((name,), {f"{name}.weight": padded}, deployment)
+def _gate(name: str, weights: Weights, deployment: Deployment) -> FusedLinear | None:
+    """Return the gate of the shared expert, or that of the heads, None where the layer has none."""
+    weight = weights.get(f"{name}.weight")
+    return None if weight is None else fuse_padded(name, dense(weight), deployment)
 
 
 def _kv_scales(weights: Weights) -> tuple[float, float] | None:

@@ -29,11 +29,12 @@ from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import Kept, KVCache
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_embed import parted
-from compress.runtime.layer_runner import LayerRunner, Reader, Stream
+from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import ModelWeights
 from compress.runtime.prefill_graphs import PrefillGraphs
 from compress.runtime.row_norms import stream_scale
 from compress.runtime.scoring import scoring_pass, scratch_block_size
+from compress.runtime.stream import Reader, Stream, mixer_reader
 
 MAX_EXPANDED = 1 << 15
 """Most positions whose keys and values are computed from latents in a pass with a graph."""
@@ -57,7 +58,7 @@ class ModelRunner:
         self._stream_scale = stream_scale(arch)
         layers = weights.layers
         self._readers = [
-            *(Reader(layer.attn_norm, layer.qkv) for layer in layers[1:]),
+            *(mixer_reader(layer) for layer in layers[1:]),
             Reader(weights.norm, weights.head),
         ]
         """The linear that reads the stream after each layer."""

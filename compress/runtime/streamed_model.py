@@ -23,9 +23,10 @@ from compress.models.weights import WeightSource
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.layer_runner import LayerRunner, Reader, Stream
+from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, embedding, load_layer, output
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
+from compress.runtime.stream import Reader, Stream, mixer_reader
 
 
 def why_not_streamed(arch: Arch) -> str | None:
@@ -126,7 +127,7 @@ class StreamedModel:
         if layer_idx == self.arch.num_layers - 1:
             return None, self._head()
         following = load_layer(self._source, layer_idx + 1, self._deployment)
-        return following, Reader(following.attn_norm, following.qkv)
+        return following, mixer_reader(following)
 
     def _logits(self, stream: Stream, head: Reader, length: int) -> Tensor:
         assert head.linear is not None

@@ -35,6 +35,10 @@ class Fields:
         """Return whether a field is a list, where several types are read."""
         return isinstance(self._values.get(name), list)
 
+    def is_flag(self, name: str) -> bool:
+        """Return whether a field is true or false, where several types are read."""
+        return isinstance(self._values.get(name), bool)
+
     def is_integer(self, name: str) -> bool:
         """Return whether a field is a whole number, where several types are read."""
         return type(self._values.get(name)) is int

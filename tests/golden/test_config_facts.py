@@ -42,7 +42,7 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
         *("original_max_position_embeddings", "sliding_window", "layer_types", "attention_chunk_size"),
     }
     spelled = FAMILIES.get(family).spelled
-    if family in ("gpt_oss", "lfm2", "lfm2_moe"):
+    if family in ("gpt_oss", "lfm2", "lfm2_moe", "lfm3"):
         everywhere -= {"hidden_act"}  # their gates are written out
     assert {spelled.get(name, name) for name in everywhere} <= reads
     assert not reads & {"pretraining_tp", "use_mrope", "is_llama_config", "unsloth_fixed"}

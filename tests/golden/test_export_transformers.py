@@ -129,6 +129,8 @@ EXPORTED = [
     ("nemotron_h", "W4A16_G128"),
     ("arcee", "FP8_DYNAMIC"),
     ("lfm2", "W4A16_G128"),
+    ("lfm3", "FP8_DYNAMIC"),
+    ("hyperclovax", "W4A16_G128"),
     ("gemma4_unified", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),

@@ -50,6 +50,7 @@ EXPORTED = [
     ("qwen3_next", "W4A16_G128"),
     ("lfm2_moe", "FP8_DYNAMIC"),
     ("nemotron_h-experts", "W4A16_G128"),
+    ("laguna-by-default", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -81,6 +82,7 @@ IN_MEMORY = (
     "qwen3_next",
     "granitemoehybrid-h-experts",
     "lfm2_moe",
+    "laguna",
 )
 
 

@@ -35,7 +35,7 @@ SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
 STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
-    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2", "nemotron_h"),
+    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2", "lfm3", "nemotron_h"),
     "attention-sinks": ("granite_swa",),
     "latent-attention": ("youtu", "deepseek_v3-dense"),
     "experts": (
@@ -62,6 +62,7 @@ REFUSED = {
         "afmoe",
         "hunyuan_v1_moe",
         "flint",
+        "laguna",
     ),
     "language-model-only": (
         "qwen3_5",

@@ -136,6 +136,32 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
         )
     },
+    "recurrences between two norms": {
+        "block": "sandwich",
+        "layers": (
+            tiny_shape(recurrence=ShortConv.of(64, 7), rope=None),
+            tiny_shape(head_gate="sigmoid", window=5),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 3), rope=None),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
+            tiny_shape(head_gate="sigmoid", rope=None),
+        ),
+        "qk_norm": True,
+    },
+    "gates of heads": {
+        "layers": (
+            tiny_shape(head_gate="softplus", num_heads=8),
+            tiny_shape(head_gate="sigmoid"),
+            tiny_shape(),
+        ),
+        "qkv_bias": True,
+    },
+    "gates of heads and experts": {
+        "layers": (
+            tiny_shape(head_gate="softplus"),
+            tiny_shape(head_gate="softplus", experts=Experts(6, 2, 48)),
+        ),
+        "attn_sinks": True,
+    },
     "delta nets alone": {"layers": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2},
     "a delta net of one key head in a mixture": {
         "layers": (
@@ -512,6 +538,7 @@ def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: i
 RARE = [
     *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
+    *("gates of heads", "recurrences between two norms"),
 ]
 
 

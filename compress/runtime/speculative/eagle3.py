@@ -44,7 +44,7 @@ from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_attention import Projected
-from compress.runtime.layer_runner import LayerRunner, Reader, Stream
+from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, fuse_groups
 from compress.runtime.row_norms import row_norm, stream_scale
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
@@ -52,6 +52,7 @@ from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.state import SpeculativeState
+from compress.runtime.stream import Reader, Stream
 
 
 @PROPOSERS.register("eagle3")

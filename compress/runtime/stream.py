@@ -1,0 +1,56 @@
+"""The residual stream of a pass in serving, and the linears that read it.
+
+Shapes: T rows, D hidden.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compress.kernels.operands.rows import ActivationQuant, RowNorm
+from compress.kernels.problem import Phase
+from compress.runtime.fused_linear import FusedLinear, Rows
+from compress.runtime.loader import LayerWeights
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
+    A mixture of experts is no linear and takes rows that are not quantized."""
+
+    norm: RowNorm | None
+    linear: FusedLinear | None
+
+    @property
+    def quant(self) -> ActivationQuant | None:
+        """How the linear wants its rows quantized."""
+        return None if self.linear is None else self.linear.quant
+
+    def prepares_input(self, phase: Phase) -> bool:
+        """Return whether the linear norms and quantizes the stream itself."""
+        return (
+            self.linear is not None and self.norm is not None and self.linear.prepares_input(phase, self.norm)
+        )
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream x [T, D] and, where a kernel has computed them already, the input of its reader and
+    those of the experts and of the router [T, D] of a mixture whose branches are normed apart."""
+
+    x_TD: Tensor
+    rows: Rows | None = None
+    branch_rows: tuple[Tensor, ...] = ()
+
+
+def mixer_reader(layer: LayerWeights) -> Reader:
+    """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
+    not quantized."""
+    has_dense = layer.delta is not None or layer.head_gate is not None
+    return Reader(layer.attn_norm, None if has_dense else layer.qkv)
+
+
+def ffn_reader(layer: LayerWeights) -> Reader:
+    """Return what reads the stream after the first half of a layer."""
+    reads_ffn = layer.experts is None or layer.branch_norms is not None
+    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
