@@ -1,28 +1,26 @@
-"""HyperCLOVA X SEED Think (NAVER, 2025): Granite with a norm of the output of each half of a layer, and a
-factor of the logits instead of a divisor."""
+"""HyperCLOVA X SEED Think (NAVER, 2025): Llama with factors of the embeddings, of attention scores, of what
+each half of a layer adds and of the logits; and with a norm of the output of each half, if that is on."""
 
 from typing import Any
 
-from compress.models.archs.granite import GRANITE
 from compress.models.config_facts import implies_own_code
 from compress.models.family import FAMILIES, Family
 from compress.models.limits import SCALES
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
-_POST_NORM = "use_post_norm"
-_ATTN_SCALE = "attention_multiplier"
+FACTORS = {
+    "embed_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    own = {"attn_scale": config.number(_ATTN_SCALE, *SCALES)} if config.has(_ATTN_SCALE) else {}
-    return {
-        **own,
-        "block": "sandwich" if config.flag(_POST_NORM) else "pre",
-        "embed_scale": config.number("embedding_multiplier", *SCALES),
-        "residual_scale": config.number("residual_multiplier", *SCALES),
-        "logit_scale": config.number("logits_scaling", *SCALES),
-    }
+    facts: dict[str, Any] = {ours: config.number(name, *SCALES) for ours, name in FACTORS.items()}
+    if config.has("attention_multiplier"):
+        facts["attn_scale"] = config.number("attention_multiplier", *SCALES)
+    return {**facts, "block": "sandwich" if config.flag("use_post_norm") else "pre"}
 
 
 FAMILIES.add(
@@ -37,10 +35,26 @@ FAMILIES.add(
         facts=_facts,
         implied=implies_own_code("HyperCLOVAXConfig", "HyperCLOVAXModel", "HyperCLOVAXForCausalLM"),
         layer_modules={**LAYER_MODULES, "attn_post_norm": "post_norm1", "ffn_post_norm": "post_norm2"},
-        known_fields=GRANITE.known_fields | {_POST_NORM, "auto_map"},
+        known_fields=frozenset(
+            {
+                "attention_bias",
+                "mlp_bias",
+                "attention_multiplier",
+                "use_post_norm",
+                "auto_map",
+                *FACTORS.values(),
+            }
+        ),
         defaults={
-            **{name: value for name, value in GRANITE.defaults.items() if name != _ATTN_SCALE},
-            _POST_NORM: True,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "use_post_norm": True,
         },
     ),
 )

@@ -66,7 +66,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
-    "laguna": {"model_type": "laguna", "mlp_layer_types": ["dense"] * 4, "sliding_window": 5},
+    "laguna": {
+        "model_type": "laguna",
+        "mlp_layer_types": ["dense"] * 4,
+        "sliding_window": 5,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
     "qwen3-layer-types": {
         "model_type": "qwen3",
         **{key: value for key, value in WINDOWED.items() if key != "max_window_layers"},
