@@ -52,10 +52,14 @@ def write_format(
         def config_name(module: str) -> str:
             return family.to_memory(family.to_disk(module))
 
+        def config_names(module: str) -> tuple[str, ...]:
+            return family.names_in_memory(family.to_disk(module))
+
+        linears = [name for linear in linear_names(source.arch) for name in config_names(linear)]
         coded = form.quantization_config(
-            with_dense_matrices(scheme, source.arch).renamed(config_name),
+            with_dense_matrices(scheme, source.arch).renamed(config_names),
             head=config_name("head"),
-            linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
+            linears=list(dict.fromkeys(linears)),
             untouched=[
                 *family.untouched,
                 *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
@@ -79,7 +83,7 @@ def write_format(
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
     take them for linears like others: routers, the gates of shared experts, the decay and the beta of delta
-    nets, and those that read embeddings for each layer."""
+    nets, the gates of heads, and those that read embeddings for each layer."""
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
@@ -87,6 +91,11 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
         if part is not None
         for name, shape in part.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2
+    ]
+    others += [
+        (f"layers.{idx}.attn.head_gate", None)
+        for idx, layer in enumerate(arch.layers)
+        if layer.head_gate is not None
     ]
     if arch.layer_embed_size:
         modules = [f"layers.{idx}.layer_embed.{name}" for idx in range(arch.num_layers) for name in IN_LAYERS]

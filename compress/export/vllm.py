@@ -11,7 +11,7 @@ from compress.quant.scheme import Scheme
 
 ROUTERS = {
     "ernie4_5_moe": "its router on a CPU leaves out the bias of a softmax",
-    "minimax_m2": "its router on a CPU takes no sigmoid without groups",
+    **dict.fromkeys(("minimax_m2", "laguna"), "its router on a CPU takes no sigmoid without groups"),
 }
 """Families whose routers vLLM's CPU build does not compute, and why."""
 LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"

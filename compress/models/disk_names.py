@@ -9,11 +9,15 @@ from typing import Self
 from compress.models.arch import Arch
 from compress.models.mixture import ExpertLayout
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
-from compress.models.tensor_names import TensorNames, with_other_prefix
+from compress.models.tensor_names import TensorNames, with_other_parts, with_other_prefix
 from compress.quant.kv import KV_SCALES
 
 SCALES_BESIDE_LINEARS = ("modelopt",)
 """Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
+
+
+def _inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: ours for ours, theirs in names.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +29,10 @@ class DiskNames:
     `expert_layouts` are those in which checkpoints store experts, the first one where none is read.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
     that they store as one with a row for each head, if heads have weights of their own. `in_memory` maps
-    prefixes of names on disk to those of modules in `transformers`, where the two differ. `untouched` are the
-    parts on disk that are none of the language model's (`wrapper.py`), and tensors whose names match
-    `ignored_tensors` are read by nobody."""
+    prefixes of names on disk to those of modules in `transformers`, where the two differ, and
+    `in_memory_inside` maps modules of layers that it alone renames. `untouched` are the parts on disk that
+    are none of the language model's (`wrapper.py`), and tensors whose names match `ignored_tensors` are read
+    by nobody."""
 
     interleaved_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
@@ -39,15 +44,23 @@ class DiskNames:
     layer_prefix: str = "model.layers."
     ignored_tensors: str = r"rotary_emb\.inv_freq$"
     in_memory: Mapping[str, str] = field(default_factory=dict)
+    in_memory_inside: Mapping[str, str] = field(default_factory=dict)
     untouched: tuple[str, ...] = ()
 
     def to_memory(self, module: str) -> str:
-        """Return the name of a disk module in the class of `transformers`: what configs call it."""
+        """Return the name of a disk module in classes of consumers: what configs call it."""
         return with_other_prefix(module, self.in_memory)
+
+    def names_in_memory(self, module: str) -> tuple[str, ...]:
+        """Return all names that consumers have for a disk module: that of `to_memory`, and the one of
+        `transformers` if it is another."""
+        name = self.to_memory(module)
+        return tuple(dict.fromkeys((name, with_other_parts(name, self.in_memory_inside))))
 
     def from_memory(self, module: str) -> str:
         """Return the name on disk of a module or tensor; of one that has it, the same."""
-        return with_other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
+        name = with_other_prefix(module, _inverse(self.in_memory))
+        return with_other_parts(name, _inverse(self.in_memory_inside))
 
     def is_untouched(self, name: str) -> bool:
         """Return whether a tensor on disk is of a part that is none of the language model's."""

@@ -274,8 +274,8 @@ class Family(DiskNames):
         values = {**self.defaults, **raw}
         if "rope_parameters" in self.defaults and raw.get("rope_scaling") and not raw.get("rope_parameters"):
             del values["rope_parameters"]  # the older name of the same
-        values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         values |= self._aliased(raw)
+        values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
@@ -373,8 +373,8 @@ class Family(DiskNames):
         fixed = {**HONOURED_FIELDS, **self.fixed_fields}
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | fixed.keys()
         read |= LATENT_FIELDS if self.latent is not None else set()
-        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
-        read = (read - self.spelled.keys()) | set(self.spelled.values())
+        read |= TRAINING_OF_ROUTERS if self.mixture is not None else set()
+        read = (read - self.spelled.keys()) | {*self.spelled.values(), *self.aliases.values()}
         return TableFields(self.model_type, read, fixed, attends_fully=self.windows is no_window)
 
 

@@ -82,6 +82,14 @@ def with_other_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
+def with_other_parts(name: str, parts: Mapping[str, str]) -> str:
+    """Return a name of a layer's module or tensor with parts of whole words replaced."""
+    closed = f"{name}."
+    for old, new in parts.items():
+        closed = closed.replace(f".{old}.", f".{new}.")
+    return closed[:-1]
+
+
 def _without_expert(module: str) -> tuple[str, str]:
     """Return a module with `*` for the index of its expert, and that index, empty if it is of none."""
     match = _EXPERT.match(module)

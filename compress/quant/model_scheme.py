@@ -59,9 +59,10 @@ class ModelScheme:
         """Names of the linears of layers that have no scheme."""
         return tuple(linear for linear, scheme in self.exceptions if scheme is None)
 
-    def renamed(self, rename: Callable[[str], str]) -> "ModelScheme":
-        """Return the same schemes with the exceptions renamed, to the names of a checkpoint."""
-        return replace(self, exceptions=tuple((rename(linear), scheme) for linear, scheme in self.exceptions))
+    def renamed(self, names: Callable[[str], Iterable[str]]) -> "ModelScheme":
+        """Return the same schemes with the exceptions renamed, each to all names that programs have for it."""
+        named = ((name, scheme) for linear, scheme in self.exceptions for name in names(linear))
+        return replace(self, exceptions=tuple(named))
 
     def facts_of_layer(self, layer_idx: int, linears: Iterable[str]) -> dict[str, Any]:
         """Return a manifest's facts of one layer: its scheme by name and, where linears differ, their names

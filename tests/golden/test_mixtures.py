@@ -82,11 +82,12 @@ IN_MEMORY = (
     "qwen3_next",
     "granitemoehybrid-h-experts",
     "lfm2_moe",
-    "laguna",
 )
+RENAMED = ("laguna",)
+"""Cases of which `transformers` has other names in memory, which are read and not written."""
 
 
-@pytest.mark.parametrize("case", IN_MEMORY)
+@pytest.mark.parametrize("case", [*IN_MEMORY, *RENAMED])
 def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
     case: str, tmp_path: Path
 ) -> None:
@@ -100,9 +101,10 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
         theirs = Checkpoint(tmp_path / "apart").layer(idx)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    (tmp_path / "written").mkdir()
-    write_checkpoint(tmp_path / "written", in_one)
-    assert_same_tensors(tmp_path / "written", tmp_path / "in-one")
+    if case not in RENAMED:
+        (tmp_path / "written").mkdir()
+        write_checkpoint(tmp_path / "written", in_one)
+        assert_same_tensors(tmp_path / "written", tmp_path / "in-one")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,10 @@ FAMILIES.add(
             "moe.selection_bias": "mlp.experts.e_score_correction_bias",
         },
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+        in_memory_inside={
+            "mlp.shared_expert": "mlp.shared_experts",
+            "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+        },
         known_fields=frozenset(
             {
                 *_FIELDS.values(),

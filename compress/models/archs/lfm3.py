@@ -56,6 +56,7 @@ FAMILIES.add(
         facts=_facts,
         implied=_implied,
         spelled=SPELLED,
+        aliases={"norm_eps": "rms_norm_eps"},
         outer_modules=OUTER,
         layer_modules={
             **MODULES,
@@ -64,6 +65,7 @@ FAMILIES.add(
             "attn_post_norm": "post_operator_norm",
             "ffn_post_norm": "post_ffn_norm",
         },
+        in_memory_inside={"self_attn.gate_proj": "self_attn.g_proj"},
         known_fields=CONV_FIELDS
         | {_GATE, _POST_NORMS, "attention_bias", "sliding_window", "partial_rotary_factor"},
         fixed_fields=CONV_FIXED,

@@ -159,7 +159,7 @@ def test_schemes_of_single_linears_survive_json_and_naming(
     assert ModelScheme.from_json(whole.to_json()) == whole
     assert {name: whole.for_linear(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
     assert ("exceptions" in whole.to_json()) == any(scheme != W8 for scheme in schemes.values())
-    again = whole.renamed(lambda name: f"x.{name}").renamed(lambda name: name[2:])
+    again = whole.renamed(lambda name: [f"x.{name}"]).renamed(lambda name: [name[2:]])
     assert again == whole
     everywhere = {name: whole.for_linear(name) for name in NAMES}
     if any(everywhere.values()):
