@@ -56,6 +56,7 @@ _LATENT_WIDTHS = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
+_INDEXER = {"index_topk": 256, "index_n_heads": 4, "index_head_dim": 128}
 _LATENT = {
     **_LATENT_WIDTHS,
     "n_routed_experts": 8,
@@ -310,6 +311,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "deepseek_v32": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        **_LATENT,
+        **_INDEXER,
+        "q_lora_rank": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "glm_moe_dsa": {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        **_LATENT,
+        **_INDEXER,
+        "q_lora_rank": 128,
+        "mlp_layer_types": ["dense", "sparse"],
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "indexer_types": ["full", "shared"],
+    },
     "internlm3": {"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": True},
     "iquestcoder": {"architectures": ["LlamaForCausalLM"]},
     "youtu": {
@@ -493,7 +514,7 @@ MIXTURES = tuple(
 )
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu")
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu")
 """Families whose rows of latents end within a block, so that no `fp8` checkpoint holds them."""
 ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
 """The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""

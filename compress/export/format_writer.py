@@ -83,11 +83,11 @@ def write_format(
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
     take them for linears like others: routers, the gates of shared experts, the decay and the beta of delta
-    nets, the gates of heads, and those that read embeddings for each layer."""
+    nets, the gates of heads, indexers, and those that read embeddings for each layer."""
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
-        for part in (layer.recurrence, layer.experts)
+        for part in (layer.recurrence, layer.experts, layer.latent)
         if part is not None
         for name, shape in part.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2

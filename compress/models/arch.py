@@ -192,6 +192,7 @@ class Arch:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
+                total += sum(map(math.prod, layer.latent.dense_shapes(self.hidden_size).values()))
             if layer.recurrence is not None:
                 total += sum(map(math.prod, layer.recurrence.dense_shapes(self.hidden_size).values()))
             elif self.attn_sinks and layer.attends:

@@ -33,6 +33,7 @@ from compress.models.delta_net_mixer import GatedDeltaNet
 from compress.models.embedding import Embedding
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
+from compress.models.latent import Q_LATENT
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
 from compress.models.layer_shape import LayerShape, LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
@@ -231,21 +232,26 @@ class DecoderLayer(nn.Module):
 
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
-        else reads the norm: the other half-layer, the decay and the beta of a delta net, or the gate of the
-        heads."""
+        else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
+        heads, or an indexer."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        if is_shared or self.arch.block in ("post", "parallel"):
+        if is_shared or self._has_indexer or self.arch.block in ("post", "parallel"):
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
 
     def _latent_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of latents: the norm of each and its linear. The values of all heads are some rows
-        of one linear, and have no pair with o."""
+        """Return the pairs of latents: the norm of each and its linear, but for the latent of queries that an
+        indexer reads, too. The values of all heads are some rows of one linear, and have no pair with o."""
         return [
             SmoothingPair(f"attn.{group.tap}_norm", group.tap, group.linears)
             for group in self.shape.attention_groups[1:-1]
+            if group.tap != Q_LATENT or not self._has_indexer
         ]
+
+    @property
+    def _has_indexer(self) -> bool:
+        return self.shape.latent is not None and self.shape.latent.indexer is not None
 
     def _value_pairs(self) -> list[SmoothingPair]:
         """Return the pair of v and o, of a Mamba-2 mixer that of the norm of its outputs and o, and of a

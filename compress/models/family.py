@@ -203,7 +203,10 @@ class Family(DiskNames):
             family=self.model_type,
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
-            max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+            max_position=min(
+                config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+                facts.pop("max_position", MAX_POSITIONS),
+            ),
             layers=self.shapes(config, self._with_own_heads(config, layers)),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=facts.pop("activation", activation_of(config)),

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.models.indexer import Indexer
 from compress.untrusted.fields import Fields
 
 LATENT_EPS = 1e-6
@@ -42,6 +43,8 @@ class Latent:
         rope_dim: dimensions of a head that rotate.
         value_dim: dimensions of the values of a head, at most those of its keys.
         interleaved: neighbours rotate as a pair, and not dimensions half of `rope_dim` apart.
+        indexer: what chooses the keys of a query, None where it attends to all, or where the layer before
+            chooses them.
     """
 
     q_rank: int
@@ -49,6 +52,7 @@ class Latent:
     rope_dim: int
     value_dim: int
     interleaved: bool
+    indexer: Indexer | None = None
 
     def paired(self, rotated: Tensor) -> Tensor:
         """Return dimensions that rotate [..., `rope_dim`] as two halves that turn with one another."""
@@ -83,7 +87,14 @@ class Latent:
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
-        return dataclasses.asdict(self)
+        facts = dataclasses.asdict(self)
+        if self.indexer is None:
+            del facts["indexer"]
+        return facts
+
+    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters that no scheme quantizes, other than norms."""
+        return {} if self.indexer is None else self.indexer.dense_shapes(hidden_size, self.q_rank)
 
     @property
     def cached_width(self) -> int:
@@ -100,4 +111,5 @@ class Latent:
             rope_dim=stored.integer("rope_dim", 2, MAX_RANK),
             value_dim=stored.integer("value_dim", 1, MAX_RANK),
             interleaved=stored.flag("interleaved"),
+            indexer=Indexer.from_json(stored.fields("indexer")) if stored.has("indexer") else None,
         )

@@ -28,6 +28,8 @@ FIELDS_BY_LAYER = (
     "num_shared_expert",
     "moe_intermediate_size",
     "num_attention_heads_per_layer",
+    "indexer_types",
+    "index_topk_pattern",
 )
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs")

@@ -212,6 +212,9 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"the last layers of this {arch.family} model read the keys and values of earlier ones."
     if arch.layer_embed_size:
         return f"tokens of a {arch.family} model have embeddings for each of its layers."
+    latents = [layer.latent for layer in arch.layers if layer.latent is not None]
+    if len({each.indexer is None for each in latents}) > 1:
+        return f"layers of this {arch.family} model attend to the keys that the indexers of others choose."
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
 from compress.models.ffn import OUTPUT_GATE, activation, gated
+from compress.models.indexer import IndexerParameters
 from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
@@ -130,6 +131,8 @@ class LatentAttention(Attention):
         self.latent = latent
         for name, size in latent.norm_sizes().items():
             self.add_module(name.removeprefix("attn."), Norm(size, LATENT_EPS))
+        if latent.indexer is not None:
+            self.indexer = IndexerParameters(latent.dense_shapes(arch.hidden_size))
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
         if not self.latent.q_rank:

@@ -60,7 +60,7 @@ class ModelScheme:
         return tuple(linear for linear, scheme in self.exceptions if scheme is None)
 
     def renamed(self, names: Callable[[str], Iterable[str]]) -> "ModelScheme":
-        """Return the same schemes with the exceptions renamed, each to all names that programs have for it."""
+        """Return the same schemes with the exceptions renamed, each to all its names in programs."""
         named = ((name, scheme) for linear, scheme in self.exceptions for name in names(linear))
         return replace(self, exceptions=tuple(named))
 

@@ -140,6 +140,7 @@ EXPORTED = [
     ("smolvlm", "W4A16_G128"),
     ("deepseek_v3-dense", "W4A16_G128"),
     ("deepseek_v3-dense", "FP8_DYNAMIC"),
+    ("deepseek_v32-dense", "W4A16_G128"),
     ("helium", "W4A16_G128"),
     ("granite_swa", "FP8_DYNAMIC"),
     ("qwen3_5_text", "W4A16_G128"),
@@ -291,7 +292,7 @@ def rms(x: Tensor) -> float:
 def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
     gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
-    with_and_without = {*gemma4, "deepseek_v3", "granitemoehybrid", "nemotron_h"}
+    with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
     # Mixtures of experts: `test_mixtures.py`.
     assert {CASES[case][0] for case, _ in EXPORTED} == dense | with_and_without
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)

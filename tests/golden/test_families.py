@@ -336,6 +336,7 @@ STATED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     # their defaults are as many as the heads of one model
     "deepseek_v3": {"num_key_value_heads": 64},
+    "deepseek_v32": {"num_key_value_heads": 64},
     "youtu": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},
 }

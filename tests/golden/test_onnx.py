@@ -37,7 +37,7 @@ STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
     "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2", "lfm3", "nemotron_h"),
     "attention-sinks": ("granite_swa",),
-    "latent-attention": ("youtu", "deepseek_v3-dense"),
+    "latent-attention": ("youtu", "deepseek_v3-dense", "deepseek_v32-dense"),
     "experts": (
         "qwen3_next",
         "granitemoe",
@@ -59,6 +59,8 @@ REFUSED = {
         "hy_v3",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
         "afmoe",
         "hunyuan_v1_moe",
         "flint",

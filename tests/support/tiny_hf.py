@@ -46,6 +46,8 @@ CONFIGS: dict[str, Any] = {
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "deepseek_v32": transformers.DeepseekV32Config,
+    "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
@@ -267,6 +269,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},
+    "deepseek_v32": {"num_key_value_heads": 6},
+    "glm_moe_dsa": {"num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
@@ -367,6 +371,8 @@ LATENTS = {
     "moe_intermediate_size": 40,
 }
 
+INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
+"""Of as many keys as the tests have positions."""
 MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_state": 12,
@@ -914,6 +920,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_interleave": False,
             "attention_bias": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v32-dense": (
+        "deepseek_v32",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "v_head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense"] * 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {**LATENTS, **INDEXERS, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    ),
+    "glm_moe_dsa-shared-indexers": (
+        "glm_moe_dsa",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "first_k_dense_replace": 1,
+            "indexer_types": ["full", "shared", "full"],
+            "attention_bias": True,
         },
     ),
     "deepseek_v2": (

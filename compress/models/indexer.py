@@ -1,0 +1,70 @@
+"""The facts of an indexer (DeepSeek sparse attention, arXiv 2512.02556): it reads the input of latent
+attention and the latent of its queries, and chooses the keys that a query attends to, at most `top_k`.
+
+Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
+decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.limits import MAX_POSITIONS, MAX_SIZE
+from compress.untrusted.fields import Fields
+
+MATRICES = ("q", "k", "weights")
+"""The linears of an indexer: of the latent of queries, of its keys, and of the weights of its heads."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The widths of the indexer of one layer.
+
+    Args:
+        top_k: the most keys that it chooses for a query.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+    def dense_shapes(self, hidden_size: int, q_rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by their names in attention; `q_rank` is the width of the
+        latent of queries."""
+        return {
+            "attn.indexer.q.weight": (self.num_heads * self.head_dim, q_rank),
+            "attn.indexer.k.weight": (self.head_dim, hidden_size),
+            "attn.indexer.k_norm.weight": (self.head_dim,),
+            "attn.indexer.k_norm.bias": (self.head_dim,),
+            "attn.indexer.weights.weight": (self.num_heads, hidden_size),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as a manifest stores them."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(stored: Fields) -> "Indexer":
+        """Read what `to_json` wrote; `Fields` raises its error for a value that is missing, of another type
+        or out of range."""
+        return Indexer(
+            num_heads=stored.integer("num_heads", 1, MAX_SIZE),
+            head_dim=stored.integer("head_dim", 1, MAX_SIZE),
+            top_k=stored.integer("top_k", 1, MAX_POSITIONS),
+        )
+
+
+class IndexerParameters(nn.Module):
+    """The parameters of an indexer, which nothing computes and no training changes."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            module, _, leaf = name.removeprefix("attn.indexer.").rpartition(".")
+            if not hasattr(self, module):
+                self.add_module(module, nn.Module())
+            filled: Tensor = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+            getattr(self, module).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
