@@ -20,6 +20,7 @@ from compress.export import codecs
 from compress.models.checkpoint import arch_of
 from compress.models.config_notes import unread_note
 from compress.models.family import family_of
+from compress.models.limits import MAX_POSITIONS
 from tests.support.tiny_hf import TEXT_FAMILIES
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -80,7 +81,9 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     theirs = theirs.get_text_config()
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
-    assert arch.max_position == theirs.max_position_embeddings
+    assert arch.max_position == min(
+        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS)
+    )
     assert arch.norm_eps == getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"))
     if arch.family == "gpt_oss":
         assert arch.activation == "swiglu_clamped"

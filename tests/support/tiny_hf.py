@@ -942,7 +942,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
             "n_group": 1,
             "topk_group": 1,
-            "mlp_layer_types": ["dense"] * 3,
+            "first_k_dense_replace": 3,
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
