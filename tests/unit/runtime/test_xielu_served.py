@@ -14,8 +14,9 @@ from compress.kernels.problem import KernelDevice
 from compress.models.arch import Arch
 from compress.models.eagle3 import eagle3_facts, random_eagle3
 from compress.models.family import family_of
+from compress.models.random_source import RandomSource
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, dense
-from compress.models.xielu import PARAMETERS
+from compress.models.xielu import PARAMETERS, initial_parameters
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
@@ -173,6 +174,15 @@ def test_decode_has_the_activation_in_a_launch_of_its_own(changes: dict[str, Any
         assert [each.activation for each in problems] == [None]
     (row,) = [each for each in coverage(arch, hopper) if each.problem.op == "act_mul"]
     assert (row.kernel, row.problem.n) == ("triton.row", size)
+
+
+def test_random_weights_have_the_parameters_of_a_model_that_is_not_trained() -> None:
+    source = RandomSource(source_of(2).arch, device=CPU, dtype=torch.float32)
+    for name, value in initial_parameters().items():
+        assert torch.equal(dense(source.layer(1)[f"ffn.{name}"]), value)
+    tokens_BS = torch.tensor([ids(40, 8)])
+    with torch.inference_mode():
+        assert torch.isfinite(engine_of(source).runner.score(tokens_BS)).all()
 
 
 def test_layers_read_no_more_than_those_of_the_same_widths() -> None:
