@@ -18,8 +18,8 @@ from compress.models.xielu import LEARNED
 
 
 class ParameterInTraining(nn.Module):
-    """What a parameter becomes while it is trained; `pace` is the learning rate of its change over that of
-    the loop."""
+    """A parametrization of a stored parameter that adds a trained change; `pace` is the learning rate of the
+    change over that of the loop."""
 
     def __init__(self, parameter: Tensor, *, pace: float) -> None:
         super().__init__()

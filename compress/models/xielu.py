@@ -17,7 +17,7 @@ from torch import Tensor
 PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 """The parameters of the activation in a layer, as it stores them: the first two are [1], the others []."""
 LEARNED = ("alpha_p", "alpha_n")
-"""Those of them that training changes."""
+"""The parameters that training changes."""
 ALPHA = 0.8
 BETA = 0.5
 EPS = -1e-6
