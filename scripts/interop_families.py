@@ -211,6 +211,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_NEMOTRON,
     },
     "arcee": {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"},
+    "apertus": {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {

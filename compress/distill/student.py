@@ -19,6 +19,7 @@ from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, why_layers_stay, with_layers
 from compress.models.weights import WeightSource, dense, split_outer
+from compress.models.xielu import PARAMETERS
 from compress.quant.kv import KV_SCALES
 
 
@@ -170,6 +171,8 @@ _ROWS = {
     "ffn.up": "ffn",
 }
 _COLUMNS = {"attn.o": "q", "ffn.down": "ffn"}
+_WHOLE = ("layer_scalar", *(f"ffn.{name}" for name in PARAMETERS))
+"""Parameters that do not depend on widths."""
 
 
 def _cut(
@@ -182,7 +185,7 @@ def _cut(
     if module in ("attn.q_norm", "attn.k_norm"):
         own = channels["q" if module == "attn.q_norm" else "kv"]
         return tensor[own] if is_whole else tensor
-    if name == "layer_scalar":
+    if name in _WHOLE:
         return tensor
     rows = channels[_ROWS[module]] if module in _ROWS else hidden
     if tensor.dim() == 1:

@@ -15,9 +15,10 @@ from typing import Any
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
 from compress.models.layer_manifest import layer_from_json, layer_to_json
-from compress.models.layer_shape import LayerShape
+from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.models.recurrences import PREFIXES
+from compress.models.xielu import PARAMETERS
 from compress.untrusted.fields import Fields
 
 NORMS = ("rms", "layer")
@@ -200,6 +201,8 @@ class Arch:
             if layer.head_gate is not None and layer.attends:
                 total += layer.num_heads * self.hidden_size
             total += self.layer_scalar
+            if self.activation == XIELU and layer.has_ffn:
+                total += len(PARAMETERS)
             if layer.experts is not None:
                 total += sum(map(math.prod, layer.experts.dense_shapes(self.hidden_size).values()))
             for name in layer.linears:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
-from compress.models.layer_shape import UNGATED
+from compress.models.layer_shape import UNGATED, XIELU
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -36,6 +36,11 @@ def check_arch(arch: "Arch") -> None:
             f"tokens have embeddings for each layer in a '{arch.block}' block; the decoder reads them in "
             "a 'sandwich' block."
         )
+    if arch.layer_embed_size and arch.activation in UNGATED:
+        raise UnsupportedArch(
+            f"tokens have embeddings for each layer and the activation is '{arch.activation}'; what a layer "
+            "reads of them has a gate, whose activation is another."
+        )
     for idx, layer in enumerate(arch.layers):
         if arch.norms_rotated and layer.leading_dim:
             raise UnsupportedArch(
@@ -49,6 +54,11 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: the FFN has {'a' if layer.gated else 'no'} gate and the activation "
                 f"'{arch.activation}'; such FFNs have {', '.join(known)}."
+            )
+        if layer.experts is not None and arch.activation == XIELU:
+            raise UnsupportedArch(
+                f"layer {idx}: experts with the activation '{XIELU}', which has parameters; the decoder has "
+                "them for the one FFN of a layer, not for each expert."
             )
         if layer.only_half is not None and arch.block != "pre":
             raise UnsupportedArch(

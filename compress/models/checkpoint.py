@@ -237,10 +237,11 @@ class Checkpoint:
                     f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its "
                     "config has."
                 )
-            if shape is not None and self._files.shape(name) != shape:
+            found = self._files.shape(name)
+            is_scalar = shape == () and found == (1,)
+            if shape is not None and found != shape and not is_scalar:
                 raise UnsupportedArch(
-                    f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says "
-                    f"{list(shape)}."
+                    f"{self.path}: tensor '{name}' is {list(found)}, its config says {list(shape)}."
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
@@ -313,7 +314,7 @@ class Checkpoint:
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its
-        codec checks, and for scalars."""
+        codec checks, and for the scales of a cache, which their reader does. A scalar may be [] or [1]."""
         expected: dict[str, tuple[int, ...] | None] = {}
         for name in self._parameters():
             module, _, leaf = name.rpartition(".")
@@ -332,7 +333,7 @@ class Checkpoint:
                     self._check_blocks(stored, shape)
                     expected.update(dict.fromkeys((f"{stored}_blocks", f"{stored}_scales")))
                 else:
-                    expected[stored] = shape or None  # a scalar may be [] or [1]
+                    expected[stored] = None if name.endswith(tuple(KV_SCALES.values())) else shape
         return expected
 
     def _parameters(self) -> list[str]:

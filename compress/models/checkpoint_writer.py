@@ -65,9 +65,9 @@ def write_checkpoint(
         if not isinstance(value, QuantizedWeight):
             num_rows = family.num_rows(arch, name, value.numel())
             value = value if num_rows is None else value.view(num_rows, -1)
-            shards.add(
-                stored, value if value.dim() else value.reshape(1)
-            )  # scales of the KV cache: consumers want [1]
+            if name.endswith(tuple(KV_SCALES.values())):
+                value = value.reshape(1)  # consumers want [1]
+            shards.add(stored, value)
         elif codec is None:
             raise UnsupportedFormat(
                 f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "

@@ -24,7 +24,7 @@ from compress.models.config_values import activation_of, eos_token_ids, head_dim
 from compress.models.disk_names import DiskNames
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
-from compress.models.layer_shape import Half, HeadGate, LayerShape
+from compress.models.layer_shape import XIELU, Half, HeadGate, LayerShape
 from compress.models.layer_types import (
     FIELDS_BY_LAYER,
     FULL,
@@ -177,6 +177,10 @@ class Family(DiskNames):
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)
         facts = self.facts(config)
+        activation = facts.pop("activation", activation_of(config))
+        if activation == XIELU and "ffn.alpha_p" not in self.layer_modules:
+            name = self.spelled.get("hidden_act", "hidden_act")
+            raise config.wrong(name, activation, "one without parameters in this family")
         if latent is not None:
             ropes = {kind: replace(each, rotary_dim=latent.rope_dim) for kind, each in ropes.items()}
             if (factor := score_factor(config)) != 1:
@@ -209,7 +213,7 @@ class Family(DiskNames):
             ),
             layers=self.shapes(config, self._with_own_heads(config, layers)),
             norm_eps=config.number("rms_norm_eps", 0, 1),
-            activation=facts.pop("activation", activation_of(config)),
+            activation=activation,
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),

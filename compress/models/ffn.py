@@ -1,15 +1,16 @@
 """The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
-without one, and then with the squared relu (arXiv 2109.08668)."""
+without one, and then with the squared relu (arXiv 2109.08668) or xIELU (`xielu.py`)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.layer_shape import LayerShape
+from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.linear import linear_of
 from compress.models.moe import ExpertFfn
 from compress.models.tap import Tap
+from compress.models.xielu import initial_parameters, xielu, xielu_numbers
 
 SWIGLU_ALPHA = 1.702
 
@@ -44,11 +45,16 @@ def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Ffn(ExpertFfn):
-    """The linears `gate`, where the layer has gates, `up` and `down`."""
+    """The linears `gate`, where the layer has gates, `up` and `down`, and the parameters of xIELU where it is
+    the activation."""
 
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
+    alpha_p: nn.Parameter
+    alpha_n: nn.Parameter
+    beta: nn.Parameter
+    eps: nn.Parameter
 
     def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
         super().__init__()
@@ -56,6 +62,9 @@ class Ffn(ExpertFfn):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
         self.is_gated = shape.gated
+        if arch.activation == XIELU:
+            for name, value in initial_parameters().items():
+                self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
         tap("ffn_in", x_BSD)
@@ -65,6 +74,9 @@ class Ffn(ExpertFfn):
 
     def mid(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
+        if self.activation == XIELU:
+            fixed = self.beta.detach(), self.eps.detach()  # no training changes them
+            return xielu(self.up(x_BSD), xielu_numbers(self.alpha_p, self.alpha_n, *fixed))
         if not self.is_gated:
             return activation(self.activation, self.up(x_BSD))
         return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))

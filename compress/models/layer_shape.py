@@ -66,7 +66,9 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 Half = Literal["mixer", "ffn"]
 """A half of a layer: attention or what takes its place, and the FFN or the experts."""
 HALVES: tuple[Half, ...] = ("mixer", "ffn")
-UNGATED = ("relu2",)
+XIELU = "xielu"
+"""The activation that has parameters (`xielu.py`)."""
+UNGATED = ("relu2", XIELU)
 """The activations of FFNs without gates, `down(act(up(x)))`, by their names in `transformers`; the others are
 those of gates."""
 _UNGATED = LinearGroup("gate_up", "ffn_in", ("ffn.up",))

@@ -2,7 +2,8 @@
 shapes and schemes matter.
 
 Dense weights are normal with the deviation 1 / sqrt(I), so that a product keeps the size of its input and
-80 layers stay finite; norms are one, biases small. Codes are drawn directly, never rounded from a dense
+80 layers stay finite; norms are one, biases small, and the parameters of an activation those of a model that
+is not trained. Codes are drawn directly, never rounded from a dense
 copy: integers uniform over their range, e4m3 codes normal with their largest value at 3.5 deviations,
 both with scales that give the weight the same deviation, up to 25 % more or less from group to group. A
 layer is the same in every call.
@@ -17,6 +18,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.delta_net import PLAIN_NORM
 from compress.models.weights import parameter_names
+from compress.models.xielu import initial_parameters
 from compress.quant.block_inputs import global_scale_of_inputs
 from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -25,6 +27,7 @@ SCALE_SPREAD = 0.25
 INPUT_ABSMAX = 8.0
 """The largest input that a static activation scale covers; rows after a norm reach about 5."""
 _BIAS_STD = 0.02
+_OF_ACTIVATION = {f"ffn.{name}": value for name, value in initial_parameters().items()}
 _OUTER = -1
 """The index that seeds the weights outside layers."""
 
@@ -92,6 +95,8 @@ class RandomSource:
         if len(shape) == 2:
             return random_weight((shape[0], shape[1]), scheme, dtype=self._dtype, generator=generator)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if name in _OF_ACTIVATION:
+            return tensor.copy_(_OF_ACTIVATION[name])
         if len(shape) == 3:
             return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         if name.endswith("bias"):

@@ -203,7 +203,8 @@ class LayerRunner:
         assert layer.down is not None
         mid_TF = layer.gate_up(rows, phase)
         if not layer.gate_up.applies_gate(phase):
-            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
+            activation = self._arch.activation
+            mid_TF = self._act_mul(mid_TF, activation, layer.down.quant, xielu_4=layer.xielu_4)
         return layer.down(mid_TF, phase, residual=residual)
 
     def _mixture(

@@ -20,10 +20,11 @@ from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
-from compress.models.layer_shape import LayerShape
+from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
 from compress.models.weights import Weights, WeightSource, dense
+from compress.models.xielu import PARAMETERS, xielu_numbers
 from compress.quant.kv import KV_SCALES
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
@@ -56,7 +57,7 @@ class LayerWeights:
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
     queries without one, and it those that read latents. `layer_embed` reads the embeddings of tokens for the
-    layer.
+    layer. `xielu_4` are the numbers of the activation of its FFN, float32, None where it has none.
     """
 
     shape: LayerShape
@@ -81,6 +82,7 @@ class LayerWeights:
     mamba: MambaWeights | None = None
     conv_FW: Tensor | None = None
     layer_embed: LayerEmbedLinears | None = None
+    xielu_4: Tensor | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -277,6 +279,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         conv_FW=_short_conv(shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
+        xielu_4=_xielu(arch, shape, weights, deployment),
     )
 
 
@@ -354,6 +357,15 @@ def _gate(name: str, weights: Weights, deployment: Deployment) -> FusedLinear | 
     """Return the gate of the shared expert, or that of the heads, None where the layer has none."""
     weight = weights.get(f"{name}.weight")
     return None if weight is None else fuse_padded(name, dense(weight), deployment)
+
+
+def _xielu(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the numbers of the activation of a layer's FFN, float32 [4] in a model of any dtype, None where
+    it has none."""
+    if arch.activation != XIELU or not shape.has_ffn:
+        return None
+    stored = (dense(weights[f"ffn.{name}"], torch.float32) for name in PARAMETERS)
+    return xielu_numbers(*stored).to(deployment.device)
 
 
 def _kv_scales(weights: Weights) -> tuple[float, float] | None:

@@ -17,7 +17,9 @@ from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Op
 from compress.kernels.select import KERNELS, Kernel, select
+from compress.models.layer_shape import UNGATED, XIELU
 from compress.models.rope import cos_sin
+from compress.models.xielu import initial_parameters, xielu_numbers
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample_rows
 from scripts.kernel_bench.case import (
@@ -41,7 +43,10 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     hidden_size = arch.hidden_size
     ffn_size = layer.intermediate_size
     x_TD = bench.randn(most, hidden_size)
-    gate_up_TF = bench.randn(most, 2 * ffn_size)
+    reads = 1 if arch.activation in UNGATED else 2
+    gate_up_TF = bench.randn(most, reads * ffn_size)
+    parameters = [each.to(bench.device) for each in initial_parameters().values()]
+    numbers = {"xielu_4": xielu_numbers(*parameters)} if arch.activation == XIELU else {}
     weight = bench.randn(hidden_size)
     width = bench.dtype.itemsize
     dynamic = ActivationQuant()
@@ -70,20 +75,26 @@ def row_cases(bench: Bench) -> Iterator[Case]:
             lambda m: (x_TD[:m], weight, arch.norm_eps, whole),
             (width + 1) * hidden_size,
         ),
-        ("act_mul", ffn_size, bench.dense, lambda m: (gate_up_TF[:m], arch.activation), 3 * width * ffn_size),
+        (
+            "act_mul",
+            ffn_size,
+            bench.dense,
+            lambda m: (gate_up_TF[:m], arch.activation),
+            (reads + 1) * width * ffn_size,
+        ),
         (
             "act_mul",
             ffn_size,
             fp8,
             lambda m: (gate_up_TF[:m], arch.activation, dynamic),
-            (2 * width + 1) * ffn_size,
+            (reads * width + 1) * ffn_size,
         ),
         (
             "act_mul",
             ffn_size,
             int8,
             lambda m: (gate_up_TF[:m], arch.activation, whole),
-            (2 * width + 1) * ffn_size,
+            (reads * width + 1) * ffn_size,
         ),
         ("quantize_rows", hidden_size, int8, lambda m: (x_TD[:m], whole), (width + 1) * hidden_size),
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
@@ -102,9 +113,11 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     for op, size, scheme, arguments, row_bytes in calls:
         kernel = select(bench.target.kernel_device.problem(op, n=size))
         reference = KERNELS[op].get("reference")
+        named = numbers if op == "act_mul" else {}
         for m in bench.rows:
-            expected = _dense_f64(reference.fn(*arguments(m)))
+            expected = _dense_f64(reference.fn(*arguments(m), **named))
             for tool, each in _beside(kernel, reference):
+                launch = partial(each.fn, *arguments(m), **named)
                 yield Case(
                     tool=tool,
                     op=op,
@@ -114,7 +127,7 @@ def row_cases(bench: Bench) -> Iterator[Case]:
                     kernel=each.name,
                     num_bytes=m * row_bytes,
                     flops=0,
-                    launches=walk([partial(each.fn, *arguments(m))], at_least=launches_of(bench, m)),
+                    launches=walk([launch], at_least=launches_of(bench, m)),
                     error=partial(_row_error, expected=expected),
                     limit=bench.rounding(size),
                     phase="decode" if m <= DECODE_ROWS else "prefill",

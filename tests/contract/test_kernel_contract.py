@@ -544,6 +544,44 @@ def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str) -> None:
 
 
 @each_usable(usable("act_mul", n=37))
+@pytest.mark.parametrize("numbers", [(0.8, 0.8, 0.5, -1e-6), (0.01, 3.0, 0.5, -1e-3)])
+def test_xielu(kernel: Kernel, device: str, dtype: str, numbers: tuple[float, ...]) -> None:
+    """A result is within some roundings of its two terms, which have opposite signs where x is negative."""
+    numbers_4 = torch.tensor(numbers, dtype=torch.float32, device=device)
+    a_p, a_n, beta, eps = numbers_4.double()
+    small = torch.logspace(-6, 1, 37, device=device).neg().unsqueeze(0)
+    ordinary = 3 * randn(9, 80, device=device, dtype=dtype)[:, 43:]
+    for x in (ordinary, small.to(ordinary.dtype)):
+        wide = x.double()
+        curved = a_n * (torch.expm1(torch.minimum(wide, eps)) - wide)
+        curved = torch.where(wide > 0, a_p * wide * wide, curved)
+        expected = curved + beta * wide
+        y = kernel.fn(x, "xielu", xielu_4=numbers_4)
+        float32 = torch.finfo(torch.float32)
+        terms = curved.abs() + (a_n + beta) * wide.abs()
+        limit = 8 * float32.eps * terms + torch.finfo(DTYPES[dtype]).eps * expected.abs()
+        assert ((y.double() - expected).abs() <= limit + torch.finfo(DTYPES[dtype]).tiny).all()
+        assert same_bits(kernel.fn(x[:1], "xielu", xielu_4=numbers_4), y[:1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["dynamic", "int8", "int8 asymmetric", "groups"])
+def test_rows_of_xielu_are_quantized_as_they_are(device: str, how: str) -> None:
+    """What a program holds beyond a row is no part of it: xielu(0) is -253 here, and the rows are not."""
+    fn = select(problem("act_mul", device, "BF16", n=384)).fn
+    group_size = 128 if how == "groups" else None
+    dtype = INT8 if "int8" in how else FP8
+    quant = ActivationQuant(None, dtype, group_size=group_size, symmetric="asymmetric" not in how)
+    numbers_4 = torch.tensor([0.8, 400.0, 0.5, -1.0], device=device)
+    x = 5 + randn(7, 384, device=device, dtype="BF16").abs()
+    plain = fn(x, "xielu", xielu_4=numbers_4)
+    rows = fn(x, "xielu", quant, xielu_4=numbers_4)
+    expected = quantize(plain, quant)
+    assert torch.equal(rows.scale_T, expected.scale_T)
+    assert same_bits(rows.values_TK, expected.values_TK)
+
+
+@each_usable(usable("act_mul", n=37))
 def test_a_gate_may_lie_beside_other_columns_than_what_it_gates(
     kernel: Kernel, device: str, dtype: str
 ) -> None:
@@ -565,14 +603,16 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 @each_usable(usable("act_mul", n=37))
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "xielu"])
 def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(
     kernel: Kernel, device: str, dtype: str, name: str
 ) -> None:
     x = randn(900, 2 * 83, device=device, dtype=dtype)
-    y = kernel.fn(x, name)
+    numbers_4 = torch.tensor([0.8, 0.9, 0.5, -1e-6], device=device)
+    numbers = {"xielu_4": numbers_4} if name == "xielu" else {}
+    y = kernel.fn(x, name, **numbers)
     for start, end in ((0, 1), (899, 900), (3, 43), (100, 700)):
-        assert same_bits(kernel.fn(x[start:end], name), y[start:end])
+        assert same_bits(kernel.fn(x[start:end], name, **numbers), y[start:end])
 
 
 @pytest.mark.usefixtures("_threads")

@@ -77,6 +77,7 @@ REFUSED = {
         "gemma4_unified",
         "idefics3",
     ),
+    "activation": ("apertus",),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
     "shared-keys-values": ("gemma4-e",),

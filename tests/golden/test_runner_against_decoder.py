@@ -103,6 +103,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         )
     },
     "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
+    "an ffn with xielu": {
+        "activation": "xielu",
+        "qk_norm": True,
+        "layers": (tiny_shape(gated=False), tiny_shape(gated=False, intermediate_size=1030)),
+    },
     "one half a layer": {
         "activation": "relu2",
         "layers": (
@@ -505,7 +510,7 @@ class Quantized:
 
     def _quantize(self, name: str, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         assert isinstance(weight, Tensor)
-        if weight.dim() == 1:
+        if weight.dim() < 2:
             return weight
         scheme = (
             Scheme("W8A16", 8, True, None)

@@ -203,6 +203,14 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(HALF, only_half="ffn", experts=WHOLE_GROUPS, intermediate_size=128),
         ),
     },
+    "apertus": {
+        "activation": "xielu",
+        "qk_norm": True,
+        "layers": (
+            replace(LAYER, gated=False),
+            replace(LAYER, gated=False, rope=Rope(12e6, "llama3", factor=8.0, original_max_position=128)),
+        ),
+    },
     "lfm2": {
         "qk_norm": True,
         "layers": (
@@ -244,6 +252,8 @@ def make_source(facts: dict[str, Any]) -> MemorySource:
     decoder = Decoder(make_arch(facts)).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in decoder.named_parameters():
+        if parameter.dim() == 0:  # b and eps of xIELU, which are the same in every model
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(parameter + 0.1 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
     return MemorySource(decoder, dtype=torch.bfloat16)

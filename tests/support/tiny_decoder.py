@@ -53,7 +53,7 @@ def tiny_decoder(arch: Arch, *, seed: int = 0) -> Decoder:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 parameter.add_(0.3 * noise)
-            else:
+            elif parameter.dim() > 1:  # b and eps of xIELU are the same in every model
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
     return decoder.requires_grad_(False)
 

@@ -58,6 +58,7 @@ CONFIGS: dict[str, Any] = {
     "bamba": transformers.BambaConfig,
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
+    "apertus": transformers.ApertusConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
     "lfm3": transformers.Lfm3Config,
@@ -1213,6 +1214,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {"mlp_bias": True}),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3}),
+    "apertus-tied-biases": (
+        "apertus",
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "lfm2": (
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},

@@ -16,7 +16,8 @@ from tests.support.tiny_run import CONFIG
 
 def write_tiny_model(path: Path, **changes: Any) -> Path:
     """Write the model of `tiny_run.CONFIG`, changed, and a byte-level BPE learnt from a few documents."""
-    arch = family_of(CONFIG).read_config({**CONFIG, **changes})
+    config = {**CONFIG, **changes}
+    arch = family_of(config).read_config(config)
     path.mkdir(exist_ok=True)
     decoder = fresh_decoder(arch, generator=torch.Generator().manual_seed(0))
     write_checkpoint(path, MemorySource(decoder, dtype=torch.bfloat16))

@@ -52,6 +52,7 @@ from compress.export.onnx.linears import (
 from compress.export.rules import exact_scales, layout_rules, whole_group_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of
+from compress.models.layer_shape import XIELU
 from compress.plugins import check_extra
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
@@ -264,7 +265,7 @@ class Onnx:
             )
         if arch.attn_sinks:
             rules.append(Rule("attention-sinks", "attention has sinks, which the graph does not compute."))
-        if arch.activation == "swiglu_clamped":
+        if arch.activation in ("swiglu_clamped", XIELU):
             rules.append(Rule("activation", f"the activation {arch.activation} is not in the graph."))
         if any(layer.chunk is not None for layer in arch.layers):
             rules.append(Rule("chunks", "attention is cut into chunks, which the graph's masks are not."))

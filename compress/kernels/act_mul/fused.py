@@ -1,5 +1,6 @@
 """Activation of an FFN in one pass: round(round(act(gate)) * up) (arXiv 2002.05202), or round(act(up)) where
-there is no gate, quantized on the way out if the next linear needs it.
+there is no gate, quantized on the way out if the next linear needs it. The numbers of xIELU are those of a
+layer, and are read from memory.
 
 The arithmetic is float32 (`operands/activation.py`). round: to the model's dtype.
 
@@ -11,22 +12,29 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
-from compress.kernels.operands.activation import activated
+from compress.kernels.operands.activation import activated, xielu
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register
-from compress.models.layer_shape import UNGATED
+from compress.models.layer_shape import UNGATED, XIELU
 
 SPAN = 1024
 
 
 @jit()
 def _gated(
-    gate_ptr: tl.tensor, up_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, ACTIVATION: tl.constexpr
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    ACTIVATION: tl.constexpr,
 ) -> tl.tensor:
     """Return the rounded activation(gate) * up at `offsets` of their rows, or that of up alone, which then is
-    `gate`."""
+    `gate`; zero beyond the mask."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
+    if ACTIVATION == "xielu":  # which is not zero at zero
+        return tl.where(mask, xielu(gate.to(tl.float32), numbers_ptr), 0.0).to(gate.dtype)
     if ACTIVATION == "relu2":
         return activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
@@ -38,6 +46,7 @@ def _gated(
 def _act_mul(
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
     out_ptr: tl.tensor,
     gate_stride: tl.tensor,
     up_stride: tl.tensor,
@@ -51,7 +60,7 @@ def _act_mul(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     gate_at = gate_ptr + row * gate_stride
-    y = _gated(gate_at, up_ptr + row * up_stride, columns, columns < SIZE, ACTIVATION)
+    y = _gated(gate_at, up_ptr + row * up_stride, numbers_ptr, columns, columns < SIZE, ACTIVATION)
     tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
 
 
@@ -59,6 +68,7 @@ def _act_mul(
 def _act_mul_quantize(
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     static_ptr: tl.tensor,
@@ -79,7 +89,8 @@ def _act_mul_quantize(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     gate_at = gate_ptr + row.to(tl.int64) * gate_stride
-    y = _gated(gate_at, up_ptr + row.to(tl.int64) * up_stride, columns, columns < SIZE, ACTIVATION)
+    up_at = up_ptr + row.to(tl.int64) * up_stride
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, ACTIVATION)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -92,8 +103,10 @@ def act_mul(
     quant: ActivationQuant | None = None,
     *,
     up_TF: Tensor | None = None,
+    xielu_4: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; without a gate, [T, F]."""
+    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; without a gate, [T, F]. `xielu_4` are the
+    numbers of the activation xielu."""
     if activation in UNGATED:
         up_TF = gate_up_TF  # which is not read
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
@@ -101,17 +114,19 @@ def act_mul(
     device = gate.device
     gate, up = (each if each.stride(1) == 1 else each.contiguous() for each in (gate, up))
     strides = {"gate_stride": gate.stride(0), "up_stride": up.stride(0)}
+    assert (xielu_4 is not None) == (activation == XIELU)
+    numbers = gate if xielu_4 is None else xielu_4
     if quant is None:
         out = torch.empty(num_rows, size, dtype=gate.dtype, device=device)
         grid = num_rows, -(-size // SPAN)
         _act_mul[grid](
-            gate, up, out, **strides, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
+            gate, up, numbers, out, **strides, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
             **pdl_options(device),
         )  # fmt: skip
         return out
     rows, output = row_output(num_rows, size, gate.dtype, device, quant)
     _act_mul_quantize[(num_rows,)](
-        gate, up, **output, **strides, ACTIVATION=activation, **row_options(size, device)
+        gate, up, numbers, **output, **strides, ACTIVATION=activation, **row_options(size, device)
     )
     return rows
 

@@ -1,10 +1,14 @@
 """Reference activation of an FFN: activation(gate) * up (arXiv 2002.05202), where gate and up are the halves
-of one fused projection, or two tensors, or the activation alone where there is no gate.
+of one fused projection, or two tensors, or the activation alone where there is no gate. The numbers of xIELU
+are those of a layer.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
 anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
 oneDNN's where the operand is contiguous, torch's own where it is not. So rows are padded to whole vectors,
 dense, and taken in blocks too small to be split."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,8 @@ from torch import Tensor
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 from compress.models.ffn import activation
-from compress.models.layer_shape import UNGATED
+from compress.models.layer_shape import UNGATED, XIELU
+from compress.models.xielu import xielu
 
 LANES = 64
 """Elements of two of the widest CPU vectors, bfloat16 in 512 bits: torch loops over two vectors at a time."""
@@ -27,25 +32,40 @@ def act_mul_rows(
     quant: ActivationQuant | None = None,
     *,
     up_TF: Tensor | None = None,
+    xielu_4: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
-    alone; without a gate, it is up."""
-    product = act_mul(gate_up_TF, activation_name, up_TF=up_TF)
+    alone; without a gate, it is up. `xielu_4` are the numbers of the activation xielu."""
+    product = act_mul(gate_up_TF, activation_name, up_TF=up_TF, xielu_4=xielu_4)
     return product if quant is None else quantize(product, quant)
 
 
-def act_mul(gate_up_TF: Tensor, activation_name: str, *, up_TF: Tensor | None = None) -> Tensor:
+def act_mul(
+    gate_up_TF: Tensor,
+    activation_name: str,
+    *,
+    up_TF: Tensor | None = None,
+    xielu_4: Tensor | None = None,
+) -> Tensor:
     """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
+    assert (xielu_4 is not None) == (activation_name == XIELU)
+    if xielu_4 is not None:
+        return _in_whole_vectors(partial(xielu, numbers_4=xielu_4), gate_up_TF).contiguous()
     if activation_name in UNGATED:  # exact, and rounded once
         return activation(activation_name, gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
-    if gate.device.type != "cpu":
-        return activation(activation_name, gate) * up
-    size = gate.shape[1]
-    padded = F.pad(gate, (0, -size % LANES)) if size % LANES else gate.contiguous()
+    return _in_whole_vectors(partial(activation, activation_name), gate) * up
+
+
+def _in_whole_vectors(fn: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
+    """Return fn(x) [T, F], on a CPU of whole vectors of dense rows in blocks of one thread."""
+    if x_TF.device.type != "cpu":
+        return fn(x_TF)
+    size = x_TF.shape[1]
+    padded = F.pad(x_TF, (0, -size % LANES)) if size % LANES else x_TF.contiguous()
     blocks = torch.split(padded, max(1, (SERIAL_SIZE - 1) // padded.shape[1]))
-    activated = [activation(activation_name, block) for block in blocks]
-    return (activated[0] if len(activated) == 1 else torch.cat(activated))[:, :size] * up
+    done = [fn(block) for block in blocks]
+    return (done[0] if len(done) == 1 else torch.cat(done))[:, :size]
 
 
 register(Kernel("act_mul", "reference", min_sm=0, priority=0, supports=anything, fn=act_mul_rows))

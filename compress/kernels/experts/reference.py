@@ -28,11 +28,10 @@ from compress.kernels.operands.routing import ExpertWeights, expert_inputs
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
-from compress.models.layer_shape import UNGATED
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 CLAMPED = "swiglu_clamped"
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, *UNGATED)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, "relu2")
 LIMIT = 7.0
 SLOPE = 1.702
 

@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
+from compress.distill.activation_parameters import train_activations_, trained_activations
 from compress.distill.codes import CodesLinear, Levels, LevelsLora, start_towards_source_, trained_layer
 from compress.distill.learn import Curve
 from compress.distill.norm_weights import train_norms_, trained_norms
 from compress.distill.objective import Teacher
 from compress.distill.quantized_student import MakeLinear, outer_decoder, quantized_student
+from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
+from compress.models.layer_shape import XIELU
 from compress.models.weights import Weights, WeightSource, build_decoder
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.distill.text import TrainingText
@@ -45,15 +48,16 @@ class Recovered:
     def outer(self) -> Weights:
         """Return the weights outside of the layers, the last norm trained."""
         weights = self.quantized.outer()
-        return {**weights, **self._norms(self.student, weights)} if self.keeps else weights
+        return {**weights, **self._beside_codes(self.student, weights)} if self.keeps else weights
 
     def layer(self, layer_idx: int) -> Weights:
-        """Return the weights of a layer with its trained codes, scales and norms."""
+        """Return the weights of a layer with its trained codes, scales, norms and parameters of
+        activations."""
         weights = self.quantized.layer(layer_idx)
         if not self.keeps:
             return weights
         trained = trained_layer(self.student, layer_idx, weights)
-        return {**trained, **self._norms(self.student.layers[layer_idx], weights)}
+        return {**trained, **self._beside_codes(self.student.layers[layer_idx], weights)}
 
     def write(self, out: ArtifactWriter) -> None:
         """Write the weights of the result."""
@@ -62,9 +66,10 @@ class Recovered:
             save_weights(out.path / layer_name(idx), self.layer(idx))
 
     @staticmethod
-    def _norms(module: nn.Module, weights: Weights) -> dict[str, Tensor]:
-        """Return the trained norms of a module that are among its weights."""
-        return {name: norm.cpu() for name, norm in trained_norms(module).items() if name in weights}
+    def _beside_codes(module: nn.Module, weights: Weights) -> dict[str, Tensor]:
+        """Return the trained norms and parameters of activations of a module that are among its weights."""
+        trained = {**trained_norms(module), **trained_activations(module)}
+        return {name: each.cpu() for name, each in trained.items() if name in weights}
 
 
 def trained_linears(spec: Recover, ctx: Context, *, device: torch.device) -> MakeLinear:
@@ -93,8 +98,8 @@ def train_codes(
     *,
     digest: str,
 ) -> Recovered:
-    """Train codes, scales and norms of a quantized model against the source of that digest, on all ranks.
-    Rank 0 writes the training state.
+    """Train codes, scales, norms and parameters of activations of a quantized model against the source of
+    that digest, on all ranks. Rank 0 writes the training state.
 
     Raises:
         UsageError: too little text, or a loss that is not finite.
@@ -113,6 +118,7 @@ def train_codes(
     start_towards_source_(student, source)
     if spec.scale_lr > 0:
         train_norms_(student, pace=spec.scale_pace)
+        train_activations_(student, pace=spec.scale_pace)
     config = spec.train_config(torch.float32)  # the modules compute in their own dtype
     curve, teacher_bits = learn_from(
         teacher, student, spec, config, text, ctx, digest=digest, early_stop=spec.early_stop
@@ -125,7 +131,7 @@ def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, st
     first = recovered.measured[0]
     last = recovered.measured[-1]
     return {
-        "trained": _trained(spec),
+        "trained": _trained(spec, recovered.quantized.arch),
         "teacher": {**teacher, "bits_per_byte": recovered.teacher_bits_per_byte},
         "student": {"params": recovered.quantized.arch.num_params},
         "stopped_early": last["step"] < spec.num_steps,
@@ -136,6 +142,9 @@ def recovery_facts(spec: Recover, recovered: Recovered, teacher: Mapping[str, st
     }
 
 
-def _trained(spec: Recover) -> str:
+def _trained(spec: Recover, arch: Arch) -> str:
     levels = "Codes" if spec.lora is None else f"A LoRA of rank {spec.lora.rank}"
-    return f"{levels}, scales and norms" if spec.scale_lr > 0 else levels
+    if spec.scale_lr == 0:
+        return levels
+    has_parameters = arch.activation == XIELU
+    return f"{levels}, scales, norms and activations" if has_parameters else f"{levels}, scales and norms"

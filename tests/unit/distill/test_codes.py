@@ -15,6 +15,7 @@ from compress.context import Context
 from compress.data.tokens import TokenSet
 from compress.distill.codes import TOWARDS_SOURCE, CodesLinear, Levels, LevelsLora, levels_of
 from compress.models.weights import MemorySource, Weights, WeightSource, build_decoder, dense
+from compress.models.xielu import PARAMETERS
 from compress.quant.kv import KV_SCALES
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -22,6 +23,7 @@ from compress.stages.distill.text import TrainingText
 from compress.stages.recover.spec import Recover
 from compress.stages.recover.training import Recovered, train_codes
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
+from tests.unit.models.test_xielu import APERTUS
 
 CPU = torch.device("cpu")
 SCHEMES = {
@@ -283,6 +285,27 @@ def test_trained_codes_keep_more_of_the_source(tmp_path: Path, changes: dict[str
                 assert value.dtype == first.dtype
                 assert torch.equal(value, first) != name.endswith("norm.weight"), name
     assert not torch.equal(dense(recovered.outer()["norm.weight"]), dense(source.outer()["norm.weight"]))
+
+
+@pytest.mark.parametrize("scale_lr", [0.01, 0.0])
+def test_learned_parameters_of_activations_are_trained_at_the_rate_of_scales(
+    scale_lr: float, tmp_path: Path
+) -> None:
+    source = tiny_source(tiny_arch(APERTUS))
+    quantized = RoundedSource(source, SCHEME)
+    recovered = _train(source, quantized, tmp_path, scale_lr=scale_lr)
+    assert recovered.keeps
+    after = [recovered.layer(idx) for idx in range(source.arch.num_layers)]
+    found = _held_out_kl(source, recovered.outer(), after)
+    assert found == pytest.approx(recovered.measured[-1]["kl"], rel=1e-3)
+    for idx, weights in enumerate(after):
+        before = quantized.layer(idx)
+        assert weights.keys() == before.keys()
+        for name in PARAMETERS:
+            old, new = (dense(each[f"ffn.{name}"]) for each in (before, weights))
+            assert old.shape == new.shape
+            assert torch.equal(old, new) == (scale_lr == 0 or name in ("beta", "eps"))
+            assert float((old - new).abs().max()) < 20 * scale_lr + 1e-9
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:

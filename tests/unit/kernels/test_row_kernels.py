@@ -4,6 +4,8 @@ without one.
 The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from compress.kernels.act_mul import fused as act_mul
     from compress.kernels.linear import prefill_w4a16, prefill_widened
     from compress.kernels.quantize_rows import blocks, fused
     from compress.kernels.sample import choose
@@ -28,6 +31,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
+    up_alone = {"SIZE": 21504, "ACTIVATION": "xielu", "gate_stride": 21504, "up_stride": 21504}
     cases = [
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 1}, 32),
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 3}, 32),
@@ -44,6 +48,21 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             ["*bf16", "*u8", "*fp32", "*fp32"],
             {**whole, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
             4,
+        ),
+        (
+            act_mul._act_mul,
+            ["*bf16", "*bf16", "*fp32", "*bf16"],
+            {**up_alone, "SPAN": act_mul.SPAN},
+            4,
+        ),
+        *(
+            (
+                act_mul._act_mul_quantize,
+                ["*bf16", "*bf16", "*fp32", "*u8", "*fp32", "*fp32"],
+                {**whole, **up_alone, "BLOCK": 32768, "QUANT": how},
+                32,
+            )
+            for how in (1, 3)
         ),
         *(
             (
@@ -393,6 +412,84 @@ if INTERPRETED:
         torch.testing.assert_close(
             act_mul(gate_up, activation), act_mul_rows(gate_up, activation), rtol=2e-6, atol=2e-6
         )
+
+    # a_p, a_n, b and eps: of a layer that is not trained, of others, and without a part where x is negative.
+    XIELU_NUMBERS = [
+        (0.8, 0.8, 0.5, -1e-6),
+        (2.5, 1.75, 0.5, -9.98377799987793e-07),
+        (1e-3, 0.5, 0.5, -1e-6),
+        (0.25, 12.0, 0.75, -1e-3),
+    ]
+
+    @pytest.mark.parametrize("numbers", XIELU_NUMBERS)
+    @pytest.mark.parametrize("size", [*SIZES, 1030])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_xielu_is_its_definition_in_float64(
+        dtype: torch.dtype, size: int, numbers: tuple[float, ...]
+    ) -> None:
+        """Each term is within some roundings of float32; where they cancel, so is the sum."""
+        numbers_4 = torch.tensor(numbers, dtype=torch.float32)
+        a_p, a_n, beta, eps = numbers_4.double()
+        small = torch.logspace(-9, 1, size).neg().unsqueeze(0).to(dtype)
+        edges = torch.tensor([0.0, -0.0, -0.5, -0.50001, 1e-7, -1e-7, -1e-6, -30.0, 60.0]).to(dtype)
+        x = torch.cat((randn(3, size, dtype=dtype) * 3, small, -small, edges.repeat(size)[None, :size]))
+        beside = randn(len(x), 5, dtype=dtype, seed=1)
+        for columns in (x, torch.cat((beside, x, beside), dim=1)[:, 5:-5]):
+            exact = columns.double()
+            positive = a_p * exact * exact
+            curve = torch.expm1(torch.minimum(exact, eps)) - exact
+            curved = torch.where(exact > 0, positive, a_n * curve)
+            expected = curved + beta * exact
+            atol = 8 * torch.finfo(torch.float32).eps * (curved.abs() + a_n * exact.abs()) + 1e-12
+            if dtype == torch.float16:
+                atol = atol + torch.finfo(dtype).eps * expected.abs() + 2**-24
+            for fn in (act_mul, act_mul_rows):
+                actual = fn(columns, "xielu", xielu_4=numbers_4)
+                assert isinstance(actual, Tensor)
+                assert actual.is_contiguous()
+                assert ((actual.double() - expected).abs() <= atol).all()
+
+    def test_xielu_loses_no_small_number_and_is_not_zero_at_zero() -> None:
+        """e^x - 1 of a small x has no digit in float32, and b x is of the size of a_n x."""
+        numbers_4 = torch.tensor([0.8, 3.0, 0.0, -1e-30])
+        x = -torch.logspace(-4, -1, 50).unsqueeze(0)
+        actual = act_mul(x, "xielu", xielu_4=numbers_4)
+        assert isinstance(actual, Tensor)
+        exact = x.double()
+        expected = 3.0 * (torch.expm1(exact) - exact)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
+        for fn in (act_mul, act_mul_rows):
+            at_zero = fn(torch.zeros(2, 5), "xielu", xielu_4=torch.tensor([0.8, 0.75, 0.5, -0.001]))
+            assert isinstance(at_zero, Tensor)
+            expected = torch.full((2, 5), 0.75 * math.expm1(-0.001))
+            torch.testing.assert_close(at_zero, expected, rtol=1e-6, atol=0)
+
+    def test_xielu_keeps_nan_and_what_is_too_large_is_infinite() -> None:
+        x = randn(2, 65, dtype=torch.float16)
+        x[0, :2] = torch.tensor([float("nan"), float("inf")])
+        x[1, 7] = 60000.0
+        for fn in (act_mul, act_mul_rows):
+            actual = fn(x, "xielu", xielu_4=torch.tensor(XIELU_NUMBERS[0]))
+            assert isinstance(actual, Tensor)
+            assert actual.isnan().nonzero().tolist() == [[0, 0]]
+            assert actual.isposinf().nonzero().tolist() == [[0, 1], [1, 7]]
+
+    @pytest.mark.parametrize("quant", [*QUANTS, ActivationQuant(group_size=64)])
+    @pytest.mark.parametrize("size", [65, 384])
+    def test_what_leaves_xielu_quantized_is_its_rounded_result_quantized(
+        quant: ActivationQuant, size: int
+    ) -> None:
+        """What a program holds beyond a row is no part of it: in the last row, its size decides the scale
+        if it is, because xielu(0) is -253."""
+        if quant.group_size and size % quant.group_size:
+            pytest.skip("no whole groups")
+        numbers_4 = torch.tensor([0.8, 400.0, 0.5, -1.0])
+        x = randn(4, size, dtype=torch.float16) * torch.tensor([[1.0], [0.0], [5.0], [1e-3]]).half()
+        x = torch.cat((x, 5 + x[:1].abs()))
+        product = act_mul(x, "xielu", xielu_4=numbers_4)
+        assert isinstance(product, Tensor)
+        assert float(product[1, 0]) == pytest.approx(400 * math.expm1(-1), rel=1e-3)
+        assert_same_rows(act_mul(x, "xielu", quant, xielu_4=numbers_4), quantize(product, quant))
 
     def test_the_squared_relu_is_rounded_once_and_keeps_nan() -> None:
         x = extreme_rows(1030, torch.float16)

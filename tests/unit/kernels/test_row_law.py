@@ -208,11 +208,12 @@ def test_norms(kernel: Kernel, dtype: torch.dtype) -> None:
 
 
 @each_kernel("act_mul", n=83, k=0)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "xielu"])
 def test_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
+    numbers = {"xielu_4": torch.tensor([0.8, 0.9, 0.5, -1e-6])} if activation == "xielu" else {}
     for size in (7, 32, 96, 1536):
         x = randn(17, 2 * size, dtype=dtype)
-        assert not breaches(lambda x: kernel.fn(x, activation), x)
+        assert not breaches(lambda x: kernel.fn(x, activation, **numbers), x)
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,7 @@ CONFIGS = {
     "no shared expert's width": stated(moe_shared_expert_intermediate_size=24),
     "arcee": ARCEE,
     "arcee with biases": {**ARCEE, "mlp_bias": True, "tie_word_embeddings": True},
+    "apertus": {**ARCEE, "model_type": "apertus", "attention_bias": True},
 }
 
 
@@ -574,6 +575,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "attention": {"layers": (tiny_shape(window=5), tiny_shape()), "qk_norm": True, "ffn_bias": True},
     "scaled": {"layers": (tiny_shape(),) * 2, "residual_scale": 0.4, "layer_scalar": True},
     "without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "relu2"},
+    "with xielu": {"layers": (tiny_shape(gated=False),) * 2, "activation": "xielu"},
     "mixtures and recurrences": {
         "layers": (
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
@@ -601,6 +603,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "gated": {"layers": (tiny_shape(window=5), tiny_shape())},
     "experts": {"layers": (tiny_shape(), tiny_shape(experts=Experts(4, 2, 24, shared_size=40)))},
     "without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "relu2"},
+    "with xielu": {"layers": (tiny_shape(gated=False),) * 2, "activation": "xielu"},
 }
 
 

@@ -231,6 +231,7 @@ def test_caches_of_fewer_bits_round_the_keys_and_values_alone(
 WHOLE: dict[str, dict[str, Any]] = {
     "gated": {"layers": (tiny_shape(window=40), tiny_shape()), "qk_norm": True},
     "without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "relu2", "ffn_bias": True},
+    "with xielu": {"layers": (tiny_shape(gated=False),) * 2, "activation": "xielu"},
     "scaled": {"layers": (tiny_shape(),) * 2, "residual_scale": 0.4, "layer_scalar": True},
     "keys of another": {"layers": (tiny_shape(), tiny_shape(), tiny_shape(kv_source=0))},
     "experts": {"layers": (tiny_shape(), tiny_shape(experts=MIXTURE))},
@@ -250,7 +251,7 @@ def test_two_layers_of_a_half_each_are_served_as_the_whole_layer(changes: dict[s
         assert torch.equal(found.runner.score(tokens_BS), expected.runner.score(tokens_BS))
 
 
-@pytest.mark.parametrize("name", ["gated", "without gates", "experts"])
+@pytest.mark.parametrize("name", ["gated", "without gates", "with xielu", "experts"])
 def test_ffns_alone_are_served_as_layers_whose_mixers_add_nothing(name: str) -> None:
     source = tiny_source(residual_scale=0.4, layer_scalar=True, max_position=2048, **WHOLE[name])
     engines = [engine_of(kind(source, "ffn")) for kind in (HalfKept, HalfSilenced)]
