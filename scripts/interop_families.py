@@ -319,6 +319,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 128,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,  # by the default of 2.5 codes at an edge move random models further
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },

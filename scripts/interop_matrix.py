@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from compress.models.layer_shape import XIELU
 from compress.quant.scheme import SCHEMES
 from scripts.check_interop import LIMITS, Answer, Question, Reply, ask_all, ask_runtime
 from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, cases_of, write
@@ -99,6 +100,8 @@ def dtype_of(program: str, case: Case) -> str:
         return "float16"
     if program == "vllm" and case.arch.has_recurrence("delta"):
         return "bfloat16"  # 'CPU GDN attention requires BF16.'
+    if program == "vllm" and case.arch.activation == XIELU and "A16" in case.scheme:
+        return "bfloat16"  # its activation has parameters in bfloat16, and makes float32 of other 16 bits
     if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
         return "float16"  # it takes 16 bits only, and float16 rounds less
     if program == "vllm" and case.form == "fp8":

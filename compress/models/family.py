@@ -45,6 +45,7 @@ from compress.models.rope_config import (
     read_rope,
     score_factor,
 )
+from compress.models.wide_codes import without_layout
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields
 
@@ -220,7 +221,7 @@ class Family(DiskNames):
             ffn_bias=_flag(self.ffn_bias, config),
             qk_norm=_flag(self.qk_norm, config),
             dtype=dtype,
-            config=dict(raw),
+            config=without_layout(raw),
             **facts,
         )
 

@@ -2,18 +2,17 @@
 format of the KV cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.family import Family
+from compress.models.wide_codes import MXFP4, SCALE_FORMAT, is_layout
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import Scheme
 from compress.untrusted.fields import Fields
 
-MXFP4 = "mxfp4"
-"""The `quant_method` of gpt-oss, whose experts are read as dense weights."""
 _LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 
 
@@ -31,7 +30,7 @@ def codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> F
     """
     method = quant_method(config)
     if method in (None, MXFP4):
-        return None  # MXFP4 is a layout of experts whose weights bfloat16 holds exactly
+        return None  # a layout of experts
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(
@@ -41,10 +40,16 @@ def codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> F
 
 
 def schemes_of(
-    config: Mapping[str, Any], codec: ForeignCodec | None, arch: Arch, family: Family
+    config: Mapping[str, Any],
+    codec: ForeignCodec | None,
+    arch: Arch,
+    family: Family,
+    *,
+    others: Sequence[str] = (),
 ) -> tuple[dict[str, Scheme], str | None]:
     """Return the scheme of each quantized linear by its name on disk, and the format of the KV cache if the
-    config names one. The family has the layout of experts that the checkpoint has.
+    config names one. The family has the layout of experts that the checkpoint has. `others` are modules that
+    are stored in codes, too.
 
     Raises:
         UnsupportedFormat: the codec does not read a scheme of the config.
@@ -52,8 +57,10 @@ def schemes_of(
     if codec is None:
         return {}, None
     quantization = _renamed(config["quantization_config"], family.from_memory)
+    if is_layout(config):
+        quantization = {name: value for name, value in quantization.items() if name != SCALE_FORMAT}
     linears = list(dict.fromkeys(disk for _, disk in linears_of(arch, family)))
-    return codec.schemes(quantization, linears), codec.kv_format(quantization)
+    return codec.schemes(quantization, [*linears, *others]), codec.kv_format(quantization)
 
 
 def linears_of(arch: Arch, family: Family) -> Iterator[tuple[str, str]]:

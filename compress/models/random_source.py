@@ -27,7 +27,8 @@ SCALE_SPREAD = 0.25
 INPUT_ABSMAX = 8.0
 """The largest input that a static activation scale covers; rows after a norm reach about 5."""
 _BIAS_STD = 0.02
-_OF_ACTIVATION = {f"ffn.{name}": value for name, value in initial_parameters().items()}
+_OF_ACTIVATION = {f"ffn.{name}": value.to(torch.bfloat16) for name, value in initial_parameters().items()}
+"""Parameters of activations as published models have them, and vLLM in a model of any dtype: in bfloat16."""
 _OUTER = -1
 """The index that seeds the weights outside layers."""
 

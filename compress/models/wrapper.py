@@ -18,6 +18,7 @@ from typing import Any
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.family import Family
+from compress.models.wide_codes import without_layout
 from compress.untrusted.fields import Fields
 
 TEXT_CONFIG = "text_config"
@@ -44,7 +45,7 @@ class Wrapper(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         text = self._text_of(raw)
-        return self._inner(text).read_config(text).replace(family=self.model_type, config=dict(raw))
+        return self._inner(text).read_config(text).replace(family=self.model_type, config=without_layout(raw))
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         text = self._text_of(arch.config)

@@ -19,7 +19,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.learning import Learning
-from compress.stages.distill.spec import SOURCE, Distill, check_dense
+from compress.stages.distill.spec import SOURCE, Distill, check_student
 
 KEPT_BYTES = 6
 """Bytes of one kept token of the teacher: its id and log probability."""
@@ -50,7 +50,7 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     source."""
     spec.refuse_nothing_to_learn(facts.specs)
     check_text(spec, facts, "distill")
-    check_dense(facts.arch)
+    check_student(facts.arch)
     teacher = facts.source_arch or facts.arch
     student = reshape(spec, facts.arch)
     check_seq_len(spec.seq_len, "distill: seq_len", student)

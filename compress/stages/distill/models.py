@@ -17,7 +17,7 @@ from compress.models.weights import Weights, WeightSource, build_decoder, split_
 from compress.recipe import parse_model_ref
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.stages import Inputs, Port
-from compress.stages.distill.spec import SOURCE, Distill, check_dense
+from compress.stages.distill.spec import SOURCE, Distill, check_student
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def build_student(
                 "another teacher."
             )
         weights = open_weights(path)
-        check_dense(weights.arch)
+        check_student(weights.arch)
         return build_decoder(weights, dtype=dtype, device=device)
     weights = open_weights(dense.path)
-    check_dense(weights.arch)
+    check_student(weights.arch)
     arch = student_arch(weights.arch, wanted.shape())
     student = (
         fresh_decoder(arch, generator=ctx.rng("student"))

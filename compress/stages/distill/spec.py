@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.distill.student import Shape
-from compress.errors import RecipeError, UnsupportedFormat, UsageError
+from compress.errors import RecipeError, UsageError
 from compress.models.arch import Arch
 from compress.recipe import MAX_SIZE, Spec, checked_by, parse_model_ref
+from compress.stages.dequantize import check_dense
 from compress.stages.distill.learning import Learning
 
 SOURCE = "source"
@@ -119,15 +120,10 @@ class Distill(Learning):
             )
 
 
-def check_dense(arch: Arch) -> None:
+def check_student(arch: Arch) -> None:
     """Refuse a student whose weights are codes.
 
     Raises:
         UnsupportedFormat: the model is quantized.
     """
-    if config := arch.config.get("quantization_config"):
-        raise UnsupportedFormat(
-            f"the student is quantized already (quant_method '{config.get('quant_method')}'), and training "
-            "moves weights, not codes. Name the dense model that it was made from, and quantize after "
-            "distilling."
-        )
+    check_dense(arch, "training moves weights, not codes")

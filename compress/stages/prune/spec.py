@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from compress.errors import UnsupportedFormat, UsageError
+from compress.errors import UsageError
 from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
@@ -24,6 +24,7 @@ from compress.models.pruning import (
 from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
+from compress.stages.dequantize import check_dense
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1, le=MAX_SIZE)]
@@ -269,13 +270,7 @@ class Prune(Spec):
                 that the model cannot have.
             UnsupportedFormat: the model is quantized.
         """
-        config = arch.config.get("quantization_config")
-        if config:
-            raise UnsupportedFormat(
-                f"the model is quantized already (quant_method '{config.get('quant_method')}'), and pruning "
-                "puts new weights in the place of "
-                "codes. Name the dense model that it was made from, and quantize after pruning."
-            )
+        check_dense(arch, "pruning puts new weights in the place of codes")
         if arch.has_experts and "ffn" in self.axes:
             raise UsageError(
                 "ffn: the channels of experts are not pruned; remove whole experts, such as `experts: {keep: "

@@ -10,6 +10,7 @@ from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import Scheme
 from compress.stages.budget.costs import GroupSchemes, largest_bytes, matrix_bytes, schemes_by_group
 from compress.stages.budget.spec import Mixed, scheme_or_dense
+from compress.stages.dequantize import check_dense
 from compress.stages.quantize.spec import Quantize
 
 
@@ -20,11 +21,7 @@ def check_model(spec: Quantize, arch: Arch) -> None:
         UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the
             embedding.
     """
-    if config := arch.config.get("quantization_config"):
-        raise UnsupportedFormat(
-            f"the model is quantized already (quant_method '{config.get('quant_method')}'): codes of codes "
-            "would add a second error to the first. Name the dense model that it was made from."
-        )
+    check_dense(arch, "codes of codes would add a second error to the first")
     if spec.head is not None and arch.tied_head:
         raise UnsupportedFormat(
             f"the model's head is tied to its embedding, which stays dense: a head in {spec.head} would be a "

@@ -1,0 +1,41 @@
+"""Quantizations that are layouts of numbers which bfloat16 holds exactly: a model that is stored so is read
+as a dense one, and has no other weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compress.errors import UnsupportedFormat
+from compress.quant.scheme import QuantizedWeight
+
+MXFP4 = "mxfp4"
+"""The `quant_method` of gpt-oss, whose experts are four-bit floats with powers of two."""
+SCALE_FORMAT = "scale_fmt"
+POWERS_OF_TWO = "ue8m0"
+"""The `scale_fmt` of DeepSeek-V3.1 and V3.2, whose codes in FP8 have powers of two for scales."""
+_KEY = "quantization_config"
+
+
+def is_layout(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` states such a quantization."""
+    stated = config.get(_KEY)
+    if not isinstance(stated, Mapping):
+        return False
+    return stated.get("quant_method") == MXFP4 or stated.get(SCALE_FORMAT) == POWERS_OF_TWO
+
+
+def without_layout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without such a quantization."""
+    return {name: value for name, value in config.items() if name != _KEY or not is_layout(config)}
+
+
+def check_powers_of_two(weight: QuantizedWeight) -> None:
+    """Check that the scales of a weight are what its config says.
+
+    Raises:
+        UnsupportedFormat: a scale is no power of two.
+    """
+    mantissas, _ = torch.frexp(weight.scale_OG.to(torch.float32))
+    if not bool((mantissas == 0.5).all()):
+        raise UnsupportedFormat(f"its scales are not all powers of two, as {POWERS_OF_TWO} says.")
