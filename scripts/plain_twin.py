@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.export import open_checkpoint
 from compress.kernels.operands.rows import input_quant, quantize
 from compress.models.decoder import Decoder
+from compress.models.layer_shape import XIELU
 from compress.models.weights import build_decoder
 from compress.quant.scheme import QuantizedWeight
 from scripts.interop_families import STACKED
@@ -68,7 +69,18 @@ def twin(path: Path, program: str) -> Decoder:
             inputs = rounding(program, arch.family, name, weight)
             if rounds and not merged and inputs is not None:
                 linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
+    if program == "vllm" and arch.activation == XIELU:
+        round_activations_(decoder)
     return decoder
+
+
+def round_activations_(decoder: Decoder) -> None:
+    """Round the factors of xIELU as vLLM does, which computes them in bfloat16 in a model of any dtype."""
+    for layer in decoder.layers:
+        ffn = layer.ffn
+        for stored, below in ((ffn.alpha_p, 0.0), (ffn.alpha_n, float(ffn.beta))):
+            factor = (below + F.softplus(stored.bfloat16())).bfloat16().float()
+            stored.data = torch.log(torch.expm1(factor - below))
 
 
 @torch.no_grad()

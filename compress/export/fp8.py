@@ -74,9 +74,7 @@ class Fp8Codec:
             raise UnsupportedFormat(
                 f"the checkpoint is FP8 of fmt {quantization_config.get('fmt')} and scale_fmt "
                 f"{quantization_config.get('scale_fmt')}; e4m3 "
-                "with scales that are floats "
-                "is read. (ue8m0 rounds the scales of inputs up to powers of two, so its linears compute "
-                "other numbers.)"
+                "with scales that are floats is read, and with powers of two (ue8m0)."
             )
         scheme = _scheme(
             quantization_config.get("weight_block_size"), quantization_config.get("activation_scheme")

@@ -499,6 +499,7 @@ def foreign_fp8(
     scales: str,
     leaves: tuple[str, str],
     family: str = "llama",
+    powers_of_two: bool = False,
     **changes: Any,
 ) -> tuple[Path, Path]:
     """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean
@@ -509,7 +510,7 @@ def foreign_fp8(
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     meant = {name: value.float() for name, value in tensors.items()}
     generator = torch.Generator().manual_seed(3)
-    linear = re.compile(r"(.*\.layers\..*_proj(?:_qkv|_z|_qkvz)?)\.weight")
+    linear = re.compile(r"(.*\.layers\..*(?:_proj(?:_qkv|_z|_qkvz|_with_mqa)?|\.wq_b|\.wk))\.weight")
     for name in [found[1] for found in map(linear.fullmatch, tensors) if found]:
         n_size, k_size = tensors[f"{name}.weight"].shape
         codes = (torch.randn(n_size, k_size, generator=generator) * 100).to(torch.float8_e4m3fn)
@@ -517,6 +518,8 @@ def foreign_fp8(
             scales
         ]
         scale = (torch.rand(shape, generator=generator) + 0.5) * k_size**-0.5 / 100
+        if powers_of_two:
+            scale = torch.exp2(torch.round(torch.log2(scale)))
         whole = (
             scale.repeat_interleave(128, 0)[:n_size].repeat_interleave(128, 1)[:, :k_size]
             if scales == "block"
@@ -717,7 +720,7 @@ def test_what_fp8_cannot_say_is_refused_by_name(say: Say, tmp_path: Path) -> Non
         ({"activation_scheme": "static"}, "activation_scheme static"),
         ({"activation_scheme": None}, "activation_scheme None"),
         ({"fmt": "e5m2"}, "fmt e5m2"),
-        ({"scale_fmt": "ue8m0"}, "powers of two"),
+        ({"scale_fmt": "ue4m3"}, "scale_fmt ue4m3"),
         ({"kv_cache_scheme": "static"}, "kv_cache_scheme"),
         ({"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
     ],

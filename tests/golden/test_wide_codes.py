@@ -1,0 +1,96 @@
+"""Checkpoints in codes that are layouts of 16-bit numbers are read as dense models, and pass for such."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.errors import UnsupportedFormat
+from compress.export import open_checkpoint
+from compress.models.family import family_of
+from compress.models.weights import build_decoder
+from compress.quant.scheme import QuantizedWeight
+from compress.stages.dequantize import check_dense
+from tests.golden.test_convert import BLOCKS, INV, foreign_fp8
+from tests.support.tiny_hf import CASES, tokens
+
+CPU = torch.device("cpu")
+LAYOUT = {**BLOCKS, "scale_fmt": "ue8m0"}
+INDEXED: dict[str, Any] = {
+    "family": "deepseek_v32",
+    **CASES["deepseek_v32"][1],
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 26,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 128,
+}
+
+
+def stored(tmp_path: Path, said: dict[str, Any], **how: Any) -> tuple[Path, Path]:
+    return foreign_fp8(tmp_path, said, scales="block", leaves=INV, **how)
+
+
+@pytest.mark.parametrize("how", [{}, INDEXED], ids=["llama", "deepseek_v32"])
+def test_codes_with_powers_of_two_are_read_as_the_weights_that_they_mean(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs, meant = stored(tmp_path, LAYOUT, powers_of_two=True, **how)
+    ours, dense = open_checkpoint(theirs), open_checkpoint(meant)
+    assert not ours.schemes
+    assert "quantization_config" not in ours.arch.config
+    check_dense(ours.arch, "it is not")
+    assert ours.arch.dtype == "bfloat16"
+    for idx in range(ours.arch.num_layers):
+        own, expected = ours.layer(idx), dense.layer(idx)
+        assert own.keys() == expected.keys()
+        assert all(
+            torch.equal(torch.as_tensor(own[name]).float(), torch.as_tensor(expected[name])) for name in own
+        )
+
+
+def test_scales_that_are_no_powers_of_two_are_refused(tmp_path: Path) -> None:
+    theirs, _ = stored(tmp_path, LAYOUT)
+    with pytest.raises(UnsupportedFormat, match="not all powers of two"):
+        open_checkpoint(theirs).layer(0)
+
+
+def test_codes_of_indexers_are_widened_beside_codes_that_stay(tmp_path: Path) -> None:
+    theirs, meant = stored(tmp_path, BLOCKS, **INDEXED)
+    ours = open_checkpoint(theirs)
+    assert "quantization_config" in ours.arch.config
+    layer, expected = ours.layer(1), open_checkpoint(meant).layer(1)
+    assert isinstance(layer["attn.q_down.weight"], QuantizedWeight)
+    for name in ("q", "k", "weights"):
+        own = layer[f"attn.indexer.{name}.weight"]
+        assert isinstance(own, torch.Tensor)
+        assert torch.equal(own, torch.as_tensor(expected[f"attn.indexer.{name}.weight"]).to(torch.bfloat16))
+    decoder = build_decoder(ours, dtype=torch.float32, device=CPU)
+    plain = build_decoder(open_checkpoint(meant), dtype=torch.float32, device=CPU)
+    tokens_BS = tokens(1, 12)
+    torch.testing.assert_close(decoder(tokens_BS), plain(tokens_BS), rtol=1e-4, atol=1e-4)
+
+
+def test_indexers_in_16_bits_are_read_beside_codes(tmp_path: Path) -> None:
+    theirs, _ = stored(tmp_path, BLOCKS, **INDEXED)
+    path = theirs / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.indexer.weights_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = torch.full(tensors[name].shape, 0.5, dtype=torch.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = open_checkpoint(theirs).layer(0)["attn.indexer.weights.weight"]
+    assert torch.equal(torch.as_tensor(found), tensors[name])
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])
+def test_gpt_oss_as_it_is_published_passes_for_a_dense_model(name: str) -> None:
+    rows = json.loads((Path(__file__).parent / "configs" / "mixtures.json").read_text())
+    config = next(row["config"] for row in rows if row["name"] == name)
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    check_dense(family_of(config).read_config(config), "it is not")
