@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged_latents import Pages
-from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
+from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import RECURRENCE_OPS, Op, Phase
 from compress.models.arch import Arch
@@ -251,8 +251,8 @@ def _sequences(
     if lists is None:
         return Sequences.of_prefill(slots_R, query_lens, context_lens)
     context_lens_R, starts_R, of_row_T = lists.sequences()
-    chunks_C4 = lists.query_tiles(CHUNK)
-    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, chunks_C4)
+    of_lists = (lists.query_tiles(size) for size in (CHUNK, LONG_CHUNK))
+    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *of_lists)
 
 
 def _recurrence_key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]]:

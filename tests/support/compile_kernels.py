@@ -225,26 +225,31 @@ def compile_delta_net() -> None:
 
 
 def compile_mamba2() -> None:
-    """Compile the kernels of a Mamba-2 mixer with the widths of Granite 4, for a step and for a prompt, with
-    a norm of all heads and of groups."""
-    facts = Mamba2(128, 1, 128, 64, 4, conv_bias=True)
+    """Compile the kernels of Mamba-2 mixers with the widths of Granite 4 and Nemotron Nano 2, for a step and
+    for prompts, with a norm of all heads and of groups."""
+    for facts in (Mamba2(128, 1, 128, 64, 4, conv_bias=True), Mamba2(128, 8, 128, 80, 4, conv_bias=True)):
+        compile_mamba2_of(facts)
+
+
+def compile_mamba2_of(facts: Mamba2) -> None:
+    """Compile those of one width."""
     states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
     step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
-    num_rows = mamba2.SHORT_ROWS + 1
-    prompt = Sequences.of_prefill(torch.zeros(1).long(), (num_rows,), (num_rows,))
     width = facts.num_channels + facts.value_size + facts.num_heads
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         conv, bias = (torch.zeros(facts.num_channels, *rest, dtype=dtype) for rest in ((4,), ()))
         norm = torch.zeros(facts.value_size, dtype=dtype)
         zeros = torch.zeros(facts.num_heads)
         weights = MambaWeights(conv, bias, zeros, zeros, zeros, norm, 1, 1e-5)
         mamba2.mamba2(torch.zeros(6, width, dtype=dtype), weights, states, step)
-        rows_TF = torch.zeros(num_rows, width, dtype=dtype)
         in_groups = replace(weights, conv_bias_F=None, norm_groups=8)
-        mamba2.mamba2(rows_TF, weights, states, prompt)
-        mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
+        for num_rows in (40, 1000):
+            prompt = Sequences.of_prefill(torch.zeros(1).long(), (num_rows,), (num_rows,))
+            rows_TF = torch.zeros(num_rows, width, dtype=dtype)
+            mamba2.mamba2(rows_TF, weights, states, prompt)
+            mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
 
 
 def compile_short_conv() -> None:

@@ -98,7 +98,7 @@ def _convolve(
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=in_channels, other=0.0).to(tl.float32)
     rounded = total.to(x_ptr.dtype.element_ty).to(tl.float32)
-    mixed = (rounded / (1 + tl.exp(-rounded))).to(x_ptr.dtype.element_ty).to(tl.float32)
+    mixed = (rounded / (1 + tl.exp(-rounded))).to(x_ptr.dtype.element_ty)
     tl.store(mixed_ptr + row.to(tl.int64) * F + channel, mixed, mask=in_pass & in_channels)
     if tl.program_id(1) == 0:
         head = tl.arange(0, H_TILE)[None, :]
@@ -123,7 +123,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
     num_rows = len(rows_TF)
     num_sequences = len(sequences.starts_R)
     device = rows_TF.device
-    mixed_TF = torch.empty(num_rows, mamba.num_channels, dtype=torch.float32, device=device)
+    mixed_TF = torch.empty(num_rows, mamba.num_channels, dtype=rows_TF.dtype, device=device)
     gates_TH = torch.empty(num_rows, 2 * mamba.num_heads, dtype=torch.float32, device=device)
     found_TZ = torch.empty(num_rows, mamba.value_size, dtype=torch.float32, device=device)
     sizes = {

@@ -33,7 +33,7 @@ def _gated(
 ) -> tl.tensor:
     """Return some outputs of a row, with what skips the recurrence, times silu of their gates."""
     out = tl.load(out_ptr + channel, mask=real, other=0.0)
-    x = tl.load(mixed_ptr + channel, mask=real, other=0.0)
+    x = tl.load(mixed_ptr + channel, mask=real, other=0.0).to(tl.float32)
     out += tl.load(skip_ptr + channel // V, mask=real, other=0.0) * x
     gate = tl.load(gate_ptr + channel, mask=real, other=0.0).to(tl.float32)
     return out * (gate / (1 + tl.exp(-gate)))
@@ -195,7 +195,7 @@ def norm_and_keep(
     options: dict[str, Any],
 ) -> Tensor:
     """Return the gated and normed outputs [T, Z] from the rows of a pass, their inputs after the convolution
-    and what the recurrence found of them, both float32; the inputs of the last rows are kept and saved."""
+    and what the recurrence found of them in float32; the inputs of the last rows are kept and saved."""
     mamba = states.recurrence
     num_rows = len(rows_TF)
     num_sequences = len(sequences.starts_R)

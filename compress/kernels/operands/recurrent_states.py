@@ -22,6 +22,8 @@ from compress.models.recurrence import Recurrence
 
 CHUNK = 32
 """Rows of a prompt whose updates kernels solve for at once."""
+LONG_CHUNK = 64
+"""Rows of a chunk of Mamba-2 mixers, which waits for the state before it alone."""
 _ROWS_MULTIPLE = 128
 
 
@@ -188,7 +190,7 @@ class StackedStates:
 class Sequences:
     """The rows of a pass, those of one sequence after another: how many each has, its positions up to its
     last row [R], its slot [R], its first row [R], and the sequence of each row [T]. Prompts also have their
-    chunks of `CHUNK` rows [C, 4] (`operands/tiles.py`); a decode step has none."""
+    chunks of `CHUNK` and of `LONG_CHUNK` rows [C, 4] (`operands/tiles.py`); a decode step has none."""
 
     query_lens: tuple[int, ...]
     context_lens_R: Tensor
@@ -196,6 +198,7 @@ class Sequences:
     starts_R: Tensor
     of_row_T: Tensor
     chunks_C4: Tensor | None = None
+    long_chunks_C4: Tensor | None = None
 
     @staticmethod
     def of_decode(slots_R: Tensor, context_lens_R: Tensor, q_len: int) -> "Sequences":
@@ -223,5 +226,5 @@ class Sequences:
         context_lens_R, starts_R, of_row_T = (
             each.to(device, non_blocking=True) for each in (context_lens_R, starts_R, of_row_T)
         )
-        chunks_C4 = query_tiles(query_lens, context_lens, CHUNK, device)
-        return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, chunks_C4)
+        lists = (query_tiles(query_lens, context_lens, size, device) for size in (CHUNK, LONG_CHUNK))
+        return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *lists)

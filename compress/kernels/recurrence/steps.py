@@ -76,9 +76,9 @@ def _recur(
     gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
     out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
     # The operands of a row are loaded while the row before it is computed.
-    q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0)
-    k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0)
-    v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0)
+    q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0).to(tl.float32)
+    k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0).to(tl.float32)
+    v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0).to(tl.float32)
     keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
     factor_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
     for idx in range(length):
@@ -91,9 +91,9 @@ def _recur(
         v_at += F
         gate_at += 2 * H
         follows = idx + 1 < length
-        q_next = tl.load(q_at, mask=k_real & follows, other=0.0)
-        k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0)
-        v_next = tl.load(v_at, mask=v_real & follows, other=0.0)
+        q_next = tl.load(q_at, mask=k_real & follows, other=0.0).to(tl.float32)
+        k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0).to(tl.float32)
+        v_next = tl.load(v_at, mask=v_real & follows, other=0.0).to(tl.float32)
         keep_next = tl.load(gate_at, mask=follows, other=0.0)
         factor_next = tl.load(gate_at + H, mask=follows, other=0.0)
         # Both products with the state before the row, so that neither waits for the other.
@@ -128,8 +128,8 @@ def recur(
     """Write the outputs and the states of sequences with at most `few_rows` rows in the pass, and of others
     of the last rows, one fewer than the states that are kept.
 
-    `mixed_TF` are queries, keys and values, `gates_TH` the log of what a state keeps and the factor of
-    updates [T, 2 H], all float32. An update `replaces` what the state holds of its key, or is added.
+    `mixed_TF` are queries, keys and values of any dtype, `gates_TH` the log of what a state keeps and the
+    factor of updates [T, 2 H], float32. An update `replaces` what the state holds of its key, or is added.
     """
     facts = states.recurrence
     num_sequences = len(sequences.starts_R)

@@ -2,6 +2,7 @@
 sequence however it is cut, in any company, and after proposals that were not kept. In triton's interpreter
 those are the GPU's kernels, too, on a GPU the same."""
 
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.mamba2 import fused, outputs
-from compress.kernels.operands.recurrent_states import MambaWeights
+from compress.kernels.mamba2.states import num_places
+from compress.kernels.operands.recurrent_states import LONG_CHUNK, MambaWeights
 from compress.kernels.select import Kernel, candidates
 from compress.models.mamba2 import Mamba2, state_space_scan
 from compress.models.norms import Norm
@@ -129,6 +131,63 @@ def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
     kernel: Kernel, device: str, mamba: Mamba2, dtype: torch.dtype
 ) -> None:
     recurrences.check_prompts_in_parts(kernel, device, cases(mamba, device), dtype)
+
+
+def of_chunks() -> pytest.MarkDecorator:
+    """Run a test with the kernel whose chunks have the same bits, where it runs."""
+    marks = each_kernel.args[1]
+    return pytest.mark.parametrize(("kernel", "device"), [each for each in marks if "fused" in str(each.id)])
+
+
+@of_chunks()
+@pytest.mark.parametrize(
+    "mamba",
+    [Mamba2(4, 2, 16, 80, 4, conv_bias=True), Mamba2(3, 1, 24, 64, 2, conv_bias=False)],
+    ids=["heads of 80", "heads of 64"],
+)
+def test_chunks_have_the_same_bits_wherever_a_prompt_is_cut_and_in_any_company(
+    kernel: Kernel, device: str, mamba: Mamba2
+) -> None:
+    """After whole chunks; the state before a part is that of its slot, or one that the same pass computes."""
+    case, other = recurrences.pair(cases(mamba, device), 201, torch.float16, 5)
+    states = slots(mamba, 1, device)
+    (whole,) = run(kernel, [(case, 2, 0, 201)], states)
+    kept = states.heads[2].clone()
+    assert_close(whole, case.law())
+    for cuts in ([0, 64, 201], [0, 128, 201], [0, 64, 128, 201]):
+        states = slots(mamba, 1, device)
+        found = []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            outs = run(kernel, [(other, 1, 0, 150), (case, 2, begin, end), (other, 3, 0, 20)], states)
+            assert_close(outs[0], other.law()[:150])
+            found.append(outs[1])
+        assert torch.equal(torch.cat(found), whole)
+        assert torch.equal(states.heads[2], kept)
+
+
+def test_states_before_chunks_have_places_of_their_own() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        lens = [rng.choice((0, 1, 17, 63, 64, 65, 66, 128, 129, 700)) for _ in range(rng.randint(1, 40))]
+        taken: set[int] = set()
+        start = 0
+        for sequence, length in enumerate(lens):
+            first = start // LONG_CHUNK + min(sequence, start // LONG_CHUNK)
+            places = range(first, first - (-length // LONG_CHUNK)) if length > LONG_CHUNK else range(0)
+            assert not taken & set(places)
+            taken |= set(places)
+            start += length
+        assert max(taken, default=-1) < num_places(start, len(lens))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no products in bfloat16")
+@pytest.mark.parametrize("length", [45, 181])
+def test_outputs_in_bfloat16_are_those_of_the_decoder(length: int) -> None:
+    kernel = next(each for each in candidates("mamba2") if each.name == "fused")
+    for mamba in (*SHAPES.values(), Mamba2(4, 2, 128, 80, 4, conv_bias=True)):
+        case = Case.of(mamba, "cuda", length, torch.bfloat16, 0)
+        (out,) = run(kernel, [(case, 2, 0, length)], slots(mamba, 1, "cuda"))
+        assert_close(out, case.law())
 
 
 @each_kernel
