@@ -31,7 +31,7 @@ def without_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_powers_of_two(weight: QuantizedWeight) -> None:
-    """Check that the scales of a weight are what its config says.
+    """Check that all scales of a weight are powers of two.
 
     Raises:
         UnsupportedFormat: a scale is no power of two.
