@@ -219,6 +219,31 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=ShortConv.of(384, 4)),
         ),
     },
+    "lfm3": {
+        "qk_norm": True,
+        "block": "sandwich",
+        "layers": (
+            replace(LAYER, rope=None, recurrence=ShortConv.of(384, 7)),
+            replace(LAYER, head_gate="sigmoid", window=50),
+            replace(
+                LAYER, head_gate="sigmoid", rope=Rope(1e6, "proportional", rotary_dim=LAYER.head_dim // 2)
+            ),
+        ),
+    },
+    "laguna": {
+        "qk_norm": True,
+        "layers": (
+            replace(LAYER, head_gate="softplus"),
+            replace(
+                LAYER,
+                head_gate="softplus",
+                num_heads=2 * LAYER.num_heads,
+                window=50,
+                experts=replace(WHOLE_GROUPS, score="sigmoid", selection_bias=True),
+                intermediate_size=128,
+            ),
+        ),
+    },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
@@ -315,7 +340,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5"]
+    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "lfm3"]
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])
@@ -329,7 +354,7 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5"]
+    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5", "laguna"]
 )
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
