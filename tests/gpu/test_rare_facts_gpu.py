@@ -340,7 +340,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "lfm3"]
+    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"]
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])
@@ -354,7 +354,7 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5", "laguna"]
+    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5", "lfm3"]
 )
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
