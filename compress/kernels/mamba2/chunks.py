@@ -24,6 +24,7 @@ from torch import Tensor
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.mamba2.states import (
     advanced,
+    in_pairs,
     pass_states,
     save,
     save_within,
@@ -79,6 +80,7 @@ def _find(
     TILES: tl.constexpr,
     PART: tl.constexpr,
     SAVES: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute some outputs of some heads of a group in chunks of sequences with more than FEW rows, but for
@@ -126,6 +128,9 @@ def _find(
             key_real = (row < size) & (k_idx < K)
             q = tl.load(mixed_at + q_inner, mask=key_real, other=0.0)
             k = tl.load(mixed_at + G * K + q_inner, mask=key_real, other=0.0)
+            if q.dtype == tl.bfloat16 and not PAIRS:
+                q = q.to(tl.float32)
+                k = k.to(tl.float32)
             alike = tl.dot(q, tl.trans(k), input_precision="tf32")
             for head in range(first_head, first_head + HEADS):
                 total, whole = totals(gate_at + head + idx * (2 * H), idx < size)
@@ -140,7 +145,7 @@ def _find(
                     state = tl.load(state_at + inner, mask=real, other=0.0)
                     v_inner = 2 * G * K + head * V + column * F + v_idx
                     v = tl.load(mixed_at + v_inner, mask=(column < size) & (v_idx < V), other=0.0)
-                    out = wide_times(scores, tl.trans(v), times_wide(q, state) * since)
+                    out = wide_times(scores, tl.trans(v), times_wide(q, state, PAIRS) * since, PAIRS)
                     out_idx = first_v + tile * COLUMNS + v_column
                     out_real = (row < size) & (out_idx < V)
                     tl.store(out_at + row * (H * V) + head * V + out_idx, out, mask=out_real)
@@ -158,8 +163,8 @@ def _find(
                     factor = tl.load(gate_at + H + head + idx * (2 * H), mask=idx < size, other=0.0)
                     update = v.to(tl.float32) * factor[None, :]
                     if SAVES:
-                        save_within(saved_at + inner, real, state, k, update, total, wanted, size, idx)
-                    state = advanced(state, k, update, total, whole)
+                        save_within(saved_at + inner, real, state, k, update, total, wanted, size, idx, PAIRS)
+                    state = advanced(state, k, update, total, whole, PAIRS)
                     tl.store(after_at + inner, state, mask=real)
                     if SAVES:
                         save(saved_at + inner, real, state, wanted == size)
@@ -218,6 +223,7 @@ def recur(
         TILES=tiles,
         PART=LEAST_COLUMNS,
         SAVES=states.saving is not None,
+        PAIRS=in_pairs(mamba.key_dim, mixed_TF.dtype),
         num_warps=WARPS,
         num_stages=STAGES,
         **options,

@@ -1,9 +1,10 @@
 """The states of Mamba-2 mixers before the chunks of prompts, in Triton: all that one chunk waits for of
 another.
 
-What has 16 bits is multiplied as it is. A float32 factor is two numbers in bfloat16 that follow one another,
-16 bits in all, where the model has that dtype. Beside float16, whose range is not that of float32, it is
-rounded to TF32 and multiplied so.
+In a model in bfloat16 what has 16 bits is multiplied as it is, and a float32 factor is two numbers in
+bfloat16 that follow one another, 16 bits in all (`PAIRS`). Beside float16, whose range is not that of
+float32, it is rounded to TF32 and multiplied so; and of states narrower than `PAIRED_SIZE`, which were not
+seen to be right in pairs (`docs/LOG.md`, 2026-11-28).
 
 Shapes: T rows, F channels of the convolution, H heads, G groups, K state size, V dimension of a head, N rows
 of a chunk, P places of states.
@@ -20,6 +21,8 @@ COLUMNS = 16
 WARPS = 4
 STAGES = 3
 """Columns of a state that one program has, its warps and its stages."""
+PAIRED_SIZE = 128
+"""The size of a state that is multiplied in pairs, which published models have; none narrower."""
 MOST_PROGRAMS = 400
 WIDE_COLUMNS = 32
 WIDE_WARPS = 2
@@ -37,9 +40,9 @@ def totals(gate_at: tl.tensor, real: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @jit()
-def wide_times(x: tl.tensor, a: tl.tensor, total: tl.tensor) -> tl.tensor:
+def wide_times(x: tl.tensor, a: tl.tensor, total: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
     """Return the product of float32 numbers and a matrix in 16 bits, added to others."""
-    if a.dtype == tl.bfloat16:
+    if PAIRS:
         upper = x.to(tl.bfloat16)
         lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(upper, a, tl.dot(lower, a, total))
@@ -47,9 +50,9 @@ def wide_times(x: tl.tensor, a: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def times_wide(a: tl.tensor, x: tl.tensor) -> tl.tensor:
+def times_wide(a: tl.tensor, x: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
     """Return the product of a matrix in 16 bits and the transpose of one of float32 numbers."""
-    if a.dtype == tl.bfloat16:
+    if PAIRS:
         upper = x.to(tl.bfloat16)
         lower = (x - upper.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(a, tl.trans(upper), tl.dot(a, tl.trans(lower)))
@@ -58,11 +61,16 @@ def times_wide(a: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 @jit()
 def advanced(
-    state: tl.tensor, k: tl.tensor, update: tl.tensor, total: tl.tensor, whole: tl.tensor
+    state: tl.tensor,
+    k: tl.tensor,
+    update: tl.tensor,
+    total: tl.tensor,
+    whole: tl.tensor,
+    PAIRS: tl.constexpr,
 ) -> tl.tensor:
     """Return the state [V, K] after a chunk, of its keys [N, K] and what is added of its rows [V, N]."""
     to_end = update * tl.exp(tl.minimum(whole - total, 0.0))[None, :]
-    return wide_times(to_end, k, state * tl.exp(whole))
+    return wide_times(to_end, k, state * tl.exp(whole), PAIRS)
 
 
 @jit()
@@ -83,12 +91,13 @@ def save_within(
     num_first: tl.tensor,
     size: tl.tensor,
     idx: tl.tensor,
+    PAIRS: tl.constexpr,
 ) -> None:
     """Save the state after the first rows of a chunk, if it is one after some of its rows but not all."""
     if (num_first > 0) & (num_first < size):
         whole = tl.min(tl.where(idx < num_first, total, 0.0), axis=0)
         early = tl.where((idx < num_first)[None, :], update, 0.0)
-        tl.store(saved_at, advanced(state, k, early, total, whole), mask=real)
+        tl.store(saved_at, advanced(state, k, early, total, whole, PAIRS), mask=real)
 
 
 @jit(varying=("num_rows", "num_sequences"))
@@ -114,6 +123,7 @@ def _pass_states(
     K_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SAVES: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first chunk to the last of sequences with more
@@ -160,8 +170,8 @@ def _pass_states(
                 update = v * factor[None, :]
                 size = tl.minimum(left, N)
                 if SAVES:
-                    save_within(saved_at, real, state, k, update, total, wanted - begin, size, idx)
-                state = advanced(state, k, update, total, whole)
+                    save_within(saved_at, real, state, k, update, total, wanted - begin, size, idx, PAIRS)
+                state = advanced(state, k, update, total, whole, PAIRS)
                 if SAVES:
                     save(saved_at, real, state, wanted - begin == size)
                 before_at += H * K * V
@@ -171,6 +181,11 @@ def _pass_states(
             tl.store(after + inner, state, mask=real)
         sequence += tl.num_programs(0)
         start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
+
+
+def in_pairs(state_size: int, dtype: torch.dtype) -> bool:
+    """Return whether float32 factors are multiplied as pairs of numbers in bfloat16."""
+    return dtype == torch.bfloat16 and state_size >= PAIRED_SIZE
 
 
 def num_places(num_rows: int, num_sequences: int) -> int:
@@ -218,6 +233,7 @@ def pass_states(mixed_TF: Tensor, gates_TH: Tensor, states: RecurrentStates, seq
         K_TILE=max(16, triton.next_power_of_2(mamba.key_dim)),
         COLUMNS=columns,
         SAVES=states.saving is not None,
+        PAIRS=in_pairs(mamba.key_dim, mixed_TF.dtype),
         num_warps=WIDE_WARPS if is_wide else WARPS,
         num_stages=WIDE_STAGES if is_wide else STAGES,
         PDL=False,

@@ -181,13 +181,14 @@ def test_states_before_chunks_have_places_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no products in bfloat16")
+@pytest.mark.parametrize("shape", [*SHAPES, "heads of 80"])
 @pytest.mark.parametrize("length", [45, 181])
-def test_outputs_in_bfloat16_are_those_of_the_decoder(length: int) -> None:
+def test_outputs_in_bfloat16_are_those_of_the_decoder(length: int, shape: str) -> None:
     kernel = next(each for each in candidates("mamba2") if each.name == "fused")
-    for mamba in (*SHAPES.values(), Mamba2(4, 2, 128, 80, 4, conv_bias=True)):
-        case = Case.of(mamba, "cuda", length, torch.bfloat16, 0)
-        (out,) = run(kernel, [(case, 2, 0, length)], slots(mamba, 1, "cuda"))
-        assert_close(out, case.law())
+    mamba = SHAPES.get(shape, Mamba2(4, 2, 128, 80, 4, conv_bias=True))
+    case = Case.of(mamba, "cuda", length, torch.bfloat16, 0)
+    (out,) = run(kernel, [(case, 2, 0, length)], slots(mamba, 1, "cuda"))
+    assert_close(out, case.law())
 
 
 @each_kernel
