@@ -136,6 +136,7 @@ def eagle3_facts(
                 keys_are_values=False,
                 latent=None,
                 output_gate=False,
+                head_gate=None,
                 head_dim=last.value_dim,
                 chunk=None,
                 kv_source=None,

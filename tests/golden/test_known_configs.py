@@ -21,6 +21,7 @@ from compress.models.checkpoint import arch_of
 from compress.models.config_notes import unread_note
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
+from compress.models.wide_codes import without_layout
 from tests.support.tiny_hf import TEXT_FAMILIES
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -65,7 +66,8 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
     note = unread_note(arch)
     assert (note is None) == (row["unread"] == [] and "noted" not in row)
     assert row.get("noted", "") in (note or "")
-    assert json.dumps(arch.config) == before
+    assert json.dumps(row["config"]) == before
+    assert arch.config == without_layout(row["config"])
     written = family_of(row["config"]).write_config(arch)
     ours, theirs = (each.get("text_config", each) for each in (written, row["config"]))
     assert {key: ours[key] for key in row["unread"]} == {key: theirs[key] for key in row["unread"]}
