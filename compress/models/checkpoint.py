@@ -22,12 +22,11 @@ from compress.models.config_file import read_config
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
-from compress.models.indexer import MATRICES
 from compress.models.layout import ROTATED, Place
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, dense, parameter_names
-from compress.models.wide_codes import check_powers_of_two, is_layout
+from compress.models.wide_codes import check_powers_of_two, indexers_in_codes, is_layout
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
@@ -75,7 +74,7 @@ class Checkpoint:
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._is_layout = is_layout(config)
-        others = self._indexers_in_codes()
+        others = indexers_in_codes(self._arch, self.family, self._files.names())
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
         self._wide = frozenset(self._schemes if self._is_layout else others)
         self.kv_format = kv_format if stated is None else stated
@@ -184,17 +183,6 @@ class Checkpoint:
         tensor = self._files.get(stored)
         is_matrix = self.family.num_rows(self._arch, name, tensor.numel()) is not None
         return tensor.flatten() if is_matrix else tensor
-
-    def _indexers_in_codes(self) -> list[str]:
-        """Return the matrices of indexers, by their names on disk, that have scales: they stay dense here."""
-        matrices = [
-            self.family.to_disk(f"layers.{idx}.attn.indexer.{name}")
-            for idx, layer in enumerate(self._arch.layers)
-            if layer.latent is not None and layer.latent.indexer is not None
-            for name in MATRICES
-        ]
-        stored = {name.rpartition(".")[0] for name in self._files.names() if ".weight_scale" in name}
-        return [each for each in matrices if each in stored]
 
     def _is_mxfp4(self, name: str) -> bool:
         """Return whether a parameter is stored in blocks of four-bit floats."""

@@ -21,12 +21,12 @@ from compress.models.config_facts import (
 )
 from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
+from compress.models.config_writer import why_unstated, written_config
 from compress.models.disk_names import DiskNames
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import XIELU, Half, HeadGate, LayerShape
 from compress.models.layer_types import (
-    FIELDS_BY_LAYER,
     FULL,
     LINEAR,
     ONLY_FFN,
@@ -57,8 +57,6 @@ DenseFields = Callable[[Fields, int], Mapping[str, Any]]
 """(config, the channels of a dense FFN) -> the fields that state them."""
 LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
 """(config, the layers as most families state them) -> those that it states."""
-PER_LAYER = "per_layer_config"
-"""The field in which `transformers` states widths that single layers have for themselves, by their index."""
 
 
 def no_facts(config: Fields) -> dict[str, Any]:
@@ -260,29 +258,14 @@ class Family(DiskNames):
     def why_unstated(self, arch: Arch) -> str | None:
         """Return the reason why no config of the family can state the layers of a model, None where one
         can."""
-        if self.heads_by_layer is not None:
-            of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
-            arch = arch.replace(layers=tuple(of_one_width))
-        if not self.full_widths:
-            return (
-                None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
-            )
-        if arch.layers[-1].window is not None:
-            return f"the last layer has a window; in {self.model_type} models it has full attention."
-        of_kind = {(layer.window is None, layer.widths[:3]) for layer in arch.layers}
-        ffns = {(layer.kv_source is None, layer.intermediate_size) for layer in arch.layers}
-        if len({layer.num_heads for layer in arch.layers}) == 1 and all(
-            len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)
-        ):
-            return None
-        return f"layers of one type differ in width, which no config.json of {self.model_type} can say."
+        return why_unstated(self, arch)
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""
         values = {**self.defaults, **raw}
         if "rope_parameters" in self.defaults and raw.get("rope_scaling") and not raw.get("rope_parameters"):
             del values["rope_parameters"]  # the older name of the same
-        values |= self._aliased(raw)
+        values |= self.aliased(raw)
         values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
 
@@ -311,67 +294,18 @@ class Family(DiskNames):
         Raises:
             UnsupportedArch: the widths differ between layers in a way that no config can express.
         """
-        first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
-        if reason := self.why_unstated(arch):
-            raise UnsupportedArch(reason)
-        config = dict(arch.config)
-        config.update(
-            architectures=[self.class_name(arch.config)],
-            model_type=self.model_type,
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.hidden_size,
-            num_hidden_layers=arch.num_layers,
-            num_attention_heads=first.num_heads,
-            num_key_value_heads=first.num_kv_heads,
-            tie_word_embeddings=arch.tied_head,
-            dtype=arch.dtype,
-        )
-        if first.latent is None:
-            config["head_dim"] = first.head_dim
-        if self.heads_by_layer is not None:
-            stated_heads = config.get(self.heads_by_layer)
-            heads = [layer.num_heads for layer in arch.layers]
-            if heads != (stated_heads or [first.num_heads] * arch.num_layers):
-                config[self.heads_by_layer] = heads
-            elif stated_heads:  # nobody reads the other field then
-                config["num_attention_heads"] = arch.config["num_attention_heads"]
-        full = [layer for layer in arch.layers if layer.window is None]
-        if self.full_widths and full:
-            config.update({field: getattr(full[0], name) for name, field in self.full_widths.items()})
-            config.pop(PER_LAYER, None)
-        dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
-        if dense:
-            size = dense[0]
-            source = Fields({**self.defaults, **config}, "the source's config", UnsupportedArch)
-            config.update(
-                {self.dense_size: size} if self.dense_fields is None else self.dense_fields(source, size)
-            )
-        if self.mixture is not None:
-            values = {**self.defaults, **config, **self._aliased(config)}
-            stated = Fields(values, "the source's config", UnsupportedArch)
-            experts = self.mixture.write([layer.experts for layer in arch.layers], stated)
-            for name, value in experts.items():
-                for each in self._stated_names(name, config):
-                    by_layer = isinstance(config.get(each), list) and not isinstance(value, list)
-                    config[each] = [value] * arch.num_layers if by_layer else value
-        config |= dict.fromkeys(self._stated_names("tie_word_embeddings", config), arch.tied_head)
-        config.pop("torch_dtype", None)
-        config.pop("quantization_config", None)
-        for name in FIELDS_BY_LAYER:
-            if isinstance(config.get(name), (list, str)):
-                config[name] = config[name][: arch.num_layers]
-        return config
+        return written_config(self, arch)
 
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody
         reads them; notes on training and token ids are not among them."""
         return self._table_fields.inert_others(config)
 
-    def _aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a config states by another name."""
         return {name: config[other] for name, other in self.aliases.items() if other in config}
 
-    def _stated_names(self, name: str, config: Mapping[str, Any]) -> list[str]:
+    def stated_names(self, name: str, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a field that a config states: its own, the other one, or both; its own where
         there are none."""
         return [each for each in (name, self.aliases.get(name)) if each in config] or [name]

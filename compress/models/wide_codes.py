@@ -1,12 +1,15 @@
 """Quantizations that are layouts of numbers which bfloat16 holds exactly: a model that is stored so is read
 as a dense one, and has no other weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from compress.errors import UnsupportedFormat
+from compress.models.arch import Arch
+from compress.models.disk_names import DiskNames
+from compress.models.indexer import MATRICES
 from compress.quant.scheme import QuantizedWeight
 
 MXFP4 = "mxfp4"
@@ -39,3 +42,16 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
     mantissas, _ = torch.frexp(weight.scale_OG.to(torch.float32))
     if not bool((mantissas == 0.5).all()):
         raise UnsupportedFormat(f"its scales are not all powers of two, as {POWERS_OF_TWO} says.")
+
+
+def indexers_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
+    """Return the matrices of indexers, by their names on disk, that are stored with scales: they stay dense
+    here, and their codes are widened in any case."""
+    matrices = [
+        names.to_disk(f"layers.{idx}.attn.indexer.{name}")
+        for idx, layer in enumerate(arch.layers)
+        if layer.latent is not None and layer.latent.indexer is not None
+        for name in MATRICES
+    ]
+    with_scales = {name.rpartition(".")[0] for name in stored if ".weight_scale" in name}
+    return [each for each in matrices if each in with_scales]

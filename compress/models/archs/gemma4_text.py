@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.family import FAMILIES, PER_LAYER, Family
+from compress.models.config_writer import PER_LAYER
+from compress.models.family import FAMILIES, Family
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
 from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES

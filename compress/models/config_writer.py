@@ -1,0 +1,93 @@
+"""The way back from the facts of a model to its `config.json`, by the table of its family (`family.py`)."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
+from compress.models.layer_types import FIELDS_BY_LAYER
+from compress.untrusted.fields import Fields
+
+if TYPE_CHECKING:
+    from compress.models.family import Family
+
+PER_LAYER = "per_layer_config"
+"""The field in which `transformers` states widths that single layers have for themselves, by their index."""
+
+
+def why_unstated(family: "Family", arch: Arch) -> str | None:
+    """Return the reason why no config of the family can state the layers of a model, None where one
+    can."""
+    if family.heads_by_layer is not None:
+        of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
+        arch = arch.replace(layers=tuple(of_one_width))
+    if not family.full_widths:
+        return None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
+    if arch.layers[-1].window is not None:
+        return f"the last layer has a window; in {family.model_type} models it has full attention."
+    of_kind = {(layer.window is None, layer.widths[:3]) for layer in arch.layers}
+    ffns = {(layer.kv_source is None, layer.intermediate_size) for layer in arch.layers}
+    if len({layer.num_heads for layer in arch.layers}) == 1 and all(
+        len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)
+    ):
+        return None
+    return f"layers of one type differ in width, which no config.json of {family.model_type} can say."
+
+
+def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
+    """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
+    facts decide.
+
+    Raises:
+        UnsupportedArch: the widths differ between layers in a way that no config can express.
+    """
+    first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
+    if reason := family.why_unstated(arch):
+        raise UnsupportedArch(reason)
+    config = dict(arch.config)
+    config.update(
+        architectures=[family.class_name(arch.config)],
+        model_type=family.model_type,
+        vocab_size=arch.vocab_size,
+        hidden_size=arch.hidden_size,
+        num_hidden_layers=arch.num_layers,
+        num_attention_heads=first.num_heads,
+        num_key_value_heads=first.num_kv_heads,
+        tie_word_embeddings=arch.tied_head,
+        dtype=arch.dtype,
+    )
+    if first.latent is None:
+        config["head_dim"] = first.head_dim
+    if family.heads_by_layer is not None:
+        stated_heads = config.get(family.heads_by_layer)
+        heads = [layer.num_heads for layer in arch.layers]
+        if heads != (stated_heads or [first.num_heads] * arch.num_layers):
+            config[family.heads_by_layer] = heads
+        elif stated_heads:  # nobody reads the other field then
+            config["num_attention_heads"] = arch.config["num_attention_heads"]
+    full = [layer for layer in arch.layers if layer.window is None]
+    if family.full_widths and full:
+        config.update({field: getattr(full[0], name) for name, field in family.full_widths.items()})
+        config.pop(PER_LAYER, None)
+    dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
+    if dense:
+        size = dense[0]
+        source = Fields({**family.defaults, **config}, "the source's config", UnsupportedArch)
+        config.update(
+            {family.dense_size: size} if family.dense_fields is None else family.dense_fields(source, size)
+        )
+    if family.mixture is not None:
+        values = {**family.defaults, **config, **family.aliased(config)}
+        stated = Fields(values, "the source's config", UnsupportedArch)
+        experts = family.mixture.write([layer.experts for layer in arch.layers], stated)
+        for name, value in experts.items():
+            for each in family.stated_names(name, config):
+                by_layer = isinstance(config.get(each), list) and not isinstance(value, list)
+                config[each] = [value] * arch.num_layers if by_layer else value
+    config |= dict.fromkeys(family.stated_names("tie_word_embeddings", config), arch.tied_head)
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    for name in FIELDS_BY_LAYER:
+        if isinstance(config.get(name), (list, str)):
+            config[name] = config[name][: arch.num_layers]
+    return config
