@@ -57,8 +57,8 @@ def check_lengths(shapes: "dict[str, Arch]", longest: int) -> None:
         if longest > arch.max_position:
             raise UsageError(
                 f"the longest request has {longest:,} tokens, prompt and output, and {name} has "
-                f"{arch.max_position:,} positions; ask for shorter ones, or with --num-prompts for the first "
-                "requests of the file."
+                f"{arch.max_position:,} positions{arch.why_no_longer}; ask for shorter ones, or with "
+                "--num-prompts for the first requests of the file."
             )
 
 

@@ -139,8 +139,8 @@ def check_seq_len(seq_len: int, what: str, arch: Arch) -> None:
     """Raise UsageError if a sequence is longer than the model's positions."""
     if seq_len > arch.max_position:
         raise UsageError(
-            f"{what} is {seq_len} tokens and the model has {arch.max_position} positions. Give a smaller "
-            "number."
+            f"{what} is {seq_len} tokens and the model has {arch.max_position} positions"
+            f"{arch.why_no_longer}. Give a smaller number."
         )
 
 

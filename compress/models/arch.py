@@ -101,6 +101,14 @@ class Arch:
         return len(self.layers)
 
     @property
+    def why_no_longer(self) -> str:
+        """The reason for `max_position` in brackets, where it is less than the config states."""
+        chosen = [each.latent.indexer for each in self.layers if each.latent is not None]
+        if all(each is None or each.top_k > self.max_position for each in chosen):
+            return ""
+        return " (its indexers choose so many keys, index_topk, and longer contexts are not computed here)"
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same widths, as a stock `config.json` requires; dense layers and those
         with experts each have theirs."""

@@ -25,8 +25,8 @@ from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
-from compress.models.weights import UNTOUCHED, dense, parameter_names
-from compress.models.wide_codes import check_powers_of_two, indexers_in_codes, is_layout
+from compress.models.weights import UNTOUCHED, check_untouched, dense, parameter_names
+from compress.models.wide_codes import check_dtype, check_powers_of_two, dense_in_codes, is_layout
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
@@ -74,7 +74,9 @@ class Checkpoint:
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._is_layout = is_layout(config)
-        others = indexers_in_codes(self._arch, self.family, self._files.names())
+        if self._is_layout:
+            check_dtype(self._arch)
+        others = dense_in_codes(self._arch, self.family, self._files.names())
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
         self._wide = frozenset(self._schemes if self._is_layout else others)
         self.kv_format = kv_format if stated is None else stated
@@ -123,7 +125,10 @@ class Checkpoint:
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         own = {name: self._read(name, {}) for name in self._names[0]}
         parts = {name for name in self._files.names() if self.family.is_untouched(name)}
-        return {**own, **{f"{UNTOUCHED}{name}": self._files.get(name) for name in sorted(parts)}}
+        whole = {**own, **{f"{UNTOUCHED}{name}": self._files.get(name) for name in sorted(parts)}}
+        if self._is_layout:
+            check_untouched(whole)
+        return whole
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         stacks: dict[str, Tensor | QuantizedWeight] = {}

@@ -68,3 +68,12 @@ class IndexerParameters(nn.Module):
                 self.add_module(module, nn.Module())
             filled: Tensor = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
             getattr(self, module).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
+
+
+def train_all_but_indexers_(decoder: nn.Module) -> nn.Module:
+    """Let training change every parameter of a decoder but those of its indexers; return the decoder."""
+    decoder.requires_grad_(True)
+    for module in decoder.modules():
+        if isinstance(module, IndexerParameters):
+            module.requires_grad_(False)
+    return decoder

@@ -3,7 +3,7 @@ pair of fields.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from compress.errors import UnsupportedArch
@@ -146,6 +146,32 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
         short_factors=_frequency_factors(kind, rope, "short_factor", rotary_dim),
         long_factors=_frequency_factors(kind, rope, "long_factor", rotary_dim),
     )
+
+
+def check_factors_of_types(config: Fields) -> None:
+    """Refuse a share of rotating dimensions beside ropes by type of layer, where `transformers` reads none.
+
+    Raises:
+        UnsupportedArch: there is one other than 1.
+    """
+    name = "partial_rotary_factor"
+    if config.number(name, 0, 1, default=1.0) != 1:
+        raise config.wrong(name, config.number(name, 0, 1), "in the ropes of the types of layers")
+
+
+def check_plain_ropes(config: Fields, types: Sequence[str]) -> None:
+    """Refuse plain ropes of some types of layers that rotate a part of their heads, which `transformers`
+    rotates whole in some families.
+
+    Raises:
+        UnsupportedArch: there is one.
+    """
+    ropes = config.fields("rope_parameters")
+    for kind in types:
+        rope = ropes.fields(kind, default={})
+        share = rope.number("partial_rotary_factor", 0, 1, default=1.0)
+        if share != 1 and rope.text("rope_type", default="default") == "default":
+            raise rope.wrong("partial_rotary_factor", share, "1 in a plain rope of this family")
 
 
 def score_factor(config: Fields) -> float:

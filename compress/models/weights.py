@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.experts import FLOAT32_PARAMETERS
@@ -74,6 +75,24 @@ def split_outer(
     return {name: value for name, value in outer.items() if name not in untouched}, untouched
 
 
+def check_untouched(outer: Weights) -> None:
+    """Check that untouched weights are dense: nobody would know the codes of a model that is read as a dense
+    one.
+
+    Raises:
+        UnsupportedFormat: one is a code, or a scale.
+    """
+    for name, value in outer.items():
+        if name.startswith(UNTOUCHED) and isinstance(value, Tensor):
+            is_code = value.element_size() < 2 and value.dtype != torch.bool
+            if is_code or name.rpartition(".")[2].startswith("weight_scale"):
+                raise UnsupportedFormat(
+                    f"'{name.removeprefix(UNTOUCHED)}' is a code or a scale of a part that stays as it is, "
+                    "and the language model is read as a dense one. Name a checkpoint whose other parts are "
+                    "dense."
+                )
+
+
 def without_codes(arch: Arch) -> Arch:
     """Return the facts of a model without the parts of its config that describe codes."""
     return arch.replace(
@@ -92,7 +111,9 @@ class Dense:
         self.arch = without_codes(source.arch)
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return self._dense(self._source.outer())
+        outer = self._source.outer()
+        check_untouched(outer)
+        return self._dense(outer)
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         return self._dense(self._source.layer(layer_idx))

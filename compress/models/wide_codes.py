@@ -33,6 +33,19 @@ def without_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != _KEY or not is_layout(config)}
 
 
+def check_dtype(arch: Arch) -> None:
+    """Check that a model has a dtype that holds the numbers of a layout.
+
+    Raises:
+        UnsupportedFormat: it is float16, whose range is less.
+    """
+    if arch.dtype == "float16":
+        raise UnsupportedFormat(
+            "the checkpoint is read as a dense one, and float16 does not hold all of its weights, which have "
+            "the range of bfloat16. Set dtype to bfloat16 in its config.json."
+        )
+
+
 def check_powers_of_two(weight: QuantizedWeight) -> None:
     """Check that all scales of a weight are powers of two.
 
@@ -44,14 +57,17 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
         raise UnsupportedFormat(f"its scales are not all powers of two, as {POWERS_OF_TWO} says.")
 
 
-def indexers_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
-    """Return the matrices of indexers, by their names on disk, that are stored with scales: they stay dense
-    here, and their codes are widened in any case."""
-    matrices = [
-        names.to_disk(f"layers.{idx}.attn.indexer.{name}")
+def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
+    """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
+    indexers, and gates of heads. Their codes are widened in any case."""
+    inner = [
+        f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
         if layer.latent is not None and layer.latent.indexer is not None
         for name in MATRICES
     ]
+    inner += [
+        f"layers.{idx}.attn.head_gate" for idx, layer in enumerate(arch.layers) if layer.head_gate is not None
+    ]
     with_scales = {name.rpartition(".")[0] for name in stored if ".weight_scale" in name}
-    return [each for each in matrices if each in with_scales]
+    return [each for each in map(names.to_disk, inner) if each in with_scales]

@@ -26,7 +26,7 @@ import torch
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
-from compress.kernels.operands.recurrent_states import CHUNK
+from compress.kernels.operands.recurrent_states import rows_of_chunks
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import KV_DENSE
@@ -117,13 +117,15 @@ class Engine:
         multiple = chunk_multiple(self.kv_format)
         states = None
         if plan.saves_states and self._prefixes is not None:
-            multiple = math.lcm(multiple, self._block_size, CHUNK)
+            chunk = rows_of_chunks(source.arch.has_recurrence("mamba"), device)
+            multiple = math.lcm(multiple, self._block_size, chunk)
             states = PrefixStates(
                 self._prefixes,
                 self._pool,
                 block_size=self._block_size,
                 multiple=multiple,
                 num_saved=plan.num_saved,
+                chunk=chunk,
             )
         self._swap = (
             HostSwap(cache, num_bytes=config.swap_bytes, device=device)

@@ -10,7 +10,7 @@ import torch
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.runtime.batching import POLICIES, Policy
-from compress.runtime.kv_cache import expanded_bytes
+from compress.runtime.kv_cache import expanded_bytes, max_pass_bytes
 from compress.runtime.speculative.speculation import Speculative
 
 Order = Literal["arrival", "shortest"]
@@ -135,7 +135,10 @@ class EngineConfig:
         """
         wanted = self.max_model_len if self.max_model_len is not None else arch.max_position
         if not 0 < wanted <= arch.max_position:
-            raise UsageError(f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}.")
+            raise UsageError(
+                f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}"
+                f"{arch.why_no_longer}."
+            )
         limit_bytes = self.kv_cache_bytes
         block_size = self.block_size_on(device)
         if limit_bytes is None:
@@ -143,6 +146,7 @@ class EngineConfig:
             if device.type == "cuda":
                 free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
+                other += max_pass_bytes(arch, self.max_step_tokens, self.max_batch_size + 1)
                 if state_bytes:
                     of_request = state_bytes + saved_bytes + bytes_per_token * block_size
                     of_requests = (self.max_batch_size + 1) * of_request

@@ -30,7 +30,13 @@ from compress.kernels.operands.paged import (
     empty_pages,
 )
 from compress.kernels.operands.paged_latents import LATENT_FORMATS, PagedLatents, Pages
-from compress.kernels.operands.recurrent_states import RecurrentStates, SavedState, Saving, StackedStates
+from compress.kernels.operands.recurrent_states import (
+    RecurrentStates,
+    SavedState,
+    Saving,
+    StackedStates,
+    pass_bytes,
+)
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
@@ -65,6 +71,12 @@ def slot_bytes(arch: Arch, num_kept: int) -> int:
         for layer in arch.layers
         if layer.recurrence is not None
     )
+
+
+def max_pass_bytes(arch: Arch, num_rows: int, num_sequences: int) -> int:
+    """Return the bytes that a pass over prompts needs beside its rows in the layer that needs the most."""
+    recurrences = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
+    return max((pass_bytes(each, num_rows, num_sequences) for each in recurrences), default=0)
 
 
 def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
-from compress.kernels.operands.recurrent_states import LONG_CHUNK, RecurrentStates, Sequences
+from compress.kernels.operands.recurrent_states import LONG_CHUNK, RecurrentStates, Sequences, num_places
 from compress.kernels.recurrence.rounding import rounded
 
 COLUMNS = 16
@@ -186,13 +186,6 @@ def _pass_states(
 def in_pairs(state_size: int, dtype: torch.dtype) -> bool:
     """Return whether float32 factors are multiplied as pairs of numbers in bfloat16."""
     return dtype == torch.bfloat16 and state_size >= PAIRED_SIZE
-
-
-def num_places(num_rows: int, num_sequences: int) -> int:
-    """Return the places of states before chunks in a pass. Chunk c of sequence r, one of many, is in place
-    s + min(r, s) + c, where s whole chunks come before the sequence."""
-    whole = num_rows // LONG_CHUNK
-    return whole + min(num_sequences - 1, whole) + 1 if num_rows > LONG_CHUNK else 0
 
 
 def pass_states(mixed_TF: Tensor, gates_TH: Tensor, states: RecurrentStates, sequences: Sequences) -> Tensor:

@@ -27,6 +27,26 @@ LONG_CHUNK = 64
 _ROWS_MULTIPLE = 128
 
 
+def rows_of_chunks(has_mamba: bool, device: torch.device) -> int:
+    """Return the rows of a prompt after a multiple of which its bits are the same wherever it is cut."""
+    return LONG_CHUNK if has_mamba and device.type == "cuda" else CHUNK
+
+
+def num_places(num_rows: int, num_sequences: int) -> int:
+    """Return the places of states before chunks of `LONG_CHUNK` rows in a pass. Chunk c of sequence r, one of
+    many, is in place s + min(r, s) + c, where s whole chunks come before the sequence."""
+    whole = num_rows // LONG_CHUNK
+    return whole + min(num_sequences - 1, whole) + 1 if num_rows > LONG_CHUNK else 0
+
+
+def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
+    """Return the bytes that a pass over prompts needs beside its rows on a GPU: those of float32 states
+    before the chunks of Mamba-2 mixers."""
+    if recurrence.module != "mamba":
+        return 0
+    return 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)
+
+
 @dataclass(frozen=True)
 class DeltaWeights:
     """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log)
@@ -68,7 +88,7 @@ class Saving:
     and in which place, int32 [S, 2]. 0 tokens: none.
 
     In a pass whose first row has position b, p tokens are such that p - b is a positive multiple of
-    `CHUNK`."""
+    `rows_of_chunks`."""
 
     inputs: Tensor
     heads: Tensor

@@ -19,6 +19,7 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.rope_config import check_factors_of_types
 from compress.untrusted.fields import Fields
 
 _GATE = "gating"
@@ -34,8 +35,9 @@ _FIELDS = {
 
 def _head_gate(config: Fields) -> HeadGate:
     """Return the gate of the heads. `transformers` and vLLM differ in what any other value means."""
-    if not (config.flag(_GATE) if config.is_flag(_GATE) else config.text(_GATE) == "per-head"):
-        raise config.wrong(_GATE, False, "true or 'per-head'")
+    stated = config.flag(_GATE) if config.is_flag(_GATE) else config.text(_GATE)
+    if stated not in (True, "per-head"):
+        raise config.wrong(_GATE, stated, "true or 'per-head'")
     return "softplus"
 
 
@@ -43,6 +45,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers and of their FFNs where a config states none. Refuse an `auto_map` to
     other code than the model's own from before it was in `transformers`."""
     only_own_code(config, ("LagunaConfig", "LagunaModel", "LagunaForCausalLM"))
+    check_factors_of_types(config)
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     implied = {
         "layer_types": [FULL] * num_layers,

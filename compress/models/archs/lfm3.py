@@ -17,6 +17,7 @@ from compress.models.layer_shape import HeadGate
 from compress.models.layer_types import FULL, LINEAR, SLIDING, windows_by_layer_type
 from compress.models.limits import MAX_LAYERS
 from compress.models.module_names import LAYER_MODULES
+from compress.models.rope_config import check_factors_of_types, check_plain_ropes
 from compress.untrusted.fields import Fields
 
 _GATE = "use_attention_gate"
@@ -34,6 +35,8 @@ def _facts(config: Fields) -> dict[str, Any]:
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers in the standard spelling. Where a config states none, every fourth has
     full attention, and those half-way between them have a window."""
+    check_factors_of_types(config)
+    check_plain_ropes(config, (FULL, SLIDING))
     if config.has("layer_types"):
         return standard_types(config)
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)

@@ -25,6 +25,7 @@ from compress.distill.objective import Teacher
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
+from compress.models.indexer import train_all_but_indexers_
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.distill.estimate import estimate, reshape
@@ -91,7 +92,7 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
         compile=spec.compile,
     )
     if spec.lora is None:
-        student.requires_grad_(True)
+        train_all_but_indexers_(student)
         if student.arch.layer_embed_size:
             # A row of this table is read for one token, and it is larger than all else.
             student.layer_embeds.table.requires_grad_(False)

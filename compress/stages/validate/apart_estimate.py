@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
-from compress.runtime.kv_cache import slot_bytes
+from compress.runtime.kv_cache import max_pass_bytes, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
@@ -96,7 +96,8 @@ def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:
         for layer in arch.layers
         for each in layer.groups
     )
-    return width * (4 * rows * widest + group) + 3 * 4 * rows * arch.vocab_size
+    states = max_pass_bytes(arch, rows, spec.windows_at_once(arch))
+    return width * (4 * rows * widest + group) + 3 * 4 * rows * arch.vocab_size + states
 
 
 def _layer_params(arch: Arch, layer: LayerShape) -> int:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.mamba2 import fused, outputs
-from compress.kernels.mamba2.states import num_places
-from compress.kernels.operands.recurrent_states import LONG_CHUNK, MambaWeights
+from compress.kernels.operands.recurrent_states import LONG_CHUNK, MambaWeights, num_places
 from compress.kernels.select import Kernel, candidates
 from compress.models.mamba2 import Mamba2, state_space_scan
 from compress.models.norms import Norm

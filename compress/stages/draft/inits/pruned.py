@@ -34,6 +34,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
+from compress.models.indexer import train_all_but_indexers_
 from compress.models.pruning import LayerSubset, Widths, resized, why_heads_stay, why_layers_stay, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
 from compress.recipe import MAX_SAMPLES, MAX_SIZE, ByKind, Spec, list_to_tuple
@@ -186,7 +187,8 @@ class Pruned(Spec):
         device = task.device
         calibration = text.training.beginnings(self.num_samples)
         start, pruned = self._start(task, calibration.tokens_NS, ctx)
-        student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
+        student = build_decoder(start, dtype=torch.float32, device=device)
+        train_all_but_indexers_(student)
         for outer in (student.embed, student.head):
             outer.requires_grad_(self.train_embeddings)
         if spec.recompute:
