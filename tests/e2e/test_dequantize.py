@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from compress.artifact.manifest import open_artifact
+from compress.calibrate.layer_files import store_layer
 from compress.export import open_checkpoint, open_weights
 from compress.models.weights import dense
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
@@ -61,3 +63,42 @@ def test_a_dense_model_is_not_dequantized(recipe: Recipe, command: Command) -> N
         code, _, err = command(verb, path)
         assert code == 2
         assert "dequantize: the model's weights are dense already" in err
+
+
+def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(
+    recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = published(recipe, command, work)
+    path = recipe(model=str(model), stages=[DEQUANTIZE, CALIBRATE, QUANTIZE, EXPORT])
+    whole = ("--run-dir", work / "whole", "--workspace", work / "first")
+    parts = ("--run-dir", work / "parts", "--workspace", work / "second")
+    code, _, err = command("run", path, *whole)
+    assert code == 0, err
+    with monkeypatch.context() as patch:
+        patch.setattr("compress.calibrate.data_free.store_layer", stopping_after(1))
+        code, _, err = command("run", path, *parts)
+        assert code != 0
+    code, _, err = command("run", path, *parts)
+    assert code == 0, err
+    whole_path, parts_path = (
+        open_artifact(work / each / "artifacts" / "dequantize").path for each in ("whole", "parts")
+    )
+    for name in ("layer-00000.safetensors", "layer-00001.safetensors", "outer.safetensors"):
+        assert (whole_path / name).read_bytes() == (parts_path / name).read_bytes()
+
+
+class Stopped(Exception):
+    """The end of a run in the middle of a stage."""
+
+
+def stopping_after(num_layers: int) -> Callable[..., None]:
+    """Return what stores so many layers and then stops."""
+    stored: list[int] = []
+
+    def store(out: Path, idx: int, *rest: Any) -> None:
+        if len(stored) == num_layers:
+            raise Stopped
+        stored.append(idx)
+        store_layer(out, idx, *rest)
+
+    return store

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from compress.errors import UnsupportedFormat
 from compress.export import open_checkpoint
 from compress.models.family import family_of
-from compress.models.weights import build_decoder
+from compress.models.weights import UNTOUCHED, build_decoder, check_untouched
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.dequantize import check_dense
 from tests.golden.test_convert import BLOCKS, INV, foreign_fp8
@@ -76,6 +76,46 @@ def test_codes_of_indexers_are_widened_beside_codes_that_stay(tmp_path: Path) ->
     torch.testing.assert_close(decoder(tokens_BS), plain(tokens_BS), rtol=1e-4, atol=1e-4)
 
 
+def test_codes_of_gates_of_heads_are_widened_beside_codes_that_stay(tmp_path: Path) -> None:
+    changes = {**CASES["laguna-by-default"][1], "moe_intermediate_size": 128, "head_dim": 32}
+    theirs, meant = stored(
+        tmp_path, BLOCKS, family="laguna", **{**changes, "shared_expert_intermediate_size": 128}
+    )
+    layer, expected = open_checkpoint(theirs).layer(1), open_checkpoint(meant).layer(1)
+    assert isinstance(layer["attn.q.weight"], QuantizedWeight)
+    own = layer["attn.head_gate.weight"]
+    assert isinstance(own, torch.Tensor)
+    assert torch.equal(own, torch.as_tensor(expected["attn.head_gate.weight"]).to(torch.bfloat16))
+
+
+def test_float16_holds_no_layout(tmp_path: Path) -> None:
+    theirs, _ = stored(tmp_path, LAYOUT, powers_of_two=True)
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    with pytest.raises(UnsupportedFormat, match="Set dtype to bfloat16"):
+        open_checkpoint(theirs)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"visual.proj.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)},
+        {"visual.proj.weight_scale_inv": torch.ones(1, 1)},
+        {"visual.proj.weight_packed": torch.ones(1, 1, dtype=torch.int8)},
+    ],
+    ids=["codes", "scales", "words"],
+)
+def test_codes_of_parts_that_stay_are_not_passed_on_without_their_config(
+    left: dict[str, torch.Tensor],
+) -> None:
+    named = {f"{UNTOUCHED}{name}": value for name, value in left.items()}
+    with pytest.raises(UnsupportedFormat, match=r"visual\.proj"):
+        check_untouched(named)
+    check_untouched(
+        {f"{UNTOUCHED}visual.proj.weight": torch.ones(2, 2), f"{UNTOUCHED}mask": torch.ones(2) > 0}
+    )
+
+
 def test_indexers_in_16_bits_are_read_beside_codes(tmp_path: Path) -> None:
     theirs, _ = stored(tmp_path, BLOCKS, **INDEXED)
     path = theirs / "model.safetensors"
@@ -88,9 +128,16 @@ def test_indexers_in_16_bits_are_read_beside_codes(tmp_path: Path) -> None:
     assert torch.equal(torch.as_tensor(found), tensors[name])
 
 
-@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])
-def test_gpt_oss_as_it_is_published_passes_for_a_dense_model(name: str) -> None:
-    rows = json.loads((Path(__file__).parent / "configs" / "mixtures.json").read_text())
+@pytest.mark.parametrize(
+    ("file", "name", "method"),
+    [
+        ("mixtures", "openai/gpt-oss-20b", "mxfp4"),
+        ("mixtures", "openai/gpt-oss-120b", "mxfp4"),
+        ("deepseek", "deepseek-ai/DeepSeek-V3.2", "fp8"),
+    ],
+)
+def test_published_layouts_pass_for_dense_models(file: str, name: str, method: str) -> None:
+    rows = json.loads((Path(__file__).parent / "configs" / f"{file}.json").read_text())
     config = next(row["config"] for row in rows if row["name"] == name)
-    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    assert config["quantization_config"]["quant_method"] == method
     check_dense(family_of(config).read_config(config), "it is not")

@@ -3,8 +3,8 @@ another.
 
 In a model in bfloat16 what has 16 bits is multiplied as it is, and a float32 factor is two numbers in
 bfloat16 that follow one another, 16 bits in all (`PAIRS`). Beside float16, whose range is not that of
-float32, it is rounded to TF32 and multiplied so; and of states narrower than `PAIRED_SIZE`, which were not
-seen to be right in pairs (`docs/LOG.md`, 2026-11-28).
+float32, it is rounded to TF32 and multiplied so, and so it is with states narrower than `PAIRED_SIZE`
+(`docs/LOG.md`, 2026-11-28).
 
 Shapes: T rows, F channels of the convolution, H heads, G groups, K state size, V dimension of a head, N rows
 of a chunk, P places of states.

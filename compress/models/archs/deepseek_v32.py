@@ -1,5 +1,5 @@
 """DeepSeek-V3.2 (arXiv 2512.02556): DeepSeek-V3 with an indexer in each layer (`indexer.py`), which chooses
-the keys that a query attends to. The decoder computes as many positions as it chooses, and no indexer."""
+the keys that a query attends to. Contexts of as many positions as an indexer chooses keys are computed."""
 
 from dataclasses import replace
 from typing import Any

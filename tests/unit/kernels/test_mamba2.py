@@ -12,11 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.mamba2 import fused, outputs
-from compress.kernels.operands.recurrent_states import LONG_CHUNK, MambaWeights, num_places
+from compress.kernels.operands.recurrent_states import (
+    LONG_CHUNK,
+    MambaWeights,
+    num_places,
+    pass_bytes,
+    rows_of_chunks,
+)
 from compress.kernels.select import Kernel, candidates
 from compress.models.mamba2 import Mamba2, state_space_scan
 from compress.models.norms import Norm
 from compress.models.recurrence import convolved
+from compress.models.short_conv import ShortConv
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from tests.support import recurrences
 from tests.support.recurrences import assert_close, each_dtype, run, slots
@@ -162,6 +169,20 @@ def test_chunks_have_the_same_bits_wherever_a_prompt_is_cut_and_in_any_company(
             found.append(outs[1])
         assert torch.equal(torch.cat(found), whole)
         assert torch.equal(states.heads[2], kept)
+
+
+def test_bytes_of_a_pass_are_those_of_the_states_before_its_chunks() -> None:
+    nano = Mamba2(128, 8, 128, 80, 4, conv_bias=True)
+    assert pass_bytes(nano, 64, 8) == 0
+    assert pass_bytes(nano, 2048, 1) == 33 * 128 * 80 * 128 * 4
+    assert pass_bytes(nano, 2048, 129) == 65 * 128 * 80 * 128 * 4
+    assert pass_bytes(ShortConv.of(64, 3), 2048, 129) == 0
+
+
+def test_bits_stay_where_a_prompt_is_cut_after_whole_chunks_of_its_device() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [rows_of_chunks(True, cuda), rows_of_chunks(False, cuda)] == [64, 32]
+    assert [rows_of_chunks(True, cpu), rows_of_chunks(False, cpu)] == [32, 32]
 
 
 def test_states_before_chunks_have_places_of_their_own() -> None:

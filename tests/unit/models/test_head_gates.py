@@ -134,7 +134,7 @@ def test_other_widths_that_differ_are_stated_by_no_config_of_laguna() -> None:
 
 @pytest.mark.parametrize("gating", [False, "per-element", 3], ids=repr)
 def test_other_gates_of_laguna_are_refused(gating: Any) -> None:
-    with pytest.raises(UnsupportedArch, match="gating"):
+    with pytest.raises(UnsupportedArch, match=f"gating.*{gating}"):
         arch_of(LAGUNA, gating=gating)
     assert {layer.head_gate for layer in arch_of(LAGUNA, gating="per-head").layers} == {"softplus"}
 
@@ -143,6 +143,32 @@ def test_other_gates_of_laguna_are_refused(gating: Any) -> None:
 def test_query_heads_that_do_not_state_every_layer_are_refused(heads: Any) -> None:
     with pytest.raises(UnsupportedArch, match=HEADS):
         arch_of(LAGUNA, **{HEADS: heads})
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = {**PLAIN, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (LFM3, {"partial_rotary_factor": 0.5}),
+        (LAGUNA, {"partial_rotary_factor": 0.5}),
+        (LFM3, {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": HALF}}),
+        (LFM3, {"rope_parameters": {"full_attention": HALF, "sliding_attention": PLAIN}}),
+    ],
+    ids=["lfm3", "laguna", "a plain window", "a plain rope"],
+)
+def test_shares_of_rotating_dimensions_that_transformers_does_not_read_are_refused(
+    config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedArch, match="partial_rotary_factor"):
+        arch_of(config, **changes)
+
+
+def test_a_share_of_rotating_dimensions_is_read_of_plain_ropes_of_laguna() -> None:
+    arch = arch_of(LAGUNA, rope_parameters={"full_attention": PLAIN, "sliding_attention": HALF})
+    assert [layer.rope and layer.rope.rotary_dim for layer in arch.layers] == [0, 4, 0, 4]
 
 
 def test_query_heads_that_share_no_keys_evenly_are_refused() -> None:
