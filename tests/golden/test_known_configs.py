@@ -3,8 +3,8 @@
 Each row of `configs/*.json` is the config of a checkpoint as it is published, written down from public
 sources, without fields such as paths that differ between mirrors. `unread` lists the fields that change
 nothing and that a note names; `noted` is a part of what else a note says; `refused` is a part of the sentence
-that refuses the config. Of the architectures that are not read at all, a row has a few fields only. A row that
-is `assumed` was put together from the defaults of `transformers`, for want of the published config.
+that refuses the config. Of the architectures that are not read at all, a row has a few fields only. A row
+that is `assumed` was put together from the defaults of `transformers`, for want of the published config.
 """
 
 import json

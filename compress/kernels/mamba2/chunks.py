@@ -38,8 +38,8 @@ from compress.kernels.recurrence.chunking import few_rows
 COLUMNS = 32
 LEAST_COLUMNS = 16
 MOST_VALUES = 80
-"""Columns of one product; those where the dimensions of a head are no multiple of so many; and the most columns
-of a program, whose states have room in a multiprocessor of sm_80."""
+"""Columns of one product; those where the dimensions of a head are no multiple of so many; and the most
+columns of a program, whose states have room in a multiprocessor of sm_80."""
 HEADS = 4
 WARPS = 4
 STAGES = 2
