@@ -74,8 +74,6 @@ class Checkpoint:
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._is_layout = is_layout(config)
-        if self._is_layout:
-            check_dtype(self._arch)
         others = dense_in_codes(self._arch, self.family, self._files.names())
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
         self._wide = frozenset(self._schemes if self._is_layout else others)
@@ -88,6 +86,8 @@ class Checkpoint:
             self._arch = self._arch.replace(
                 dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch.")
             )
+        if self._is_layout:
+            check_dtype(self._arch)
 
     @property
     def arch(self) -> Arch:
