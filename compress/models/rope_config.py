@@ -149,7 +149,7 @@ def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
 
 
 def check_factors_of_types(config: Fields) -> None:
-    """Refuse a share of rotating dimensions beside ropes by type of layer, where `transformers` reads none.
+    """Refuse a share of rotating dimensions next to ropes by type of layer, where `transformers` reads none.
 
     Raises:
         UnsupportedArch: there is one other than 1.

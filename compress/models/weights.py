@@ -76,8 +76,8 @@ def split_outer(
 
 
 def check_untouched(outer: Weights) -> None:
-    """Check that untouched weights are dense: nobody would know the codes of a model that is read as a dense
-    one.
+    """Check that untouched weights are dense, because a model that is read as a dense one has no config for
+    codes.
 
     Raises:
         UnsupportedFormat: one is a code, or a scale.

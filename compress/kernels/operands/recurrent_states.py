@@ -40,7 +40,7 @@ def num_places(num_rows: int, num_sequences: int) -> int:
 
 
 def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
-    """Return the bytes that a pass over prompts needs beside its rows on a GPU: those of float32 states
+    """Return the bytes that a pass over prompts needs on a GPU for more than its rows: for float32 states
     before the chunks of Mamba-2 mixers."""
     if recurrence.module != "mamba":
         return 0
