@@ -74,7 +74,7 @@ def slot_bytes(arch: Arch, num_kept: int) -> int:
 
 
 def max_pass_bytes(arch: Arch, num_rows: int, num_sequences: int) -> int:
-    """Return the bytes that a pass over prompts needs for more than its rows, in the layer that needs the most."""
+    """Return the bytes that a pass over prompts needs for more than its rows, in the layer with the most."""
     recurrences = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
     return max((pass_bytes(each, num_rows, num_sequences) for each in recurrences), default=0)
 
