@@ -45,7 +45,7 @@ from compress.models.rope_config import (
     read_rope,
     score_factor,
 )
-from compress.models.wide_codes import without_layout
+from compress.models.wide_codes import is_layout, without_layout
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields
 
@@ -171,7 +171,8 @@ class Family(DiskNames):
             raise config.wrong("partial_rotary_factor", partial[0], "1 in this family")
         if self.heads_span_hidden and widths["head_dim"] * num_heads != hidden_size:
             raise config.wrong("head_dim", widths["head_dim"], f"{hidden_size} / {num_heads} in this family")
-        dtype = config.text("dtype", default=config.text("torch_dtype", default="float32"))
+        by_default = "bfloat16" if is_layout(raw) else "float32"
+        dtype = config.text("dtype", default=config.text("torch_dtype", default=by_default))
         if dtype not in DTYPES:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from compress.errors import UnsupportedFormat
 from compress.export import open_checkpoint
 from compress.models.family import family_of
-from compress.models.weights import UNTOUCHED, build_decoder, check_untouched
+from compress.models.weights import UNTOUCHED, Dense, build_decoder, check_untouched
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.dequantize import check_dense
 from tests.golden.test_convert import BLOCKS, INV, foreign_fp8
@@ -140,4 +140,43 @@ def test_published_layouts_pass_for_dense_models(file: str, name: str, method: s
     rows = json.loads((Path(__file__).parent / "configs" / f"{file}.json").read_text())
     config = next(row["config"] for row in rows if row["name"] == name)
     assert config["quantization_config"]["quant_method"] == method
-    check_dense(family_of(config).read_config(config), "it is not")
+    arch = family_of(config).read_config(config)
+    check_dense(arch, "it is not")
+    assert arch.dtype == "bfloat16"
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "DeepSeek-R1": (
+        "deepseek_v3",
+        {name: value for name, value in INDEXED.items() if name != "family" and "index" not in name},
+        {},
+    ),
+    "MiniMax-M2": (
+        "minimax_m2",
+        {**CASES["minimax_m2"][1], "head_dim": 32, "intermediate_size": 128},
+        {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+    ),
+    "Qwen3-30B-A3B-FP8": (
+        "qwen3_moe",
+        {**CASES["qwen3-moe"][1], "moe_intermediate_size": 128, "head_dim": 32},
+        {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_that_are_published_in_fp8_are_dequantized_as_their_weights_mean(
+    name: str, tmp_path: Path
+) -> None:
+    family, changes, said = PUBLISHED[name]
+    theirs, meant = stored(tmp_path, {**BLOCKS, **said}, family=family, **changes)
+    source = open_checkpoint(theirs)
+    assert any(".experts." in linear for linear in source.schemes)
+    widened, dense = Dense(source), open_checkpoint(meant)
+    assert "quantization_config" not in widened.arch.config
+    for idx in range(source.arch.num_layers):
+        own, expected = widened.layer(idx), dense.layer(idx)
+        assert own.keys() == expected.keys()
+        for each, value in own.items():
+            tensor = torch.as_tensor(value)
+            assert torch.equal(tensor, torch.as_tensor(expected[each]).to(tensor.dtype)), each
