@@ -104,7 +104,7 @@ def dtype_of(program: str, case: Case) -> str:
         return "bfloat16"  # its activation has parameters in bfloat16, and makes float32 of other 16 bits
     if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
         return "float16"  # it takes 16 bits only, and float16 rounds less
-    if program == "vllm" and case.form == "fp8":
+    if program == "vllm" and (case.form == "fp8" or case.scheme == "FP8_BLOCK"):
         return "bfloat16"
     return "float32"
 
