@@ -87,15 +87,8 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
-        for part in (layer.recurrence, layer.experts, layer.latent)
-        if part is not None
-        for name, shape in part.dense_shapes(arch.hidden_size).items()
+        for name, shape in layer.dense_shapes(arch.hidden_size).items()
         if name.endswith(".weight") and len(shape) == 2
-    ]
-    others += [
-        (f"layers.{idx}.attn.head_gate", None)
-        for idx, layer in enumerate(arch.layers)
-        if layer.head_gate is not None
     ]
     if arch.layer_embed_size:
         modules = [f"layers.{idx}.layer_embed.{name}" for idx in range(arch.num_layers) for name in IN_LAYERS]

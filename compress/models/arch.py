@@ -201,18 +201,12 @@ class Arch:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
-                total += sum(map(math.prod, layer.latent.dense_shapes(self.hidden_size).values()))
-            if layer.recurrence is not None:
-                total += sum(map(math.prod, layer.recurrence.dense_shapes(self.hidden_size).values()))
-            elif self.attn_sinks and layer.attends:
+            total += sum(map(math.prod, layer.dense_shapes(self.hidden_size).values()))
+            if self.attn_sinks and layer.attends:
                 total += layer.num_heads
-            if layer.head_gate is not None and layer.attends:
-                total += layer.num_heads * self.hidden_size
             total += self.layer_scalar
             if self.activation == XIELU and layer.has_ffn:
                 total += len(PARAMETERS)
-            if layer.experts is not None:
-                total += sum(map(math.prod, layer.experts.dense_shapes(self.hidden_size).values()))
             for name in layer.linears:
                 total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
         return total

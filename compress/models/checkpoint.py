@@ -23,6 +23,7 @@ from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
+from compress.models.passed_over import modules_of_others, prefixes_of_predictors
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, check_untouched, dense, parameter_names
@@ -260,14 +261,15 @@ class Checkpoint:
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
-        anothers = self._modules_of_others()
+        anothers = modules_of_others(self.family, self._arch)
+        prefixes = prefixes_of_predictors(self.family, self._arch, self._files.names())
         for name in self._files.names():
             if (
                 name not in expected
                 and name != tied
                 and not ignored.search(name)
                 and not self.family.is_untouched(name)
-                and not self._predicts_further_tokens(name)
+                and not name.startswith(prefixes)
                 and not self._is_idle_bias(name)
                 and not name.startswith(anothers)
             ):
@@ -298,26 +300,6 @@ class Checkpoint:
         if stored != [f"{head}.weight"] or self._disk_embed() not in self._files:
             return not stored
         return torch.equal(self._files.get(stored[0]), self._files.get(self._disk_embed()))
-
-    def _predicts_further_tokens(self, name: str) -> bool:
-        """Return whether a tensor is of a layer after the last, which joins a hidden state and the next token
-        to predict the one after (arXiv 2412.19437), and which the decoder does not read."""
-        prefix = self.family.layer_prefix
-        idx = name.removeprefix(prefix).partition(".")[0]
-        is_after = name.startswith(prefix) and idx.isdecimal() and int(idx) >= self._arch.num_layers
-        return is_after and f"{prefix}{idx}.eh_proj.weight" in self._files
-
-    def _modules_of_others(self) -> tuple[str, ...]:
-        """Return how the names of tensors begin that belong to keys and values in layers that read those of
-        another: the linears with which Gemma 4 was published and which nothing reads, and the scales of the
-        other layer, which consumers look up here, too."""
-        layers = [idx for idx, layer in enumerate(self._arch.layers) if layer.kv_source is not None]
-        modules = [f"layers.{idx}.{name}" for idx in layers for name in ("attn.k", "attn.v", "attn.k_norm")]
-        scales = [f"layers.{idx}.{name}" for idx in layers for name in KV_SCALES.values()]
-        return (
-            *(f"{self.family.to_disk(module)}." for module in modules),
-            *(self.family.tensor(scale) for scale in scales),
-        )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

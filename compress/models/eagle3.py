@@ -21,7 +21,7 @@ Shapes: B batch, S sequence, D hidden, E = D for each layer id, V vocabulary of 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
 from compress.models.ffn import Ffn
 from compress.models.initialise import INIT_STD
-from compress.models.layer_shape import Rope
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.linear import Linear
 from compress.models.norms import Norm
@@ -127,21 +127,12 @@ def eagle3_facts(
     arch = target.replace(
         family="llama",
         layers=(
-            replace(
-                last,
-                window=None,
-                rope=rope,
-                experts=None,
-                intermediate_size=ffn_size,
-                keys_are_values=False,
-                latent=None,
-                output_gate=False,
-                head_gate=None,
+            LayerShape(
+                num_heads=last.num_heads,
+                num_kv_heads=last.num_kv_heads,
                 head_dim=last.value_dim,
-                chunk=None,
-                kv_source=None,
-                only_half=None,
-                gated=True,
+                intermediate_size=ffn_size,
+                rope=rope,
             ),
         ),
         activation="silu",

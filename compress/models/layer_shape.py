@@ -360,6 +360,15 @@ class LayerShape:
             }
         return shapes[linear]
 
+    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters that no scheme quantizes, other than norms, sinks and biases of
+        linears and the factors of activations and layers."""
+        parts = [part for part in (self.recurrence, self.experts, self.latent) if part is not None]
+        shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
+        if self.head_gate is not None and self.attends:
+            shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
+        return shapes
+
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of the product that computes all linears of a group, their rows stacked."""
         shapes = [self.linear_shape(linear, hidden_size) for linear in group.linears]

@@ -177,6 +177,13 @@ def state_first(is_sparse: list[bool], field: str = _FIRST_DENSE) -> dict[str, A
     return {field: first}
 
 
+def sparse_by_type_or_count(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts where the types of FFNs decide, and where a config states none, the
+    number of the first dense layers."""
+    read = sparse_by_type if config.has("mlp_layer_types") else sparse_after_first
+    return read(config, num_layers)
+
+
 def sparse_by_both(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers have experts where a config states it twice: `transformers` reads the type of each
     FFN, vLLM and SGLang read how many of the first layers are dense."""

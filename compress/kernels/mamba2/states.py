@@ -194,7 +194,7 @@ def pass_states(mixed_TF: Tensor, gates_TH: Tensor, states: RecurrentStates, seq
     left out. Operands are those of `recurrence/steps.py`, queries, keys and values in 16 bits.
 
     The launch waits for the end of the one before, so that its programs, which all take as long, find equal
-    room on all multiprocessors: 258 us for 288 with the second launch (2,048 rows of 128 heads of 80)."""
+    room on all multiprocessors (`docs/LOG.md`, 2026-11-28)."""
     mamba = states.recurrence
     num_rows = len(mixed_TF)
     num_sequences = len(sequences.starts_R)

@@ -13,7 +13,7 @@ from compress.models.latent_config import latent_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL
 from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
-from compress.models.mixture import sparse_after_first, sparse_by_type, state_both
+from compress.models.mixture import sparse_after_first, sparse_by_type, sparse_by_type_or_count, state_both
 from compress.untrusted.fields import Fields
 
 _TOP_K = "index_topk"
@@ -44,11 +44,6 @@ def _standard(kind: str) -> str:
     return FULL if kind == _INDEXED else kind
 
 
-def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
-    read = sparse_by_type if config.has(_TYPES) else sparse_after_first
-    return read(config, num_layers)
-
-
 def with_indexers(
     config: Fields, layers: tuple[LayerShape, ...], which: list[bool]
 ) -> tuple[LayerShape, ...]:
@@ -76,7 +71,7 @@ DEEPSEEK_V32 = replace(
     facts=_facts,
     implied=_implied,
     shapes=_in_each,
-    mixture=replace(SIGMOID_MIXTURE, is_sparse=_sparse_layers, state_sparse=state_both),
+    mixture=replace(SIGMOID_MIXTURE, is_sparse=sparse_by_type_or_count, state_sparse=state_both),
     layer_modules={
         **DEEPSEEK_V3.layer_modules,
         "attn.indexer.q": "self_attn.indexer.wq_b",

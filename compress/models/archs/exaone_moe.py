@@ -11,20 +11,13 @@ from compress.models.mixture import (
     Mixture,
     apart,
     shared_of,
-    sparse_after_first,
-    sparse_by_type,
+    sparse_by_type_or_count,
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
-from compress.untrusted.fields import Fields
 
 _FIELDS = {**SIGMOID_MIXTURE.fields, "num_experts": "num_experts"}
 _SHARED = "num_shared_experts"
-
-
-def _sparse_layers(config: Fields, num_layers: int) -> list[bool]:
-    read = sparse_by_type if config.has("mlp_layer_types") else sparse_after_first
-    return read(config, num_layers)
 
 
 FAMILIES.add(
@@ -38,7 +31,7 @@ FAMILIES.add(
         mixture=Mixture(
             _FIELDS,
             facts=SIGMOID_MIXTURE.facts,
-            is_sparse=_sparse_layers,
+            is_sparse=sparse_by_type_or_count,
             state_sparse=state_types,
             read_more=shared_of(_SHARED),
         ),

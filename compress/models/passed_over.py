@@ -1,0 +1,31 @@
+"""Tensors of a checkpoint that belong to no parameter of the decoder, and that a reader passes over."""
+
+from collections.abc import Iterable
+
+from compress.models.arch import Arch
+from compress.models.disk_names import DiskNames
+from compress.quant.kv import KV_SCALES
+
+
+def prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
+    """Return how the names of tensors begin that are of layers after the last, each of which joins a hidden
+    state and the next token to predict the one after (arXiv 2412.19437), and which the decoder does not
+    read."""
+    joins = ".eh_proj.weight"
+    indices = {
+        name.removeprefix(names.layer_prefix).removesuffix(joins)
+        for name in stored
+        if name.startswith(names.layer_prefix) and name.endswith(joins)
+    }
+    after = (idx for idx in indices if idx.isdecimal() and int(idx) >= arch.num_layers)
+    return tuple(f"{names.layer_prefix}{idx}." for idx in after)
+
+
+def modules_of_others(names: DiskNames, arch: Arch) -> tuple[str, ...]:
+    """Return how the names of tensors begin that belong to keys and values in layers that read those of
+    another: the linears with which Gemma 4 was published and which nothing reads, and the scales of the
+    other layer, which consumers look up here, too."""
+    layers = [idx for idx, layer in enumerate(arch.layers) if layer.kv_source is not None]
+    modules = [f"layers.{idx}.{name}" for idx in layers for name in ("attn.k", "attn.v", "attn.k_norm")]
+    scales = [f"layers.{idx}.{name}" for idx in layers for name in KV_SCALES.values()]
+    return (*(f"{names.to_disk(module)}." for module in modules), *(names.tensor(scale) for scale in scales))
