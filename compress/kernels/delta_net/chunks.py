@@ -15,6 +15,7 @@ Shapes: T rows, F channels of the convolution, H value heads, G key heads, K key
 N rows of a chunk, C chunks.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
-from compress.kernels.recurrence.chunking import few_rows
+from compress.kernels.recurrence.chunking import few_rows, sequences_at_once
 from compress.kernels.recurrence.rounding import rounded
 
 BOX = 64
@@ -168,10 +169,9 @@ def _advance(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Take some columns of the state of one head from the first chunk of a sequence to its last, but for
-    the last REST rows."""
+    """Take some columns of the state of one head from the first chunk to the last of sequences with more
+    than FEW rows, but for the last REST rows. Sequences without a row come last."""
     launch_dependents(PDL)
-    sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.arange(0, N)[:, None]
     column = tl.arange(0, N)[None, :]
@@ -179,58 +179,64 @@ def _advance(
     k_column = tl.arange(0, K_TILE)[None, :]
     v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     wait(PDL)
+    sequence = tl.program_id(0)
     start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    if stop - start > FEW:
-        length = stop - start - REST
-        TF32: tl.constexpr = PRECISION == "tf32"
-        last = tl.load(context_lens_ptr + sequence) - REST - 1
-        first = last + 1 - length
-        own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-        slot = own_slot * KEPT
-        inner = head * K * V + v_idx * K + k_row
-        real = (k_row < K) & (v_idx < V)
-        before = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
-        state = tl.load(before + inner, mask=real & (first > 0), other=0.0)
-        place = ((start // N + sequence) * H + head).to(tl.int64)
-        of_state_at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + k_column
-        query_at = query_ptr + place * (N * K_TILE) + row * K_TILE + k_column
-        key_at = key_ptr + place * (N * K_TILE) + k_row * N + column
-        scores_at = scores_ptr + place * (N * N) + row * N + column
-        own_at = own_ptr + place * (N * V_TILE) + row * V_TILE + v_idx
-        kept_at = kept_ptr + place
-        out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
-        if SAVES:
-            wanted = tl.load(wanted_ptr + own_slot * 2) - first
-            saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
-        for begin in range(0, length, N):
+    while (sequence < num_sequences) & (start < num_rows):
+        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+        if stop - start > FEW:
+            length = stop - start - REST
+            TF32: tl.constexpr = PRECISION == "tf32"
+            last = tl.load(context_lens_ptr + sequence) - REST - 1
+            first = last + 1 - length
+            own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
+            slot = own_slot * KEPT
+            inner = head * K * V + v_idx * K + k_row
+            real = (k_row < K) & (v_idx < V)
+            before = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
+            state = tl.load(before + inner, mask=real & (first > 0), other=0.0)
+            place = ((start // N + sequence) * H + head).to(tl.int64)
+            of_state_at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + k_column
+            query_at = query_ptr + place * (N * K_TILE) + row * K_TILE + k_column
+            key_at = key_ptr + place * (N * K_TILE) + k_row * N + column
+            scores_at = scores_ptr + place * (N * N) + row * N + column
+            own_at = own_ptr + place * (N * V_TILE) + row * V_TILE + v_idx
+            kept_at = kept_ptr + place
+            out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
             if SAVES:
-                tl.store(saved_at, state, mask=real & (begin == wanted) & (wanted > 0))
-            of_state = tl.load(of_state_at).to(tl.float32)
-            query = tl.load(query_at).to(tl.float32)
-            key = tl.load(key_at).to(tl.float32)
-            scores = tl.load(scores_at).to(tl.float32)
-            own = tl.load(own_at)
-            kept = tl.load(kept_at)
-            found = rounded(state, TF32)
-            update = own - tl.dot(of_state, found, input_precision=PRECISION)
-            update = rounded(update, TF32)
-            out = tl.dot(query, found, input_precision=PRECISION)
-            out = tl.dot(scores, update, out, input_precision=PRECISION)
-            state = tl.dot(key, update, state * kept, input_precision=PRECISION)
-            out_real = (row < length - begin) & (v_idx < V)
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_real)
-            of_state_at += H * N * K_TILE
-            query_at += H * N * K_TILE
-            key_at += H * N * K_TILE
-            scores_at += H * N * N
-            own_at += H * N * V_TILE
-            kept_at += H
-            out_at += N * H * V
-        after = states_ptr + (slot + last % KEPT) * (H * K * V)
-        tl.store(after + inner, state, mask=real)
-        if SAVES:
-            tl.store(saved_at, state, mask=real & (length == wanted))
+                wanted = tl.load(wanted_ptr + own_slot * 2) - first
+                saved_at = (
+                    saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
+                )
+            for begin in range(0, length, N):
+                if SAVES:
+                    tl.store(saved_at, state, mask=real & (begin == wanted) & (wanted > 0))
+                of_state = tl.load(of_state_at).to(tl.float32)
+                query = tl.load(query_at).to(tl.float32)
+                key = tl.load(key_at).to(tl.float32)
+                scores = tl.load(scores_at).to(tl.float32)
+                own = tl.load(own_at)
+                kept = tl.load(kept_at)
+                found = rounded(state, TF32)
+                update = own - tl.dot(of_state, found, input_precision=PRECISION)
+                update = rounded(update, TF32)
+                out = tl.dot(query, found, input_precision=PRECISION)
+                out = tl.dot(scores, update, out, input_precision=PRECISION)
+                state = tl.dot(key, update, state * kept, input_precision=PRECISION)
+                out_real = (row < length - begin) & (v_idx < V)
+                tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=out_real)
+                of_state_at += H * N * K_TILE
+                query_at += H * N * K_TILE
+                key_at += H * N * K_TILE
+                scores_at += H * N * N
+                own_at += H * N * V_TILE
+                kept_at += H
+                out_at += N * H * V
+            after = states_ptr + (slot + last % KEPT) * (H * K * V)
+            tl.store(after + inner, state, mask=real)
+            if SAVES:
+                tl.store(saved_at, state, mask=real & (length == wanted))
+        sequence += tl.num_programs(0)
+        start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
 
 
 def recur(
@@ -298,7 +304,8 @@ def recur(
         num_warps=SOLVE_WARPS,
         **shared,
     )
-    _advance[(num_sequences, num_heads, triton.cdiv(delta.value_dim, COLUMNS))](
+    parts = num_heads, triton.cdiv(delta.value_dim, COLUMNS)
+    _advance[(sequences_at_once(num_sequences, math.prod(parts)), *parts)](
         *prepared,
         states.heads,
         *states.saved_heads,

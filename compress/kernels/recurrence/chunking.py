@@ -11,11 +11,20 @@ FEW_ROWS = 16
 MAX_KEY = 128
 """Numbers of a key whose products fit a multiprocessor."""
 
+MOST_PROGRAMS = 8192
+"""So many programs keep any GPU busy; those of sequences without a row only cost time."""
+
 
 def few_rows(num_kept: int) -> int:
     """Return the most rows of a sequence in a pass that all go one after the other, where a slot keeps so
     many states."""
     return FEW_ROWS + num_kept - 1
+
+
+def sequences_at_once(num_sequences: int, num_programs: int) -> int:
+    """Return how many sequences of a pass over prompts a launch takes at once, at so many programs each. A
+    graph has room for many more sequences than most passes have."""
+    return max(1, min(num_sequences, MOST_PROGRAMS // num_programs))
 
 
 def fit(recurrence: Recurrence) -> bool:

@@ -8,12 +8,14 @@ Shapes: T rows, F channels of the convolution, Z = H V, H heads, G key heads, K 
 dimension, N states of a slot.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
+from compress.kernels.recurrence.chunking import sequences_at_once
 
 COLUMNS = 8
 WARPS = 1
@@ -46,10 +48,9 @@ def _recur(
     SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Take some columns of the state of one head from the first row of a sequence to its last; of a sequence
-    with more than FEW rows, through the last N - 1."""
+    """Take some columns of the state of one head from the first row of sequences to the last; of a sequence
+    with more than FEW rows, through the last N - 1. Sequences without a row come last."""
     launch_dependents(PDL)
-    sequence = tl.program_id(0)
     head = tl.program_id(1)
     # Rows and columns of one layout, so that nothing moves between threads but the sums.
     k_idx = tl.arange(0, K_TILE)[None, :]
@@ -57,61 +58,65 @@ def _recur(
     k_real = k_idx < K
     v_real = v_idx < V
     wait(PDL)
+    sequence = tl.program_id(0)
     start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    start = tl.where(stop - start > FEW, stop - (N - 1), start)
-    length = stop - start
-    first = tl.load(context_lens_ptr + sequence) - length
-    own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    slot = own_slot * N
-    inner = head * K * V + v_idx * K + k_idx
-    real = v_real & k_real & (length > 0)
-    if SAVES:
-        wanted = tl.load(wanted_ptr + own_slot * 2) - first - 1
-        saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
-    place = slot + tl.maximum(first - 1, 0) % N
-    state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
-    q_at = mixed_ptr + start.to(tl.int64) * F + head // (H // G) * K + k_idx
-    v_at = mixed_ptr + start.to(tl.int64) * F + 2 * G * K + head * V + v_idx
-    gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
-    out_at = out_ptr + start.to(tl.int64) * (H * V) + head * V + v_idx
-    # The operands of a row are loaded while the row before it is computed.
-    q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0).to(tl.float32)
-    k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0).to(tl.float32)
-    v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0).to(tl.float32)
-    keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
-    factor_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
-    for idx in range(length):
-        q = q_next
-        k = k_next
-        v = v_next
-        keep = tl.exp(keep_next)
-        factor = factor_next
-        q_at += F
-        v_at += F
-        gate_at += 2 * H
-        follows = idx + 1 < length
-        q_next = tl.load(q_at, mask=k_real & follows, other=0.0).to(tl.float32)
-        k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0).to(tl.float32)
-        v_next = tl.load(v_at, mask=v_real & follows, other=0.0).to(tl.float32)
-        keep_next = tl.load(gate_at, mask=follows, other=0.0)
-        factor_next = tl.load(gate_at + H, mask=follows, other=0.0)
-        # Both products with the state before the row, so that neither waits for the other.
-        if REPLACES:
-            held = tl.sum(state * k, axis=1, keep_dims=True) * keep
-        found = tl.sum(state * q, axis=1, keep_dims=True) * keep
-        if REPLACES:
-            v -= held
-        update = v * factor
-        out = found + update * tl.sum(k * q, axis=1, keep_dims=True)
-        state = state * keep + update * k
-        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
-        if idx >= length - N:
-            kept = slot + tl.maximum(first + idx, 0) % N
-            tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
+    while (sequence < num_sequences) & (start < num_rows):
+        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+        begin = tl.where(stop - start > FEW, stop - (N - 1), start)
+        length = stop - begin
+        first = tl.load(context_lens_ptr + sequence) - length
+        own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        slot = own_slot * N
+        inner = head * K * V + v_idx * K + k_idx
+        real = v_real & k_real & (length > 0)
         if SAVES:
-            tl.store(saved_at, state, mask=real & (idx == wanted))
-        out_at += H * V
+            wanted = tl.load(wanted_ptr + own_slot * 2) - first - 1
+            saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
+        place = slot + tl.maximum(first - 1, 0) % N
+        state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
+        q_at = mixed_ptr + begin.to(tl.int64) * F + head // (H // G) * K + k_idx
+        v_at = mixed_ptr + begin.to(tl.int64) * F + 2 * G * K + head * V + v_idx
+        gate_at = gates_ptr + begin.to(tl.int64) * (2 * H) + head
+        out_at = out_ptr + begin.to(tl.int64) * (H * V) + head * V + v_idx
+        # The operands of a row are loaded while the row before it is computed.
+        q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0).to(tl.float32)
+        k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0).to(tl.float32)
+        v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0).to(tl.float32)
+        keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
+        factor_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
+        for idx in range(length):
+            q = q_next
+            k = k_next
+            v = v_next
+            keep = tl.exp(keep_next)
+            factor = factor_next
+            q_at += F
+            v_at += F
+            gate_at += 2 * H
+            follows = idx + 1 < length
+            q_next = tl.load(q_at, mask=k_real & follows, other=0.0).to(tl.float32)
+            k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0).to(tl.float32)
+            v_next = tl.load(v_at, mask=v_real & follows, other=0.0).to(tl.float32)
+            keep_next = tl.load(gate_at, mask=follows, other=0.0)
+            factor_next = tl.load(gate_at + H, mask=follows, other=0.0)
+            # Both products with the state before the row, so that neither waits for the other.
+            if REPLACES:
+                held = tl.sum(state * k, axis=1, keep_dims=True) * keep
+            found = tl.sum(state * q, axis=1, keep_dims=True) * keep
+            if REPLACES:
+                v -= held
+            update = v * factor
+            out = found + update * tl.sum(k * q, axis=1, keep_dims=True)
+            state = state * keep + update * k
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
+            if idx >= length - N:
+                kept = slot + tl.maximum(first + idx, 0) % N
+                tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
+            if SAVES:
+                tl.store(saved_at, state, mask=real & (idx == wanted))
+            out_at += H * V
+        sequence += tl.num_programs(0)
+        start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
 
 
 def recur(
@@ -133,7 +138,10 @@ def recur(
     """
     facts = states.recurrence
     num_sequences = len(sequences.starts_R)
-    _recur[(num_sequences, facts.num_heads, triton.cdiv(facts.value_dim, COLUMNS))](
+    is_prompt = sequences.chunks_C4 is not None
+    parts = facts.num_heads, triton.cdiv(facts.value_dim, COLUMNS)
+    at_once = sequences_at_once(num_sequences, math.prod(parts)) if is_prompt else num_sequences
+    _recur[(at_once, *parts)](
         mixed_TF,
         gates_TH,
         states.heads,
@@ -154,7 +162,7 @@ def recur(
         COLUMNS=COLUMNS,
         FEW=few_rows,
         REPLACES=replaces,
-        SAVES=sequences.chunks_C4 is not None and states.saving is not None,
+        SAVES=is_prompt and states.saving is not None,
         num_warps=WARPS,
         **options,
     )
