@@ -21,6 +21,7 @@ from compress.kernels.operands.recurrent_states import (
     StackedStates,
 )
 from compress.kernels.problem import KernelDevice, Op, Problem
+from compress.kernels.recurrence import chunking
 from compress.kernels.select import Kernel, candidates
 from compress.models.recurrence import Recurrence
 from tests.support.triton_interpreter import INTERPRETED
@@ -119,6 +120,19 @@ def check_bits(kernel: Kernel, device: str, cases: Cases) -> None:
         outs = run(kernel, parts, states)
         found.append(outs[[part[0] is case for part in parts].index(True)])
     assert torch.equal(torch.cat(found), whole)
+
+
+def check_sequences_in_turn(kernel: Kernel, device: str, cases: Cases, patch: pytest.MonkeyPatch) -> None:
+    """A launch that takes one sequence after the other finds the bits of one that takes all at once."""
+    case, other = pair(cases, 81)
+    found = []
+    for most_programs in (chunking.MOST_PROGRAMS, 1):
+        patch.setattr(chunking, "MOST_PROGRAMS", most_programs)
+        states = slots(case.facts, 2, device)
+        outs = run(kernel, [(case, 1, 0, 70), (other, 2, 0, 15), (other, 3, 0, 1)], states)
+        outs += run(kernel, [(other, 2, 15, 81), (case, 1, 70, 81), (other, 3, 1, 60)], states)
+        found.append(torch.cat([each.flatten() for each in (*outs, states.heads[1:], states.inputs[1:])]))
+    assert torch.equal(*found)
 
 
 def check_rows_not_kept(kernel: Kernel, device: str, cases: Cases) -> None:

@@ -126,6 +126,14 @@ def test_the_bits_of_a_row_are_the_same_however_its_sequence_is_cut_and_in_any_c
 
 @each_kernel
 @each_shape
+def test_sequences_in_turn_have_the_bits_of_all_at_once(
+    kernel: Kernel, device: str, mamba: Mamba2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recurrences.check_sequences_in_turn(kernel, device, cases(mamba, device), monkeypatch)
+
+
+@each_kernel
+@each_shape
 def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str, mamba: Mamba2) -> None:
     recurrences.check_rows_not_kept(kernel, device, cases(mamba, device))
 
