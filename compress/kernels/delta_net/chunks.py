@@ -25,6 +25,7 @@ from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton
 from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
 from compress.kernels.recurrence.chunking import few_rows, sequences_at_once
 from compress.kernels.recurrence.rounding import rounded
+from compress.kernels.recurrence.rows import rows_of
 
 BOX = 64
 SOLVE_WARPS = 4
@@ -180,19 +181,16 @@ def _advance(
     v_idx = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     wait(PDL)
     sequence = tl.program_id(0)
-    start = tl.load(starts_ptr + sequence)
-    while (sequence < num_sequences) & (start < num_rows):
-        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    start, stop, first, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
+    while start < num_rows:
         if stop - start > FEW:
             length = stop - start - REST
             TF32: tl.constexpr = PRECISION == "tf32"
-            last = tl.load(context_lens_ptr + sequence) - REST - 1
-            first = last + 1 - length
-            own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-            slot = own_slot * KEPT
             inner = head * K * V + v_idx * K + k_row
             real = (k_row < K) & (v_idx < V)
-            before = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
+            before = states_ptr + (slot * KEPT + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
             state = tl.load(before + inner, mask=real & (first > 0), other=0.0)
             place = ((start // N + sequence) * H + head).to(tl.int64)
             of_state_at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + k_column
@@ -203,10 +201,8 @@ def _advance(
             kept_at = kept_ptr + place
             out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
             if SAVES:
-                wanted = tl.load(wanted_ptr + own_slot * 2) - first
-                saved_at = (
-                    saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
-                )
+                wanted = tl.load(wanted_ptr + slot * 2) - first
+                saved_at = saved_ptr + tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
             for begin in range(0, length, N):
                 if SAVES:
                     tl.store(saved_at, state, mask=real & (begin == wanted) & (wanted > 0))
@@ -231,12 +227,14 @@ def _advance(
                 own_at += H * N * V_TILE
                 kept_at += H
                 out_at += N * H * V
-            after = states_ptr + (slot + last % KEPT) * (H * K * V)
+            after = states_ptr + (slot * KEPT + (first + length - 1) % KEPT) * (H * K * V)
             tl.store(after + inner, state, mask=real)
             if SAVES:
                 tl.store(saved_at, state, mask=real & (length == wanted))
         sequence += tl.num_programs(0)
-        start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
+        start, stop, first, slot = rows_of(
+            sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+        )
 
 
 def recur(

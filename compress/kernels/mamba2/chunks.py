@@ -34,6 +34,7 @@ from compress.kernels.mamba2.states import (
 )
 from compress.kernels.operands.recurrent_states import LONG_CHUNK, RecurrentStates, Sequences
 from compress.kernels.recurrence.chunking import few_rows
+from compress.kernels.recurrence.rows import rows_of
 
 COLUMNS = 32
 LEAST_COLUMNS = 16
@@ -101,30 +102,27 @@ def _find(
     while chunk_rows > 0:
         first_row = tl.load(chunks_ptr + chunk * 4)
         sequence = tl.load(chunks_ptr + chunk * 4 + 3)
-        start = tl.load(starts_ptr + sequence)
-        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+        start, stop, first, slot = rows_of(
+            sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+        )
         length = stop - start - (KEPT - 1)
         size = tl.minimum(chunk_rows, start + length - first_row)
         if (stop - start > FEW) & (size > 0):
-            last = tl.load(context_lens_ptr + sequence) - KEPT
-            first = last + 1 - length
-            own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-            slot = own_slot * KEPT
             is_alone = length <= N
             place = start // N + tl.minimum(sequence, start // N) + (first_row - start) // N
             state_at = tl.where(
                 is_alone,
-                states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V),
+                states_ptr + (slot * KEPT + tl.maximum(first - 1, 0) % KEPT) * (H * K * V),
                 before_ptr + place.to(tl.int64) * (H * K * V),
             )
             has_state = (first > 0) | (length > N)
-            after_at = states_ptr + (slot + last % KEPT) * (H * K * V)
+            after_at = states_ptr + (slot * KEPT + (first + length - 1) % KEPT) * (H * K * V)
             mixed_at = mixed_ptr + first_row.to(tl.int64) * F
             gate_at = gates_ptr + first_row.to(tl.int64) * (2 * H)
             out_at = out_ptr + first_row.to(tl.int64) * (H * V)
             if SAVES:
-                wanted = tl.load(wanted_ptr + own_slot * 2) - first
-                saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V)
+                wanted = tl.load(wanted_ptr + slot * 2) - first
+                saved_at = saved_ptr + tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * (H * K * V)
             key_real = (row < size) & (k_idx < K)
             q = tl.load(mixed_at + q_inner, mask=key_real, other=0.0)
             k = tl.load(mixed_at + G * K + q_inner, mask=key_real, other=0.0)

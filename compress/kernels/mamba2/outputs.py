@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import MambaWeights, RecurrentStates, Sequences
+from compress.kernels.recurrence.rows import rows_of
 
 NORM_TILE = 8192
 NORM_WARPS = 16
@@ -90,10 +91,9 @@ def _keep(
     SAVES: tl.constexpr,
 ) -> None:
     """Keep some channels of the last inputs of a sequence, and save those before the state that is wanted."""
-    start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start, stop, first, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
     for idx in tl.static_range(M):
         row = stop - M + idx
         position = first + (row - start)

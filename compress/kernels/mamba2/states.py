@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import LONG_CHUNK, RecurrentStates, Sequences, num_places
 from compress.kernels.recurrence.rounding import rounded
+from compress.kernels.recurrence.rows import rows_of
 
 COLUMNS = 16
 WARPS = 4
@@ -141,24 +142,21 @@ def _pass_states(
     v_inner = 2 * G * K + head * V + column * F + v_idx
     wait(PDL)
     sequence = tl.program_id(0)
-    start = tl.load(starts_ptr + sequence)
-    while (sequence < num_sequences) & (start < num_rows):
-        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    start, stop, first, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
+    while start < num_rows:
         length = stop - start - (KEPT - 1)
         if length > N:
-            last = tl.load(context_lens_ptr + sequence) - KEPT
-            first = last + 1 - length
-            own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-            slot = own_slot * KEPT
-            at = states_ptr + (slot + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
+            at = states_ptr + (slot * KEPT + tl.maximum(first - 1, 0) % KEPT) * (H * K * V)
             state = tl.load(at + inner, mask=real & (first > 0), other=0.0)
             place = start // N + tl.minimum(sequence, start // N)
             before_at = before_ptr + place.to(tl.int64) * (H * K * V) + inner
             mixed_at = mixed_ptr + start.to(tl.int64) * F
             gate_at = gates_ptr + start.to(tl.int64) * (2 * H) + head
             if SAVES:
-                wanted = tl.load(wanted_ptr + own_slot * 2) - first
-                saved = tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64)
+                wanted = tl.load(wanted_ptr + slot * 2) - first
+                saved = tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64)
                 saved_at = saved_ptr + saved * (H * K * V) + inner
             for begin in range(0, length, N):
                 tl.store(before_at, state, mask=real)
@@ -177,10 +175,12 @@ def _pass_states(
                 before_at += H * K * V
                 mixed_at += N * F
                 gate_at += N * 2 * H
-            after = states_ptr + (slot + last % KEPT) * (H * K * V)
+            after = states_ptr + (slot * KEPT + (first + length - 1) % KEPT) * (H * K * V)
             tl.store(after + inner, state, mask=real)
         sequence += tl.num_programs(0)
-        start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
+        start, stop, first, slot = rows_of(
+            sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+        )
 
 
 def in_pairs(state_size: int, dtype: torch.dtype) -> bool:

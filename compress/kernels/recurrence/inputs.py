@@ -5,6 +5,7 @@ Shapes: T rows, F channels, W positions of the convolution, M inputs of a slot.
 """
 
 from compress.kernels.compilers.triton import jit, tl
+from compress.kernels.recurrence.rows import rows_of
 
 
 @jit()
@@ -31,10 +32,9 @@ def convolved(
     outside of `in_pass` or `in_channels` are not loaded."""
     real = in_pass & in_channels
     sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
-    start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start, _, first, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
     total = tl.zeros(real.shape, tl.float32)
     for tap in tl.static_range(W):
         source = row - (W - 1) + tap

@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
 from compress.kernels.recurrence.chunking import sequences_at_once
+from compress.kernels.recurrence.rows import rows_of
 
 COLUMNS = 8
 WARPS = 1
@@ -59,20 +60,19 @@ def _recur(
     v_real = v_idx < V
     wait(PDL)
     sequence = tl.program_id(0)
-    start = tl.load(starts_ptr + sequence)
-    while (sequence < num_sequences) & (start < num_rows):
-        stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
+    start, stop, position, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
+    while start < num_rows:
         begin = tl.where(stop - start > FEW, stop - (N - 1), start)
         length = stop - begin
-        first = tl.load(context_lens_ptr + sequence) - length
-        own_slot = tl.load(slots_ptr + sequence).to(tl.int64)
-        slot = own_slot * N
+        first = position + (begin - start)
         inner = head * K * V + v_idx * K + k_idx
         real = v_real & k_real & (length > 0)
         if SAVES:
-            wanted = tl.load(wanted_ptr + own_slot * 2) - first - 1
-            saved_at = saved_ptr + tl.load(wanted_ptr + own_slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
-        place = slot + tl.maximum(first - 1, 0) % N
+            wanted = tl.load(wanted_ptr + slot * 2) - first - 1
+            saved_at = saved_ptr + tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * (H * K * V) + inner
+        place = slot * N + tl.maximum(first - 1, 0) % N
         state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
         q_at = mixed_ptr + begin.to(tl.int64) * F + head // (H // G) * K + k_idx
         v_at = mixed_ptr + begin.to(tl.int64) * F + 2 * G * K + head * V + v_idx
@@ -110,13 +110,15 @@ def _recur(
             state = state * keep + update * k
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
             if idx >= length - N:
-                kept = slot + tl.maximum(first + idx, 0) % N
+                kept = slot * N + tl.maximum(first + idx, 0) % N
                 tl.store(states_ptr + kept * (H * K * V) + inner, state, mask=real)
             if SAVES:
                 tl.store(saved_at, state, mask=real & (idx == wanted))
             out_at += H * V
         sequence += tl.num_programs(0)
-        start = tl.load(starts_ptr + sequence, mask=sequence < num_sequences, other=num_rows)
+        start, stop, position, slot = rows_of(
+            sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+        )
 
 
 def recur(

@@ -18,6 +18,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
+from compress.kernels.recurrence.rows import rows_of
 from compress.kernels.select import Kernel, register
 
 CHANNELS = 256
@@ -68,10 +69,10 @@ def _mix(
     real = channel < F
     wait(PDL)
     sequence = tl.load(of_row_ptr + row)
-    start = tl.load(starts_ptr + sequence)
-    stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
-    first = tl.load(context_lens_ptr + sequence) - (stop - start)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64) * M
+    start, _, first, slot = rows_of(
+        sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
+    )
+    slot *= M
     own = _product(x_ptr, row, channel, real, row_stride, F)
     total = tl.zeros([CHANNELS], tl.float32)
     for tap in tl.static_range(W - 1):
