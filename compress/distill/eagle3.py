@@ -34,6 +34,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder, capped
 from compress.models.eagle3 import Eagle3Decoder
+from compress.models.embedding import looked_up
 from compress.models.tap import Tap, no_tap
 
 STEP_WEIGHT = 0.8
@@ -104,7 +105,7 @@ class Target:
             features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
             final_BSD = self._decoder.norm(states[-1])
             # without the scale that some models have: the head norms it, and reads the matrix itself
-            embedded_BSD = F.embedding(tokens_BS.to(self._place), self._decoder.embed.weight)
+            embedded_BSD = looked_up(self.arch, self._decoder.embed.weight, tokens_BS.to(self._place))
         return embedded_BSD.to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
 
 

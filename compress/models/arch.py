@@ -24,6 +24,22 @@ from compress.untrusted.fields import Fields
 NORMS = ("rms", "layer")
 BLOCKS = ("pre", "post", "sandwich", "parallel")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+FINAL_NORM = "norm"
+POST_NORMS = ("attn_post_norm", "ffn_post_norm")
+"""The canonical names of the norm before the head and of those of the outputs of half-layers."""
+_FLAGS = (
+    "whole_qk_norm",
+    "attn_sinks",
+    "v_norm",
+    "layer_scalar",
+    "growth_unrotated",
+    "unit_qk_norm",
+    "rotates_first",
+    "own_qk_norm",
+    "plain_final_norm",
+    "unit_norm_unrotated",
+    "embed_norm",
+)
 NO_TOKEN = -1
 """The id by which some configs state that there is no such token."""
 
@@ -37,7 +53,10 @@ class Arch:
 
     Facts with a default are those of few families:
         norm: `rms`, or `layer`: the mean is subtracted before (LayerNorm without a bias).
-        norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1.
+        norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1; with
+            `plain_final_norm` not to that of the last one.
+        post_norm_eps: is added to the mean square by the norms of the outputs of half-layers; None for
+            `norm_eps`.
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`).
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
@@ -51,7 +70,9 @@ class Arch:
         attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
             o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
-        unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope.
+        unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope; with
+            `unit_norm_unrotated` in the others, too.
+        embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
@@ -92,6 +113,10 @@ class Arch:
     rotates_first: bool = False
     layer_embed_size: int = 0
     own_qk_norm: bool = False
+    plain_final_norm: bool = False
+    post_norm_eps: float | None = None
+    unit_norm_unrotated: bool = False
+    embed_norm: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -263,7 +288,16 @@ class Arch:
 
     def has_unit_qk_norm(self, layer: LayerShape) -> bool:
         """Return whether the heads of q and k of a layer are normed without a weight."""
-        return self.unit_qk_norm and layer.rope is not None
+        return self.unit_qk_norm and (self.unit_norm_unrotated or layer.rope is not None)
+
+    def offset_of(self, norm: str) -> float:
+        """Return what a norm of the stream, by its canonical name, adds to its weight."""
+        return 0.0 if self.plain_final_norm and norm == FINAL_NORM else self.norm_offset
+
+    def eps_of(self, norm: str) -> float:
+        """Return what a norm of the stream, by its canonical name, adds to the mean square."""
+        own = self.post_norm_eps if norm in POST_NORMS else None
+        return self.norm_eps if own is None else own
 
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
@@ -339,8 +373,7 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name, known in (("norm", NORMS), ("block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
-    flags = ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar", "growth_unrotated", "unit_qk_norm")
-    for name in (*flags, "rotates_first", "own_qk_norm"):
+    for name in _FLAGS:
         if model.has(name):
             model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
@@ -349,6 +382,8 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name in ("attn_scale", "attn_softcap"):
         if model.has(name):
             model.number(name, *SCALES)
+    if model.has("post_norm_eps"):
+        model.number("post_norm_eps", 0, 1)
     if model.has("query_growth"):
         growth = model.numbers("query_growth", 0, MAX_POSITIONS)
         if len(growth) != 2 or growth[1] < 1:

@@ -36,6 +36,10 @@ def check_arch(arch: "Arch") -> None:
             f"tokens have embeddings for each layer in a '{arch.block}' block; the decoder reads them in "
             "a 'sandwich' block."
         )
+    if arch.layer_embed_size and arch.embed_norm:
+        raise UnsupportedArch(
+            "tokens have embeddings for each layer, and the embedding is normed; no decoder here reads both."
+        )
     if arch.layer_embed_size and arch.activation in UNGATED:
         raise UnsupportedArch(
             f"tokens have embeddings for each layer and the activation is '{arch.activation}'; what a layer "

@@ -97,11 +97,11 @@ class DecoderLayer(nn.Module):
         has_pre = arch.block != "post"
         has_post = arch.block in ("post", "sandwich")
 
-        def norm(exists: bool) -> nn.Module:
-            return norm_over_hidden() if exists else nn.Identity()
+        def norm(name: str, exists: bool) -> nn.Module:
+            return norm_over_hidden(name) if exists else nn.Identity()
 
         if self.shape.has_mixer:
-            self.attn_norm = norm(has_pre)
+            self.attn_norm = norm("attn_norm", has_pre)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
                 mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
@@ -110,16 +110,16 @@ class DecoderLayer(nn.Module):
                 self.attn = Attention(arch, self.shape)
             else:
                 self.attn = LatentAttention(arch, self.shape, latent)
-            self.attn_post_norm = norm(has_post)
+            self.attn_post_norm = norm("attn_post_norm", has_post)
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
-            self.ffn_norm = norm(has_pre and not self.is_parallel and not norms_apart)
+            self.ffn_norm = norm("ffn_norm", has_pre and not self.is_parallel and not norms_apart)
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
                 self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
-            self.ffn_post_norm = norm(has_post)
+            self.ffn_post_norm = norm("ffn_post_norm", has_post)
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
         if arch.layer_scalar:

@@ -374,7 +374,7 @@ def _norm_weight(target: Arch, weights: Weights, name: str) -> Tensor:
     stored = weights.get(f"{name}.weight", weights.get("attn_norm.weight"))
     if stored is None:
         return torch.ones(target.hidden_size)
-    return dense(stored).to(torch.float32) + target.norm_offset
+    return dense(stored).to(torch.float32) + target.offset_of(name)
 
 
 def random_eagle3(

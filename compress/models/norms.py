@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from compress.models.arch import Arch
+from compress.models.arch import FINAL_NORM, Arch
 from compress.models.norm_gradient import norm_cpu
 
 
@@ -47,15 +47,16 @@ class Norm(nn.Module):
         return normed if self.scale == 1 else normed * self.scale
 
 
-def norm_of(arch: Arch, size: int, *, scale: float = 1.0, heads: int = 1) -> Norm:
-    """Return a norm of a model with `size` weights."""
+def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1) -> Norm:
+    """Return a norm of a model with `size` weights; those of the stream have a canonical name."""
+    offset = arch.offset_of(name)
     centered = arch.norm == "layer"
-    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=centered, scale=scale, heads=heads)
+    return Norm(size, arch.eps_of(name), offset=offset, centered=centered, scale=scale, heads=heads)
 
 
 def final_norm(arch: Arch) -> Norm:
     """Return the norm before the head; its output has the scale of the logits."""
-    return norm_of(arch, arch.hidden_size, scale=arch.logit_scale)
+    return norm_of(arch, arch.hidden_size, FINAL_NORM, scale=arch.logit_scale)
 
 
 def unit_norm(x: Tensor, eps: float) -> Tensor:

@@ -102,7 +102,8 @@ class RandomSource:
             return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         if name.endswith("bias"):
             return tensor.normal_(0.0, _BIAS_STD, generator=generator)
-        return tensor.fill_(1.0 if name == PLAIN_NORM else self._gain(name, shape) - self._arch.norm_offset)
+        offset = 0.0 if name == PLAIN_NORM else self._arch.offset_of(name.removesuffix(".weight"))
+        return tensor.fill_(self._gain(name, shape) - offset)
 
     def _gain(self, name: str, shape: tuple[int, ...]) -> float:
         """Return what a norm multiplies by: 1, and for normed queries what gives scores of a deviation of

@@ -20,6 +20,7 @@ from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
+from compress.models.embedding import normed
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
@@ -212,7 +213,8 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
-    embed_VD = _scaled(_dense(outer, "embed.weight", deployment), arch.embed_scale / stream_scale(arch))
+    embed_VD = normed(arch, _dense(outer, "embed.weight", deployment))
+    embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
     return with_layer_inputs(embed_VD, outer, arch)
 
 
@@ -247,7 +249,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     def after(name: str) -> RowNorm | None:
         if f"{name}.weight" not in weights:
             return None
-        return row_norm(arch, _dense(weights, f"{name}.weight", deployment), scale=arch.residual_scale)
+        weight = _dense(weights, f"{name}.weight", deployment)
+        return row_norm(arch, weight, name, scale=arch.residual_scale)
 
     def one(name: str) -> FusedLinear:
         return fuse((name,), weights, deployment)

@@ -26,12 +26,16 @@ def stream_scale(arch: Arch) -> float:
     return arch.residual_scale if arch.block in ("pre", "parallel") else 1.0
 
 
-def row_norm(arch: Arch, weight: Tensor, *, eps: float | None = None, scale: float = 1.0) -> RowNorm:
-    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has."""
+def row_norm(
+    arch: Arch, weight: Tensor, name: str = "", *, eps: float | None = None, scale: float = 1.0
+) -> RowNorm:
+    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has;
+    those of the stream have a canonical name."""
     centered = arch.norm == "layer"
+    offset = arch.offset_of(name)
     if centered or arch.norm_offset or scale != 1:
-        weight = (weight.to(torch.float32) + arch.norm_offset) * scale
-    return RowNorm(weight, arch.norm_eps if eps is None else eps, centered)
+        weight = (weight.to(torch.float32) + offset) * scale
+    return RowNorm(weight, arch.eps_of(name) if eps is None else eps, centered)
 
 
 def stream_norm(
@@ -39,7 +43,7 @@ def stream_norm(
 ) -> RowNorm:
     """Return a norm of the residual stream."""
     eps = arch.norm_eps / stream_scale(arch) ** 2
-    return row_norm(arch, deployment.placed(dense(weights[f"{name}.weight"])), eps=eps, scale=scale)
+    return row_norm(arch, deployment.placed(dense(weights[f"{name}.weight"])), name, eps=eps, scale=scale)
 
 
 def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:

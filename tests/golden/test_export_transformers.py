@@ -140,6 +140,7 @@ EXPORTED = [
     ("llava_onevision", "W4A16_G128"),
     ("idefics3", "FP8_DYNAMIC"),
     ("smolvlm", "W4A16_G128"),
+    ("muse_glimmer", "FP8_DYNAMIC"),
     ("deepseek_v3-dense", "W4A16_G128"),
     ("deepseek_v3-dense", "FP8_DYNAMIC"),
     ("deepseek_v32-dense", "W4A16_G128"),

@@ -76,6 +76,7 @@ REFUSED = {
         "glm46v",
         "gemma4_unified",
         "idefics3",
+        "muse_glimmer",
     ),
     "activation": ("apertus",),
     "longrope": ("longrope",),

@@ -285,8 +285,10 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     # An input rounded to eight bits sends a token to another expert now and then.
     error = errors_BS.median() if source.arch.has_experts else errors_BS.mean()
     # What latents are made of is rounded, and they are rounded themselves; the norm of a delta net divides by
-    # the size of what a query finds in the state, and magnifies what rounding did to it.
-    bound = 0.15 if source.arch.has_latents else 0.2 if source.arch.has_recurrences else 0.1
+    # the size of what a query finds in the state, and magnifies what rounding did to it. Scores of heads that
+    # are normed and multiplied magnify it, too: in FP8 Muse Glimmer itself is 12 % from its source.
+    is_sharp = source.arch.has_latents or source.arch.unit_norm_unrotated
+    bound = 0.15 if is_sharp else 0.2 if source.arch.has_recurrences else 0.1
     assert error.sqrt() < bound * exact.square().mean().sqrt()
 
 

@@ -244,6 +244,22 @@ FACTS: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "muse glimmer": {
+        "norm_offset": 1.0,
+        "plain_final_norm": True,
+        "post_norm_eps": 1e-8,
+        "block": "sandwich",
+        "embed_norm": True,
+        "unit_qk_norm": True,
+        "unit_norm_unrotated": True,
+        "attn_scale": 3.87 * LAYER.head_dim**-0.5,
+        "logit_scale": 0.2,
+        "logit_softcap": 20.0,
+        "layers": (
+            replace(LAYER, output_gate=True, window=50),
+            replace(LAYER, output_gate=True, rope=None),
+        ),
+    },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
@@ -354,7 +370,18 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 4 e", "command r", "olmo 2", "granite", "glm 4.7 flash", "qwen 3.5", "lfm3"]
+    "facts",
+    [
+        "gemma 3",
+        "gemma 4 e",
+        "command r",
+        "olmo 2",
+        "granite",
+        "glm 4.7 flash",
+        "qwen 3.5",
+        "lfm3",
+        "muse glimmer",
+    ],
 )
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
     arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)

@@ -103,6 +103,7 @@ CONFIGS: dict[str, Any] = {
     "llava_onevision": transformers.LlavaOnevisionConfig,
     "idefics3": transformers.Idefics3Config,
     "smolvlm": transformers.SmolVLMConfig,
+    "muse_glimmer": transformers.MuseGlimmerConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -238,6 +239,17 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "idefics3": {"vision_config": _VISION, "image_token_id": 97},
     "smolvlm": {"vision_config": _VISION, "image_token_id": 97},
+    "muse_glimmer": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        "out_hidden_size": 4 * _VISION["hidden_size"],
+        "projector_hidden_size": 24,
+        "image_token_id": 97,
+        "video_token_id": 98,
+    },
     "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}, **_QWEN_IDS},
     "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
@@ -1577,6 +1589,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2", "tie_word_embeddings": True}),
     "idefics3": ("idefics3", {"rms_norm_eps": 1e-5}),
     "smolvlm": ("smolvlm", {"head_dim": 16, "tie_word_embeddings": True}),
+    "muse_glimmer": ("muse_glimmer", {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 5}),
+    "muse_glimmer-tied-other-numbers": (
+        "muse_glimmer",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 4,
+            "layer_types": MIXED,
+            "layer_rope_theta": [0, 1e6, 1e6],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "qk_scale_factor": 1.5,
+            "output_multiplier": 0.7,
+            "post_norm_eps": 0.01,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -57,6 +57,7 @@ class DecoderGraph:
         self._positions_T11 = self._cast(graph.op("Reshape", positions_BS, rows), F32, I64)
         tokens_T = graph.op("Reshape", tokens_BS, graph.constant([-1], I64))
         x_TD = graph.op("Gather", self._linear.weight("embed.weight"), tokens_T)
+        x_TD = self._unit_norm(x_TD) if arch.embed_norm else x_TD
         x_TD = self._scaled(x_TD, arch.embed_scale)
         for idx in range(arch.num_layers):
             x_TD = self._layer(x_TD, idx)
@@ -250,23 +251,23 @@ class DecoderGraph:
         if arch.norm == "layer":
             last = graph.constant([-1], I64)
             x_f32 = graph.op("Sub", x_f32, graph.op("ReduceMean", x_f32, last, keepdims=1))
-        normed = self._unit(x_f32)
+        normed = self._unit(x_f32, arch.eps_of(name))
         if arch.norm == "rms" and not arch.norm_offset:
             return graph.op("Mul", self._cast(normed, self._dtype, F32), weight)
         weight = self._cast(weight, F32)
-        if arch.norm_offset:
-            weight = graph.op("Add", weight, graph.constant(arch.norm_offset, F32))
+        if offset := arch.offset_of(name):
+            weight = graph.op("Add", weight, graph.constant(offset, F32))
         return self._cast(graph.op("Mul", normed, weight), self._dtype, F32)
 
     def _unit_norm(self, x: str) -> str:
         """Return x divided by the root of the mean square over its last dimension."""
-        return self._cast(self._unit(self._cast(x, F32)), self._dtype, F32)
+        return self._cast(self._unit(self._cast(x, F32), self._arch.norm_eps), self._dtype, F32)
 
-    def _unit(self, x_f32: str) -> str:
+    def _unit(self, x_f32: str, eps: float) -> str:
         graph = self._graph
         square = graph.op("Mul", x_f32, x_f32)
         mean = graph.op("ReduceMean", square, graph.constant([-1], I64), keepdims=1)
-        root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(self._arch.norm_eps, F32)))
+        root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(eps, F32)))
         return graph.op("Div", x_f32, root)
 
     def _scaled(self, x: str, factor: float, dtype: torch.dtype | None = None) -> str:
