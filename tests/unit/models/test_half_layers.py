@@ -582,6 +582,9 @@ WHOLE: dict[str, dict[str, Any]] = {
             tiny_shape(experts=Experts(4, 2, 24, shared_size=40)),
         )
     },
+    "experts on latents": {
+        "layers": (tiny_shape(experts=Experts(4, 2, 24, shared_size=40, latent_size=16, latent_bias=True)),)
+    },
     "keys of another": {"layers": (tiny_shape(), tiny_shape(kv_source=0))},
     "sinks": {"layers": (tiny_shape(), tiny_shape()), "attn_sinks": True, "norm_offset": 1.0},
 }

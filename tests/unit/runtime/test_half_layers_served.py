@@ -63,9 +63,11 @@ MAMBA = tiny_shape(
 )
 FFN = tiny_shape(only_half="ffn", gated=False)
 SPARSE = replace(FFN, experts=MIXTURE)
+ON_LATENTS = replace(FFN, experts=replace(MIXTURE, latent_size=32))
 LAYERS = {
     "attention and ffns": (FFN, ATTENTION, FFN, ATTENTION, FFN),
     "like nemotron 3": (MAMBA, SPARSE, ATTENTION, SPARSE),
+    "like nemotron 3 super": (MAMBA, ON_LATENTS, ATTENTION, ON_LATENTS),
     "like nemotron 2": (MAMBA, FFN, MAMBA, ATTENTION, FFN),
 }
 each_model = pytest.mark.parametrize("layers", LAYERS)
