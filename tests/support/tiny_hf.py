@@ -1229,7 +1229,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **NEMOTRON,
             **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
-            "layers_block_type": ["full_attention", "moe", "mlp"],
+            "layers_block_type": ["full_attention", "moe", "linear_attention"],
             "moe_shared_expert_intermediate_size": 40,
             "moe_latent_size": 80,
             "mlp_bias": True,

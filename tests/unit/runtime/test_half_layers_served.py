@@ -185,7 +185,7 @@ def test_a_cache_has_bytes_of_layers_with_attention_alone(layers: str, kv_format
     assert cache.block_bytes == SIZE * kv_bytes_per_token(arch, kv_format)
     for idx, layer in enumerate(LAYERS[layers]):
         kept = cache.layer(idx)
-        assert (kept is None) == (layer in (FFN, SPARSE))
+        assert (kept is None) == (layer in (FFN, SPARSE, ON_LATENTS))
         assert isinstance(kept, RecurrentStates) == (layer is MAMBA)
 
 
