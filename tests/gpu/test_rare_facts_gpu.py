@@ -47,7 +47,7 @@ SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
 WHOLE_GROUPS = replace(SIGMOID, expert_size=128, shared_size=256)
-ON_LATENTS = replace(WHOLE_GROUPS, top_k=12, latent_size=128)
+ON_LATENTS = replace(WHOLE_GROUPS, num_experts=64, top_k=22, latent_size=128)
 OF_GRANITE = Experts(16, 4, 128, shared_size=256, score="softmax_topk")
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
 PLAIN_QUERIES = replace(
