@@ -51,8 +51,8 @@ SHAPES = {
     "nemotron-3-super-120b-a12b": (1024, 2688, 512, 22, "relu2"),
     "tiny": (256, 128, 12, 3, "silu"),
 }
-"""Numbers of a token that an expert reads, size of an expert, experts, choices and activation; experts that all
-rows choose are drawn as the others."""
+"""Numbers of a token that an expert reads, size of an expert, experts, choices and activation; experts that
+all rows choose are drawn as the others."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12
