@@ -48,10 +48,11 @@ from scripts.kernel_bench.timer import poisoned_memory, time_launches
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, "silu"),
     "nemotron-3-nano-30b-a3b": (2688, 1856, 130, 8, "relu2"),
+    "nemotron-3-super-120b-a12b": (1024, 2688, 512, 22, "relu2"),
     "tiny": (256, 128, 12, 3, "silu"),
 }
-"""Hidden size, size of an expert, experts, choices and activation; experts that all rows choose are drawn
-as the others."""
+"""Numbers of a token that an expert reads, size of an expert, experts, choices and activation; experts that
+all rows choose are drawn as the others."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12

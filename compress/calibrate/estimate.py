@@ -213,7 +213,7 @@ def _routed_bytes(work: Workload, layer: LayerShape) -> int:
         return 0
     shard = -(-work.num_samples // NUM_SHARDS) * work.seq_len
     routed = min(max(piece_tokens_of(work.arch), work.seq_len), shard) * layer.experts.top_k
-    size = work.arch.hidden_size + layer.experts.expert_size
+    size = layer.experts.width(work.arch.hidden_size) + layer.experts.expert_size
     return work.num_streams * routed * size * work.value_bytes
 
 

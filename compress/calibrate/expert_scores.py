@@ -65,8 +65,8 @@ def add_scores_(layer: DecoderLayer, x_TD: Tensor, sums_E: Tensor, counts_E: Ten
     """Add the weighted norms of a sample's outputs, and the number of its tokens, to those of each expert."""
     sums = []
     counts = []
-    for _, tokens, weights, out_tD in layer.moe.outputs(x_TD, no_tap):
-        norms_t = torch.linalg.vector_norm(out_tD, dim=1, dtype=torch.float32)
+    for _, tokens, weights, out_tL in layer.moe.outputs(x_TD, no_tap):
+        norms_t = torch.linalg.vector_norm(layer.moe.added(out_tL), dim=1, dtype=torch.float32)
         sums.append((norms_t * weights).sum(dtype=torch.float64))
         counts.append(len(tokens))
     sums_E += torch.stack(sums).cpu()

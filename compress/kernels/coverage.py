@@ -239,7 +239,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
             [
                 device.problem(
                     "experts",
-                    n=hidden_size,
+                    n=facts.width(hidden_size),
                     k=facts.expert_size,
                     phase=phase,
                     scheme=scheme,
@@ -251,7 +251,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
         )
         for scheme in (device.dense, *SCHEMES)
         for phase in PHASES
-        if _divides(scheme, hidden_size) and _divides(scheme, facts.expert_size)
+        if _divides(scheme, facts.width(hidden_size)) and _divides(scheme, facts.expert_size)
     ]
 
 

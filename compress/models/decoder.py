@@ -272,7 +272,8 @@ class DecoderLayer(nn.Module):
 
     def _expert_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
-        it, too, and its columns would change; nor is an `up` that is clamped or has no gate."""
+        it, too, and its columns would change; nor is an `up` that is clamped or has no gate, nor the linear
+        that computes latents, whose rows would have one scale for all experts."""
         if self.arch.activation == "swiglu_clamped" or not self.shape.gated:
             return []
         downs = [group for group in self.shape.groups if group.name.endswith(".down")]

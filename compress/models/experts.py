@@ -26,6 +26,9 @@ ROUTER_NORM = "router_norm"
 BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm", ROUTER_NORM)
 """The norms before and after the branches of a mixture (`Experts.branch_norms`). What the router reads is
 divided by the root of the hidden size, too."""
+LATENT_IN = "latent_in"
+LATENT_OUT = "latent_out"
+"""The linears before and after the routed experts of a mixture with `Experts.latent_size`."""
 FLOAT32_PARAMETERS = (
     "moe.selection_bias",
     "delta.A_log",
@@ -61,6 +64,10 @@ class Experts:
         branch_norms: the shared expert, the others and the router each norm the input with a weight of their
             own, and the outputs of the first two are normed before they are added (Gemma 4).
         output_scale: the weights of an expert are multiplied by a number of its own, after `renormalize`.
+        latent_size: the routed experts read so many numbers of a token, which a linear computes of what the
+            layer gives them, and another linear computes the layer's output of their sum; 0 for none. The
+            router and the shared expert read what the layer gives (Nemotron 3 Super).
+        latent_bias: these two linears have biases.
     """
 
     num_experts: int
@@ -80,6 +87,8 @@ class Experts:
     weighs_input: bool = False
     branch_norms: bool = False
     output_scale: bool = False
+    latent_size: int = 0
+    latent_bias: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -90,6 +99,8 @@ class Experts:
         assert self.group_best in (1, 2)
         assert not self.weighs_input or (self.top_k == 1 and self.score == "sigmoid" and not self.renormalize)
         assert not self.branch_norms or self.shared_size
+        assert not self.latent_size or not (self.branch_norms or self.weighs_input)
+        assert self.latent_size or not self.latent_bias
 
     @property
     def compares_logits(self) -> bool:
@@ -100,7 +111,11 @@ class Experts:
     @property
     def changes_input(self) -> bool:
         """Whether an expert reads something else than what the layer gives all of them."""
-        return self.weighs_input or self.branch_norms
+        return self.weighs_input or self.branch_norms or self.latent_size > 0
+
+    def width(self, hidden_size: int) -> int:
+        """Return how many numbers of a token a routed expert reads, and adds to."""
+        return self.latent_size or hidden_size
 
     @property
     def active_size(self) -> int:
@@ -138,6 +153,11 @@ class Experts:
             shapes |= dict.fromkeys((f"moe.{name}.weight" for name in BRANCH_NORMS), (hidden_size,))
         if self.output_scale:
             shapes["moe.output_scale"] = (self.num_experts,)
+        if self.latent_size:
+            rows = {LATENT_IN: (self.latent_size, hidden_size), LATENT_OUT: (hidden_size, self.latent_size)}
+            shapes |= {f"moe.{name}.weight": shape for name, shape in rows.items()}
+            if self.latent_bias:
+                shapes |= {f"moe.{name}.bias": shape[:1] for name, shape in rows.items()}
         return shapes
 
     def to_json(self) -> dict[str, Any]:
@@ -162,6 +182,7 @@ class Experts:
             "num_groups": (1, MAX_EXPERTS, 1),
             "top_groups": (1, MAX_EXPERTS, 1),
             "group_best": (1, 2, 2),
+            "latent_size": (0, MAX_EXPERT_SIZE, 0),
         }
         facts: dict[str, Any] = {
             name: stored.integer(name, low, high, default=default)
@@ -176,6 +197,7 @@ class Experts:
             "weighs_input",
             "branch_norms",
             "output_scale",
+            "latent_bias",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
@@ -197,6 +219,10 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong("top_k", top_k, "1 where a router weighs the inputs of experts")
     if facts.get("weighs_input") and (facts["score"] != "sigmoid" or facts.get("renormalize")):
         raise stated.wrong("score", facts["score"], "sigmoid where a router weighs the inputs of experts")
+    if facts.get("latent_size") and (facts.get("branch_norms") or facts.get("weighs_input")):
+        raise stated.wrong("latent_size", facts["latent_size"], "0 where inputs are normed apart or weighed")
+    if facts.get("latent_bias") and not facts.get("latent_size"):
+        raise stated.wrong("latent_size", 0, "at least 1 where the linears of latents have biases")
     groups = facts.get("num_groups", 1)
     top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:

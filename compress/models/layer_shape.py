@@ -333,7 +333,8 @@ class LayerShape:
         if self.experts is not None and linear.startswith("moe."):
             shared = linear.startswith("moe.shared.")
             width = self.experts.shared_size if shared else self.experts.expert_size
-            return (hidden_size, width) if linear.endswith(".down") else (width, hidden_size)
+            read = hidden_size if shared else self.experts.width(hidden_size)
+            return (read, width) if linear.endswith(".down") else (width, read)
         if self.recurrence is not None and linear.startswith(f"{self.recurrence.module}."):
             return self.recurrence.linear_shapes(hidden_size)[linear]
         q_size = self.num_heads * self.head_dim

@@ -12,14 +12,19 @@ Where branches are normed apart (`Experts.branch_norms`), x is the stream, and
     y = norm(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + norm(shared(norm(x))),
     z = norm(x),  s = score(router(norm(x) / sqrt(D)))
 
-with five norms. Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal
-scores the expert with the lower index is chosen. Softmax keeps the order of logits, so without a selection
-bias or groups the logits are compared, which do not underflow. `route` is the definition that router kernels
-are tested against. Experts add their outputs in the order of their indices, so the bits depend neither on the
-device's schedule nor on other tokens of the batch. Not here: capacity limits, dropped tokens and noise on the
-router, which only training of some models has.
+with five norms. Where the routed experts act on latents (`Experts.latent_size`),
 
-Shapes: T tokens, D hidden, E experts, R chosen experts of a token, F channels of an expert.
+    y = out(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + shared(x),   z = in(x)
+
+Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
+with the lower index is chosen. Softmax keeps the order of logits, so without a selection bias or groups the
+logits are compared, which do not underflow. `route` is the definition that router kernels are tested against.
+Experts add their outputs in the order of their indices, so the bits depend neither on the device's schedule
+nor on other tokens of the batch. Not here: capacity limits, dropped tokens and noise on the router, which
+only training of some models has.
+
+Shapes: T tokens, D hidden, L numbers that an expert reads (D without latents), E experts, R chosen experts of
+a token, F channels of an expert.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +36,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.models.experts import ALL_TOKENS, BRANCH_NORMS, ROUTER_NORM, SHARED_IN, SHARED_MID, Experts
+from compress.models.experts import (
+    ALL_TOKENS,
+    BRANCH_NORMS,
+    ROUTER_NORM,
+    SHARED_IN,
+    SHARED_MID,
+    Experts,
+)
+from compress.models.linear import Linear
 from compress.models.tap import Tap
 
 TOKENS = "moe_tokens"
@@ -148,6 +161,9 @@ class Moe(nn.Module):
             self.shared: ExpertFfn = expert("moe.shared")
         if facts.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
+        if facts.latent_size:
+            self.latent_in = Linear(hidden_size, facts.latent_size, bias=facts.latent_bias)
+            self.latent_out = Linear(facts.latent_size, hidden_size, bias=facts.latent_bias)
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
 
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
@@ -177,34 +193,50 @@ class Moe(nn.Module):
 
     def input_of(self, expert_idx: int, x_TD: Tensor) -> Tensor:
         """Return what an expert reads of tokens, whether or not they are routed to it."""
-        normed_TD = self._normed("experts_norm", x_TD)
+        read_TL = self._read_by_experts(x_TD)
         if not self.facts.weighs_input:
-            return normed_TD
-        return weighed(normed_TD, self._logits(x_TD)[:, expert_idx].sigmoid() * self.facts.scale)
+            return read_TL
+        return weighed(read_TL, self._logits(x_TD)[:, expert_idx].sigmoid() * self.facts.scale)
+
+    def _read_by_experts(self, x_TD: Tensor) -> Tensor:
+        """Return what all experts read of tokens [T, L], before any weights."""
+        if self.facts.latent_size:
+            return cast(Tensor, self.latent_in(x_TD))
+        return self._normed("experts_norm", x_TD)
 
     def _routed(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
         without a token."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
-        total_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
-        for _, tokens, weights, out_tD in self.outputs(x_TD, tap):
-            total_TD.index_add_(0, tokens, out_tD.to(wide) * weights.unsqueeze(1))
-        return total_TD
+        size = self.facts.width(x_TD.shape[-1])
+        total_TL = torch.zeros((len(x_TD), size), dtype=wide, device=x_TD.device)
+        for _, tokens, weights, out_tL in self.outputs(x_TD, tap):
+            total_TL.index_add_(0, tokens, out_tL.to(wide) * weights.unsqueeze(1))
+        if not self.facts.latent_size:
+            return total_TL
+        return cast(Tensor, self.latent_out(total_TL.to(x_TD.dtype))).to(wide)
+
+    def added(self, out_tL: Tensor) -> Tensor:
+        """Return what outputs of experts add to that of the layer [t, D], before weights, norms and a bias
+        that is added once."""
+        if not self.facts.latent_size:
+            return out_tL
+        return F.linear(out_tL, self.latent_out.weight.to(out_tL))
 
     def outputs(self, x_TD: Tensor, tap: Tap) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yield for every expert its index, its tokens [t], the weights [t] of its outputs and its outputs
-        [t, D], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
-        normed_TD = self._normed("experts_norm", x_TD)
+        [t, L], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
+        read_TL = self._read_by_experts(x_TD)
         for idx, tokens, weights in self.route(x_TD).by_expert():
             expert = cast(ExpertFfn, self.experts[idx])
-            x_tD = normed_TD[tokens]
+            x_tL = read_TL[tokens]
             if self.facts.weighs_input:
-                x_tD, weights = weighed(x_tD, weights), torch.ones_like(weights)
-            mid_tF = expert.mid(x_tD)
-            seen_TD = self.input_of(idx, x_TD) if self.taps_see_all else x_tD
+                x_tL, weights = weighed(x_tL, weights), torch.ones_like(weights)
+            mid_tF = expert.mid(x_tL)
+            seen_TL = self.input_of(idx, x_TD) if self.taps_see_all else x_tL
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
-            tap(f"moe_in.{idx}", seen_TD)
-            tap(f"moe_mid.{idx}", expert.mid(seen_TD) if self.taps_see_all else mid_tF)
+            tap(f"moe_in.{idx}", seen_TL)
+            tap(f"moe_mid.{idx}", expert.mid(seen_TL) if self.taps_see_all else mid_tF)
             yield idx, tokens, weights, expert.down(mid_tF)
 
     def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.disk_names import DiskNames
+from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.indexer import MATRICES
 from compress.quant.scheme import QuantizedWeight
 
@@ -59,7 +60,8 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
-    indexers, and gates of heads. Their codes are widened in any case."""
+    indexers, gates of heads, and the linears around experts that act on latents. Their codes are widened in
+    any case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
@@ -68,6 +70,12 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
     ]
     inner += [
         f"layers.{idx}.attn.head_gate" for idx, layer in enumerate(arch.layers) if layer.head_gate is not None
+    ]
+    inner += [
+        f"layers.{idx}.moe.{name}"
+        for idx, layer in enumerate(arch.layers)
+        if layer.experts is not None and layer.experts.latent_size
+        for name in (LATENT_IN, LATENT_OUT)
     ]
     with_scales = {name.rpartition(".")[0] for name in stored if ".weight_scale" in name}
     return [each for each in map(names.to_disk, inner) if each in with_scales]

@@ -2,13 +2,15 @@
 
     out = residual + sum_k weights[t, k] expert_{ids[t, k]}(x),   ids, weights = router(z)
 
-z is x in most models, and the stream normed otherwise in those with `Experts.branch_norms`.
+z is x in most models, and the stream normed otherwise in those with `Experts.branch_norms`. Where experts act
+on latents (`Experts.latent_size`), x are the latents and z is what they are computed of; the linears before
+and after are the layer's (`loader.py`).
 
 One choice of router kernel and of experts kernel serves decode rows, whose results must not depend on the
 other rows of a call, and one serves prompts. Both read one copy of the weights where they agree on its
 layout.
 
-Shapes: T rows, D hidden, E experts, K choices of a token.
+Shapes: T rows, D hidden, L numbers that an expert reads (D without latents), E experts, K choices of a token.
 """
 
 from collections.abc import Sequence
@@ -60,7 +62,6 @@ class ExpertLinears:
             EnvironmentUnfit: no kernel supports the experts.
         """
         assert len(experts) == facts.num_experts
-        hidden_size = experts[0].down.shape[0]
         device = deployment.kernel_device
         packed: dict[Any, Any] = {}
         routers: dict[Phase, BoundKernel] = {}
@@ -70,7 +71,7 @@ class ExpertLinears:
             problem = device.problem(
                 "router",
                 n=facts.num_experts,
-                k=hidden_size,
+                k=router_weight_ED.shape[1],
                 phase=phase,
                 experts=facts.num_experts,
                 top_k=facts.top_k + num_shared,
@@ -128,7 +129,7 @@ class ExpertLinears:
         *,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted sum of the experts of each row, [T, D], plus `residual` if given."""
+        """Return the weighted sum of the experts of each row, [T, L], plus `residual` if given."""
         bound = self.kernels[phase]
         out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
         return out_TD
@@ -142,7 +143,7 @@ class ExpertLinears:
         residual: Tensor | None = None,
         shared_weight_T1: Tensor | None = None,
     ) -> Tensor:
-        """Return the output [T, D] of the whole mixture for normalized rows; `router_input` are those of the
+        """Return the output [T, L] of the whole mixture for normalized rows; `router_input` are those of the
         router where it has its own, and `shared_weight` the weights of the shared expert among the others,
         where it has a gate."""
         ids_TK, weights_TK = self.route(x_TD if router_input is None else router_input, phase)

@@ -224,7 +224,10 @@ class LayerRunner:
             residual = shared_TD if residual is None else residual + shared_TD
         elif layer.down is not None:
             residual = self._ffn(layer, rows, phase, residual=residual)
-        return layer.experts(rows, phase, residual=residual)
+        if layer.latent_in is None or layer.latent_out is None:
+            return layer.experts(rows, phase, residual=residual)
+        routed_TL = layer.experts(layer.latent_in(rows, phase), phase, router_input=rows)
+        return layer.latent_out(routed_TL, phase, residual=residual)
 
     def _branches(
         self,

@@ -21,6 +21,7 @@ from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.embedding import normed
+from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
@@ -58,7 +59,8 @@ class LayerWeights:
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
     queries without one, and it those that read latents. `layer_embed` reads the embeddings of tokens for the
-    layer. `xielu_4` are the numbers of the activation of its FFN, float32, None where it has none.
+    layer. `latent_in` and `latent_out` come before and after experts that act on latents. `xielu_4` are the
+    numbers of the activation of its FFN, float32, None where it has none.
     """
 
     shape: LayerShape
@@ -77,6 +79,8 @@ class LayerWeights:
     branch_norms: BranchNorms | None = None
     head_gate: FusedLinear | None = None
     shared_gate: FusedLinear | None = None
+    latent_in: FusedLinear | None = None
+    latent_out: FusedLinear | None = None
     scale: float = 1.0
     latent: LatentLinears | None = None
     delta: DeltaLinears | None = None
@@ -88,7 +92,8 @@ class LayerWeights:
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The fused linears in execution order, without those of latents."""
-        linears = (self.qkv, self.head_gate, self.o, self.shared_gate, self.gate_up, self.down)
+        of_mixture = (self.shared_gate, self.latent_in, self.latent_out)
+        linears = (self.qkv, self.head_gate, self.o, *of_mixture, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
@@ -273,6 +278,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         branch_norms=branch_norms(arch, shape, weights, deployment),
         head_gate=_gate("attn.head_gate", weights, deployment),
         shared_gate=_gate("moe.shared_gate", weights, deployment),
+        latent_in=_of_mixture(LATENT_IN, weights, deployment),
+        latent_out=_of_mixture(LATENT_OUT, weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
@@ -347,6 +354,12 @@ def _short_conv(shape: LayerShape, weights: Weights, deployment: Deployment) -> 
     if not isinstance(shape.recurrence, ShortConv):
         return None
     return _dense(weights, "conv.conv.weight", deployment).squeeze(1).contiguous()
+
+
+def _of_mixture(name: str, weights: Weights, deployment: Deployment) -> FusedLinear | None:
+    """Return a linear before or after the experts of a layer, None where the layer has none."""
+    linear = f"moe.{name}"
+    return fuse((linear,), weights, deployment) if f"{linear}.weight" in weights else None
 
 
 def _sinks(weights: Weights, deployment: Deployment) -> Tensor | None:

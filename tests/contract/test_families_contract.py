@@ -56,7 +56,13 @@ UNIFORM: dict[str, dict[str, Any]] = {
 OFTEN = ("llama", "gemma4_text", "qwen3_moe", "deepseek_v2")
 """Families whose cases of some tests are not slow: plain, with widths of two kinds, a mixture, and one with
 latent attention."""
-OF_CONTRACT = (*TEXT_FAMILIES, "gemma4-experts", "deepseek_v3-dense", "nemotron_h-experts")
+OF_CONTRACT = (
+    *TEXT_FAMILIES,
+    "gemma4-experts",
+    "deepseek_v3-dense",
+    "nemotron_h-experts",
+    "nemotron_h-latents",
+)
 """The families, by their first cases, and cases that have what the first of their family has not."""
 each_family = pytest.mark.parametrize("family", OF_CONTRACT)
 

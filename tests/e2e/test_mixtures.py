@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.quant.scheme import QuantizedWeight
 from tests.e2e.test_distill import DISTILL
 from tests.e2e.test_ranks import METHODS, alone, digest, launch
 from tests.e2e.test_run import KILLED_AT
 from tests.support.processes import run_alone
 from tests.support.slow import slow
-from tests.support.tiny_moe import write_tiny_moe
+from tests.support.tiny_moe import ON_LATENTS, write_tiny_moe
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Recipe = Callable[..., Path]
@@ -99,6 +102,37 @@ def test_pruned_distilled_quantized_exported_and_validated_twice(
     card = (work / "one" / "evidence" / "README.md").read_text()
     assert "3 of 4 experts" in card
     assert "| layer | experts | fewest |" in card
+
+
+def test_experts_that_act_on_latents_are_pruned_quantized_exported_and_validated(
+    recipe: Recipe, command: Command, model_dir: Path, work: Path
+) -> None:
+    model = write_tiny_moe(work / "latents", model_dir, config=ON_LATENTS)
+    path = recipe(
+        model=str(model),
+        stages=[
+            CALIBRATE,
+            {"kind": "prune", "experts": {"keep": 3}},
+            {"kind": "quantize", **METHODS["balanced"], "experts": {"min_tokens": 300}},
+            EXPORT,
+            {**VALIDATE, "gates": {"size_ratio": 0.9, "ppl_ratio": 2.0}},
+        ],
+    )
+    code, _, err = command("run", path, "--run-dir", work / "run", "--json")
+    assert code == 0, err
+    exported = open_checkpoint(open_artifact(work / "run" / "artifacts" / "export").path)
+    assert [layer.experts and layer.experts.num_experts for layer in exported.arch.layers] == [
+        None,
+        3,
+        None,
+        None,
+        3,
+    ]
+    assert {each.latent_size for each in (layer.experts for layer in exported.arch.layers) if each} == {128}
+    layer, before = exported.layer(4), Checkpoint(model).layer(4)
+    for name in ("moe.latent_in.weight", "moe.latent_out.weight"):
+        assert torch.equal(torch.as_tensor(layer[name]), torch.as_tensor(before[name]))
+    assert isinstance(layer["moe.experts.2.up.weight"], QuantizedWeight)
 
 
 def test_experts_without_a_token_are_named(

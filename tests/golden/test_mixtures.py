@@ -52,6 +52,7 @@ EXPORTED = [
     ("qwen3_next", "W4A16_G128"),
     ("lfm2_moe", "FP8_DYNAMIC"),
     ("nemotron_h-experts", "W4A16_G128"),
+    ("nemotron_h-latents", "FP8_DYNAMIC"),
     ("laguna-by-default", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {

@@ -202,6 +202,34 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(experts=Experts(6, 3, 32, score="softmax_topk", router_bias=True, expert_bias=True)),
         ),
     },
+    "experts that act on latents": {
+        "layers": (
+            tiny_shape(experts=Experts(6, 2, 48, shared_size=96, latent_size=40)),
+            tiny_shape(experts=Experts(5, 3, 32, latent_size=80, latent_bias=True)),
+        ),
+    },
+    "experts without gates that act on latents": {
+        "activation": "relu2",
+        "block": "sandwich",
+        "ffn_bias": True,
+        "layers": (
+            tiny_shape(
+                gated=False,
+                experts=Experts(
+                    8,
+                    4,
+                    32,
+                    shared_size=64,
+                    score="sigmoid",
+                    renormalize=True,
+                    scale=5.0,
+                    selection_bias=True,
+                    latent_size=16,
+                    latent_bias=True,
+                ),
+            ),
+        ),
+    },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
     "rope of a part of each head": {"layers": (tiny_shape(rope=Rope(10000.0, rotary_dim=8)),)},
     "rope of the leading part of each head": {

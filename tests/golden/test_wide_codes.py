@@ -88,6 +88,24 @@ def test_codes_of_gates_of_heads_are_widened_beside_codes_that_stay(tmp_path: Pa
     assert torch.equal(own, torch.as_tensor(expected["attn.head_gate.weight"]).to(torch.bfloat16))
 
 
+def test_codes_of_the_linears_around_experts_that_act_on_latents_are_widened(tmp_path: Path) -> None:
+    changes = {
+        **CASES["nemotron_h-latents"][1],
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_latent_size": 128,
+        "mamba_head_dim": 32,
+        "head_dim": 32,
+    }
+    theirs, meant = stored(tmp_path, BLOCKS, family="nemotron_h", **changes)
+    layer, expected = open_checkpoint(theirs).layer(0), open_checkpoint(meant).layer(0)
+    assert isinstance(layer["moe.experts.1.up.weight"], QuantizedWeight)
+    for name in ("moe.latent_in.weight", "moe.latent_out.weight"):
+        own = layer[name]
+        assert isinstance(own, torch.Tensor)
+        assert torch.equal(own, torch.as_tensor(expected[name]).to(torch.bfloat16))
+
+
 def test_float16_holds_no_layout(tmp_path: Path) -> None:
     theirs, _ = stored(tmp_path, LAYOUT, powers_of_two=True)
     config = json.loads((theirs / "config.json").read_text())

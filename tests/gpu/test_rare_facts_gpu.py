@@ -47,6 +47,7 @@ SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
 WHOLE_GROUPS = replace(SIGMOID, expert_size=128, shared_size=256)
+ON_LATENTS = replace(WHOLE_GROUPS, num_experts=64, top_k=22, latent_size=128)
 OF_GRANITE = Experts(16, 4, 128, shared_size=256, score="softmax_topk")
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
 PLAIN_QUERIES = replace(
@@ -201,6 +202,13 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(HALF, only_half="ffn"),
             replace(HALF, rope=None),
             replace(HALF, only_half="ffn", experts=WHOLE_GROUPS, intermediate_size=128),
+        ),
+    },
+    "nemotron 3 super": {
+        "activation": "relu2",
+        "layers": (
+            replace(HALF, rope=None),
+            replace(HALF, only_half="ffn", experts=ON_LATENTS, intermediate_size=128),
         ),
     },
     "apertus": {

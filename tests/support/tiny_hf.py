@@ -1225,6 +1225,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h-latents": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 24,
+            "routed_scaling_factor": 5.0,
+        },
+    ),
+    "nemotron_h-latents-biases": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
+            "layers_block_type": ["full_attention", "moe", "linear_attention"],
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 80,
+            "mlp_bias": True,
+        },
+    ),
     "arcee": ("arcee", {"mlp_bias": True}),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "apertus-tied-biases": (
@@ -1611,14 +1633,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, of a
-    delta net, or of the FFN of Granite 4 H reads; none for a case without."""
+    delta net, of the FFN of Granite 4 H, or of experts that act on latents reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
         return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head, **shared}
     if "mamba_num_heads" in changes:
         shared = {"moe_shared_expert_intermediate_size": size} if "n_routed_experts" in changes else {}
-        return {"mamba_num_heads": 4, "mamba_head_dim": of_head, **shared}
+        latents = {"moe_latent_size": size} if "moe_latent_size" in changes else {}
+        return {"mamba_num_heads": 4, "mamba_head_dim": of_head, **shared, **latents}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:

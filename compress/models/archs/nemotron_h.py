@@ -11,6 +11,7 @@ from typing import Any
 from compress.errors import UnsupportedArch
 from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.config_facts import only_own_code
+from compress.models.experts import LATENT_IN, LATENT_OUT, MAX_EXPERT_SIZE
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import FULL, LINEAR
 from compress.models.mamba2_config import (
@@ -26,6 +27,7 @@ from compress.untrusted.fields import Fields
 _MOE = "moe"
 _OF_LETTER = {"M": LINEAR, "*": FULL, "-": "mlp", "E": _MOE}
 _TYPES = {"mamba": LINEAR, "attention": FULL} | {kind: kind for kind in _OF_LETTER.values()}
+_LATENT = "moe_latent_size"
 _PATTERN = "hybrid_override_pattern"
 _LISTS = ("layers_block_type", "layer_types")
 _APART = ExpertLayout({f"{EXPERT}{each}": f"mixer.experts.*.{each}_proj" for each in ("up", "down")})
@@ -86,10 +88,19 @@ def _has_experts(config: Fields, num_layers: int) -> list[bool]:
     return [kind == _MOE for kind in _types_of(config)[:num_layers]]
 
 
+def _latents(config: Fields) -> dict[str, Any]:
+    """Return the facts of the latents that the experts act on (Nemotron 3 Super), none without them."""
+    if not config.has(_LATENT):
+        return {}
+    size = config.integer(_LATENT, 1, MAX_EXPERT_SIZE)
+    return {"latent_size": size, "latent_bias": config.flag("mlp_bias", default=False)}
+
+
 _MIXTURE = Mixture(
     {**SIGMOID_MIXTURE.fields, "shared_size": "moe_shared_expert_intermediate_size"},
     facts=SIGMOID_MIXTURE.facts,
     is_sparse=_has_experts,
+    read_more=_latents,
 )
 
 FAMILIES.add(
@@ -118,6 +129,8 @@ FAMILIES.add(
             "moe.selection_bias": "mixer.gate.e_score_correction_bias",
             "moe.shared.up": "mixer.shared_experts.up_proj",
             "moe.shared.down": "mixer.shared_experts.down_proj",
+            f"moe.{LATENT_IN}": "mixer.fc1_latent_proj",
+            f"moe.{LATENT_OUT}": "mixer.fc2_latent_proj",
         },
         expert_layouts=(_APART,),
         known_fields=MAMBA_FIELDS
@@ -126,6 +139,7 @@ FAMILIES.add(
             "auto_map",
             "expand",
             "mlp_bias",
+            _LATENT,
             "mtp_hybrid_override_pattern",
             "mtp_layers_block_type",
             "num_nextn_predict_layers",
@@ -134,7 +148,6 @@ FAMILIES.add(
         fixed_fields={
             **{name: value for name, value in MAMBA_FIXED.items() if name != "hidden_act"},
             "mamba_hidden_act": "silu",
-            "moe_latent_size": None,
             "n_shared_experts": 1,
             "tie_word_embeddings": False,
             "partial_rotary_factor": 1.0,

@@ -48,6 +48,16 @@ MOE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "dtype": "bfloat16",
 }
+LATENT_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "dtype",
+)
 NUM_SAMPLES = 11
 SEQ_LEN = 13
 SCHEME = SCHEMES["W4A16_G32"]
@@ -231,6 +241,70 @@ def test_an_expert_without_a_token_has_the_moment_of_weighed_inputs(weighed_sour
     assert torch.allclose(half, stats[ALL_TOKENS][SecondMoment].mean() / 4, rtol=1e-5)
     assert torch.allclose(stats["moe_in.5"][SecondMoment].mean(), half, rtol=0.2, atol=0.05)
     assert bool(torch.isfinite(stats["moe_mid.5"][SecondMoment].mean()).all())
+
+
+@pytest.fixture(scope="module")
+def latent_source() -> MemorySource:
+    """A model whose experts act on latents."""
+    sizes = {name: value for name, value in MOE.items() if name in LATENT_SIZES}
+    config = {
+        **sizes,
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "*EE",
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_latent_size": 64,
+    }
+    return tiny_source(tiny_arch(config))
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+def test_an_expert_is_shown_the_latents_of_its_tokens(sees_all: bool, latent_source: MemorySource) -> None:
+    layer = build_decoder(latent_source, dtype=torch.float32, device=torch.device("cpu")).layers[1]
+    layer.moe.taps_see_all = sees_all
+    seen: dict[str, torch.Tensor] = {}
+    layer(inputs(latent_source), torch.arange(SEQ_LEN), FullAttention(), seen.__setitem__)
+    x_TD = seen[ALL_TOKENS].flatten(0, 1)
+    chosen_TR = layer.moe.route(x_TD).experts_TR
+    for expert in range(8):
+        shown = torch.ones(len(x_TD), dtype=torch.bool) if sees_all else (chosen_TR == expert).any(1)
+        expected = (x_TD @ layer.moe.latent_in.weight.T)[shown]
+        assert torch.allclose(seen[f"moe_in.{expert}"], expected, atol=1e-5)
+        mid = layer.moe.experts[expert].mid(expected)
+        assert torch.allclose(seen[f"moe_mid.{expert}"], mid, atol=1e-5)
+
+
+def test_an_expert_without_a_token_has_the_moment_of_latents(latent_source: MemorySource) -> None:
+    layer = build_decoder(latent_source, dtype=torch.float32, device=torch.device("cpu")).layers[1]
+    with torch.no_grad():
+        layer.moe.router.weight.zero_()  # all tokens go to the first two experts
+        layer.moe.selection_bias.zero_()
+    stats = observe_on_one_rank(layer, inputs(latent_source), (SecondMoment,), ExpertPolicy(1, "shrink"))
+    assert stats["moe_in.5"][Tokens].num_tokens == 0
+    all_II = stats["moe_in.0"][SecondMoment].mean()
+    weight_LD = layer.moe.latent_in.weight.double()
+    meant = weight_LD @ stats[ALL_TOKENS][SecondMoment].mean().double() @ weight_LD.T
+    assert torch.allclose(all_II.double(), meant, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(stats["moe_in.5"][SecondMoment].mean(), all_II, rtol=0.2, atol=0.05)
+    assert bool(torch.isfinite(stats["moe_mid.5"][SecondMoment].mean()).all())
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-in-turn", "awq", "balanced"])
+@pytest.mark.parametrize("starved", ["shrink", "all_tokens"])
+def test_experts_that_act_on_latents_are_quantized_and_the_linears_around_them_are_not(
+    method: str, starved: str, latent_source: MemorySource, tmp_path: Path
+) -> None:
+    rows = run(tmp_path, latent_source, method, starved=starved)
+    assert {row["linear"] for row in rows} >= {"moe.experts.7.up", "moe.experts.0.down", "moe.shared.up"}
+    weights = load_weights(tmp_path / layer_name(1), SCHEME)
+    before = latent_source.layer(1)
+    for name in ("moe.latent_in.weight", "moe.latent_out.weight"):
+        assert torch.equal(torch.as_tensor(weights[name]), torch.as_tensor(before[name]))
+    up = weights["moe.experts.3.up.weight"]
+    assert isinstance(up, QuantizedWeight)
+    assert up.shape == (32, 64)
 
 
 @pytest.mark.parametrize("method", ["gptq", "balanced"])

@@ -104,6 +104,16 @@ def test_a_dense_first_layer_and_the_experts_of_the_others_are_listed() -> None:
     assert all(row.problem.sinks for row in rows if row.problem.op.startswith("attention"))
 
 
+def test_experts_that_act_on_latents_are_as_wide_as_these_and_their_router_as_the_model() -> None:
+    latent = replace(EXPERTS, latent_size=32)
+    rows = coverage(MIXTURE.replace(layers=(MIXTURE.layers[0], replace(ARCH.layers[1], experts=latent))), CPU)
+    assert {row.problem.k for row in rows if row.name == "router"} == {128}
+    assert {(row.problem.n, row.problem.k) for row in rows if row.name == "experts"} == {(32, 96)}
+    schemes = {row.problem.scheme for row in rows if row.name == "experts"}
+    assert "W4A16_G32" in schemes
+    assert "W4A16_G64" not in schemes
+
+
 def test_experts_in_groups_that_are_no_power_of_two_fall_back_in_prompts() -> None:
     hopper = KernelDevice("cuda", 90, torch.bfloat16)
     for count, groups, refused in ((96, 6, True), (96, 8, False), (64, 8, False)):

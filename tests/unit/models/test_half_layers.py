@@ -26,6 +26,7 @@ from compress.models.layer_shape import LayerShape
 from compress.models.pruning import LayerSubset, with_layers
 from compress.models.tap import no_tap
 from compress.models.weights import MemorySource, WeightSource, build_decoder
+from compress.untrusted.fields import Fields
 from tests.support.halved_source import HalfKept, HalfSilenced, Halved, halved_arch
 from tests.support.tiny_decoder import tiny_checkpoint, tiny_decoder, tiny_tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
@@ -118,6 +119,49 @@ def test_a_layer_of_each_letter_has_the_linears_of_its_half_alone(letter: str) -
     assert layer.cached_numbers == (2 * 2 * 8 if letter == "*" else 0)
     assert bool(layer.attention_groups) == layer.has_mixer
     assert layer.rope is None
+
+
+def test_experts_that_act_on_latents_read_and_write_these_and_the_shared_one_the_stream() -> None:
+    config = stated("E", moe_latent_size=12, mlp_bias=True)
+    arch = read(config)
+    (layer,) = arch.layers
+    assert layer.linear_shape("moe.experts.1.up", 32) == (24, 12)
+    assert layer.linear_shape("moe.experts.1.down", 32) == (12, 24)
+    assert layer.linear_shape("moe.shared.up", 32) == (40, 32)
+    assert layer.linear_shape("moe.shared.down", 32) == (32, 40)
+    assert list(layer.linears) == list(LINEARS["E"])
+    own = {name: shape for name, shape in layer.dense_shapes(32).items() if ".latent_" in name}
+    assert own == {
+        "moe.latent_in.weight": (12, 32),
+        "moe.latent_in.bias": (12,),
+        "moe.latent_out.weight": (32, 12),
+        "moe.latent_out.bias": (32,),
+    }
+    assert layer.experts is not None
+    assert layer.experts.changes_input
+    again = family_of(config).write_config(arch)
+    assert again["moe_latent_size"] == 12
+    assert facts(again) == arch.replace(config={})
+    assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
+    with torch.device("meta"):
+        decoder = Decoder(arch)
+    assert arch.num_params == sum(each.numel() for each in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"latent_size": 8, "branch_norms": True}, "latent_size"),
+        ({"latent_size": 8, "weighs_input": True, "top_k": 1, "score": "sigmoid"}, "latent_size"),
+        ({"latent_bias": True}, "latent_size"),
+        ({"latent_size": -1}, "latent_size"),
+    ],
+    ids=str,
+)
+def test_latents_beside_facts_that_they_exclude_are_refused(changes: dict[str, Any], named: str) -> None:
+    stored = {"num_experts": 4, "top_k": 2, "expert_size": 16, "shared_size": 16, **changes}
+    with pytest.raises(StorageError, match=named):
+        Experts.from_json(Fields(stored, "a manifest", StorageError))
 
 
 def test_the_units_of_experts_without_gates_are_all_ups_and_all_downs() -> None:
@@ -290,7 +334,8 @@ def logits(source: WeightSource) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("moe_latent_size", 16),
+        ("moe_latent_size", 0),
+        ("moe_latent_size", "16"),
         ("n_shared_experts", 2),
         ("n_shared_experts", 0),
         ("partial_rotary_factor", 0.5),
@@ -530,14 +575,36 @@ ON_DISK = {
 """The tensors of a layer beside `norm.weight`, from the index of Nemotron 3 Nano on the hub."""
 
 
+def _biases(letter: str, *, with_biases: bool) -> list[str]:
+    """Return the biases that `mlp_bias` gives an FFN, and a shared expert."""
+    module = {"-": "mixer.", "E": "mixer.shared_experts."}.get(letter)
+    return [f"{module}{each}_proj.bias" for each in ("up", "down")] if with_biases and module else []
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     files = directory.glob("*.safetensors")
     return {name: each for file in files for name, each in load_file(file).items()}
 
 
+OF_LATENTS = {f"mixer.{name}_latent_proj" for name in ("fc1", "fc2")}
+"""The further modules of a mixture in the index of Nemotron 3 Super."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "leaves"),
+    [
+        ({}, ()),
+        ({"moe_latent_size": 12}, ("weight",)),
+        ({"moe_latent_size": 40, "mlp_bias": True}, ("weight", "bias")),
+    ],
+    ids=["without latents", "latents", "latents with biases"],
+)
 @pytest.mark.parametrize("pattern", ["ME*-", "-*EM"])
-def test_tensors_have_the_names_of_the_hub_and_are_read_back(pattern: str, tmp_path: Path) -> None:
-    arch = read(stated(pattern))
+def test_tensors_have_the_names_of_the_hub_and_are_read_back(
+    pattern: str, changes: dict[str, Any], leaves: tuple[str, ...], tmp_path: Path
+) -> None:
+    arch = read(stated(pattern, **changes))
+    of_letter = {**ON_DISK, "E": ON_DISK["E"] | {f"{name}.{leaf}" for name in OF_LATENTS for leaf in leaves}}
     tensors = tensors_of(tiny_checkpoint(tmp_path, arch))
     assert tensors.keys() == {
         "backbone.embeddings.weight",
@@ -546,7 +613,7 @@ def test_tensors_have_the_names_of_the_hub_and_are_read_back(pattern: str, tmp_p
         *(
             f"backbone.layers.{idx}.{name}"
             for idx, letter in enumerate(pattern)
-            for name in ("norm.weight", *ON_DISK[letter])
+            for name in ("norm.weight", *of_letter[letter], *_biases(letter, with_biases="bias" in leaves))
         ),
     }
     source = MemorySource(tiny_decoder(arch), dtype=torch.float32)
@@ -581,6 +648,9 @@ WHOLE: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
             tiny_shape(experts=Experts(4, 2, 24, shared_size=40)),
         )
+    },
+    "experts on latents": {
+        "layers": (tiny_shape(experts=Experts(4, 2, 24, shared_size=40, latent_size=16, latent_bias=True)),)
     },
     "keys of another": {"layers": (tiny_shape(), tiny_shape(kv_source=0))},
     "sinks": {"layers": (tiny_shape(), tiny_shape()), "attn_sinks": True, "norm_offset": 1.0},

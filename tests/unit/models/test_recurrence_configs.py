@@ -69,6 +69,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "hybrid_override_pattern": "M*-M",
     },
+    "nemotron_h-latents": {
+        **SIZES,
+        "model_type": "nemotron_h",
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 12,
+        "hybrid_override_pattern": "M*EM",
+    },
 }
 each_mamba = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 

@@ -63,9 +63,11 @@ MAMBA = tiny_shape(
 )
 FFN = tiny_shape(only_half="ffn", gated=False)
 SPARSE = replace(FFN, experts=MIXTURE)
+ON_LATENTS = replace(FFN, experts=replace(MIXTURE, latent_size=32))
 LAYERS = {
     "attention and ffns": (FFN, ATTENTION, FFN, ATTENTION, FFN),
     "like nemotron 3": (MAMBA, SPARSE, ATTENTION, SPARSE),
+    "like nemotron 3 super": (MAMBA, ON_LATENTS, ATTENTION, ON_LATENTS),
     "like nemotron 2": (MAMBA, FFN, MAMBA, ATTENTION, FFN),
 }
 each_model = pytest.mark.parametrize("layers", LAYERS)
@@ -183,7 +185,7 @@ def test_a_cache_has_bytes_of_layers_with_attention_alone(layers: str, kv_format
     assert cache.block_bytes == SIZE * kv_bytes_per_token(arch, kv_format)
     for idx, layer in enumerate(LAYERS[layers]):
         kept = cache.layer(idx)
-        assert (kept is None) == (layer in (FFN, SPARSE))
+        assert (kept is None) == (layer in (FFN, SPARSE, ON_LATENTS))
         assert isinstance(kept, RecurrentStates) == (layer is MAMBA)
 
 

@@ -52,6 +52,20 @@ GEMMA4 = {
     "attention_k_eq_v": True,
     "tie_word_embeddings": False,
 }
+LATENTS = {
+    **{key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "rms_norm_eps")},
+    "model_type": "nemotron_h",
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 1,
+    "hybrid_override_pattern": "*EM",
+    "num_hidden_layers": 3,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+    "mlp_bias": True,
+}
 SOME_DENSE = MOE | {"mlp_only_layers": [1]}
 
 
@@ -91,7 +105,11 @@ def scores_by_hooks(decoder: Decoder, tokens: torch.Tensor) -> list[torch.Tensor
             ):
                 for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
                     ffn = moe.experts[expert]
-                    sums[expert] += weight * float(ffn.down(ffn.mid(x_TD[token])).norm())
+                    if moe.facts.latent_size:
+                        out_L = ffn.down(ffn.mid(moe.latent_in(x_TD[token])))
+                        sums[expert] += weight * float((moe.latent_out.weight @ out_L).norm())
+                    else:
+                        sums[expert] += weight * float(ffn.down(ffn.mid(x_TD[token])).norm())
                     counts[expert] += 1
 
         layer.moe.register_forward_pre_hook(look)
@@ -100,8 +118,9 @@ def scores_by_hooks(decoder: Decoder, tokens: torch.Tensor) -> list[torch.Tensor
     return [each if isinstance(each, torch.Tensor) else each[0] / each[1].clamp(min=1) for each in found]
 
 
-def test_scores_are_the_mean_weighted_norms_of_the_outputs(tmp_path: Path) -> None:
-    arch = tiny_arch(MOE, dtype="float32")
+@pytest.mark.parametrize("config", [MOE, LATENTS])
+def test_scores_are_the_mean_weighted_norms_of_the_outputs(config: dict[str, object], tmp_path: Path) -> None:
+    arch = tiny_arch(config, dtype="float32")
     source = Checkpoint(tiny_checkpoint(tmp_path / "model", arch))
     tokens = tiny_tokens(arch, 3, 10)
     ours = expert_scores(source, tokens, Context("cpu", 0, tmp_path), compute_dtype=torch.float32)
@@ -110,7 +129,7 @@ def test_scores_are_the_mean_weighted_norms_of_the_outputs(tmp_path: Path) -> No
         assert torch.allclose(one.float(), other, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [MOE, GLM, GEMMA4, SOME_DENSE])
+@pytest.mark.parametrize("config", [MOE, GLM, GEMMA4, SOME_DENSE, LATENTS])
 def test_the_stage_leaves_a_model_of_the_best_experts(config: dict[str, object], tmp_path: Path) -> None:
     directory = stage(tmp_path, {"experts": {"keep": 0.75}}, config)
     source = Checkpoint(tmp_path / "model")
