@@ -104,7 +104,16 @@ INPUTS = {
 }
 """(another program, scheme) -> how it rounds on a CPU; where there is none, inputs stay as they are. vLLM
 takes FP8 in blocks as weights only there. `transformers` does as compressed-tensors 0.20."""
-FLAT_SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "ernie4_5_moe", "afmoe", "flint", "laguna")
+FLAT_SHARED = (
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "ernie4_5_moe",
+    "afmoe",
+    "flint",
+    "laguna",
+    "cohere2_moe",
+)
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
 ONE_HEAD = "attn.kv_up."

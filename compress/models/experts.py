@@ -49,6 +49,7 @@ class Experts:
         expert_size: FFN channels of one expert.
         shared_size: FFN channels of the expert that every token goes through, 0 for none.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a linear of its input.
+        shared_scale: factor of the shared expert's output.
         score: `softmax` over all experts, `sigmoid` of each, or `softmax_topk`, over those chosen.
         renormalize: divide the weights of the chosen experts by their sum, which is one with `softmax_topk`.
         scale: factor of all weights.
@@ -75,6 +76,7 @@ class Experts:
     expert_size: int
     shared_size: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
     score: str = "softmax"
     renormalize: bool = False
     scale: float = 1.0
@@ -99,6 +101,7 @@ class Experts:
         assert self.group_best in (1, 2)
         assert not self.weighs_input or (self.top_k == 1 and self.score == "sigmoid" and not self.renormalize)
         assert not self.branch_norms or self.shared_size
+        assert self.shared_scale == 1 or (self.shared_size and not self.shared_gate and not self.branch_norms)
         assert not self.latent_size or not (self.branch_norms or self.weighs_input)
         assert self.latent_size or not self.latent_bias
 
@@ -201,7 +204,8 @@ class Experts:
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
-        facts["scale"] = stored.number("scale", -MAX_SCALE, MAX_SCALE, default=1.0)
+        for name in ("scale", "shared_scale"):
+            facts[name] = stored.number(name, -MAX_SCALE, MAX_SCALE, default=1.0)
         return checked(facts, stored)
 
 
@@ -215,6 +219,9 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
     if facts.get("branch_norms") and not facts.get("shared_size"):
         raise stated.wrong("shared_size", 0, "at least 1 where branches are normed apart")
+    apart = facts.get("shared_gate") or facts.get("branch_norms") or not facts.get("shared_size")
+    if facts.get("shared_scale", 1.0) != 1 and apart:
+        raise stated.wrong("shared_scale", facts["shared_scale"], "1 but for a shared expert without a gate")
     if facts.get("weighs_input") and top_k != 1:
         raise stated.wrong("top_k", top_k, "1 where a router weighs the inputs of experts")
     if facts.get("weighs_input") and (facts["score"] != "sigmoid" or facts.get("renormalize")):

@@ -177,6 +177,8 @@ class Family(DiskNames):
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)
         facts = self.facts(config)
+        if "norm_eps" not in facts:
+            facts["norm_eps"] = config.number("rms_norm_eps", 0, 1)
         activation = facts.pop("activation", activation_of(config))
         if activation == XIELU and "ffn.alpha_p" not in self.layer_modules:
             name = self.spelled.get("hidden_act", "hidden_act")
@@ -212,7 +214,6 @@ class Family(DiskNames):
                 facts.pop("max_position", MAX_POSITIONS),
             ),
             layers=self.shapes(config, self._with_own_heads(config, layers)),
-            norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=activation,
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),

@@ -248,6 +248,6 @@ class Moe(nn.Module):
         tap(SHARED_MID, mid_TF)
         out_TD = self.shared.down(mid_TF).to(torch.promote_types(torch.float32, x_TD.dtype))
         if not self.facts.shared_gate:
-            return out_TD
+            return out_TD if self.facts.shared_scale == 1 else out_TD * self.facts.shared_scale
         gate_T1 = F.linear(x_TD.to(out_TD.dtype), self.shared_gate.weight.to(out_TD.dtype))
         return torch.sigmoid(gate_T1) * out_TD

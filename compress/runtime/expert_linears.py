@@ -141,14 +141,14 @@ class ExpertLinears:
         *,
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
-        shared_weight_T1: Tensor | None = None,
+        shared_weight: Tensor | float | None = None,
     ) -> Tensor:
         """Return the output [T, L] of the whole mixture for normalized rows; `router_input` are those of the
-        router where it has its own, and `shared_weight` the weights of the shared expert among the others,
-        where it has a gate."""
+        router where it has its own, and `shared_weight` the weight of the shared expert among the others, or
+        those [T, 1] of its gate, None for 1."""
         ids_TK, weights_TK = self.route(x_TD if router_input is None else router_input, phase)
-        if shared_weight_T1 is not None:
-            weights_TK[:, -self.num_shared :] = shared_weight_T1
+        if shared_weight is not None:
+            weights_TK[:, -self.num_shared :] = shared_weight
         if self.facts.weighs_input:
             x_TD = weighed(x_TD, weights_TK.squeeze(1))
             weights_TK = torch.ones_like(weights_TK)

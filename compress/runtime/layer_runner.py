@@ -214,11 +214,12 @@ class LayerRunner:
         assert layer.experts is not None
         assert isinstance(rows, Tensor)
         joins = layer.experts.has_shared(phase)
-        gate_T1 = None
+        scale = layer.experts.facts.shared_scale
+        gate_T1: Tensor | float | None = None if scale == 1 else scale
         if layer.shared_gate is not None:
             gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
         if joins:
-            return layer.experts(rows, phase, residual=residual, shared_weight_T1=gate_T1)
+            return layer.experts(rows, phase, residual=residual, shared_weight=gate_T1)
         if gate_T1 is not None:
             shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
             residual = shared_TD if residual is None else residual + shared_TD

@@ -65,6 +65,7 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
         "laguna",
+        "cohere2_moe",
     ),
     "language-model-only": (
         "qwen3_5",

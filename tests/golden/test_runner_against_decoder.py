@@ -307,6 +307,17 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunks of a block": {"layers": (tiny_shape(chunk=16), tiny_shape())},
     "chunks of several blocks": {"layers": (tiny_shape(chunk=48), tiny_shape(chunk=64))},
     "capped scores in chunks": {"attn_softcap": 0.7, "layers": (tiny_shape(chunk=32),)},
+    "experts beside attention": {
+        "block": "parallel",
+        "norm": "layer",
+        "layers": (
+            tiny_shape(rope=None),
+            tiny_shape(experts=Experts(6, 2, 48, score="sigmoid"), window=40),
+            tiny_shape(
+                experts=Experts(5, 2, 32, shared_size=64, scale=0.5, shared_scale=0.5, score="softmax_topk")
+            ),
+        ),
+    },
     "experts of weighed inputs": {"layers": (tiny_shape(experts=WEIGHED), tiny_shape())},
     "gemma 2": {
         "norm_offset": 1.0,

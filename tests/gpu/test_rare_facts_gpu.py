@@ -268,6 +268,24 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, output_gate=True, rope=None),
         ),
     },
+    "command a plus": {
+        "block": "parallel",
+        "layers": (
+            LAYER,
+            replace(
+                LAYER,
+                rope=None,
+                experts=replace(WHOLE_GROUPS, scale=0.5, shared_scale=0.5),
+                intermediate_size=128,
+            ),
+            replace(
+                LAYER,
+                window=50,
+                experts=replace(SIGMOID, expert_size=128, shared_size=0),
+                intermediate_size=128,
+            ),
+        ),
+    },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 each_fact = pytest.mark.parametrize("facts", FACTS)
