@@ -269,10 +269,10 @@ class LayerRunner:
         )
 
     def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
-        """Return the inputs of q, k, v and of gate, up where one norm serves both."""
+        """Return the inputs of q, k, v and of gate, up, or of experts, where one norm serves both."""
         norm = layer.attn_norm
         assert norm is not None
-        qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, layer.gate_up))
+        qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, ffn_reader(layer).linear))
         if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
             return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
         quant = qkv.quant if _same_quant(qkv.quant, gate_up.quant) else None

@@ -111,7 +111,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 32
+    assert len(known_models()) == 34
 
 
 @pytest.mark.usefixtures("no_network")
