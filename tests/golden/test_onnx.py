@@ -75,6 +75,7 @@ REFUSED = {
         "glm4v",
         "glm46v",
         "gemma4_unified",
+        "glm_ocr",
         "idefics3",
     ),
     "activation": ("apertus",),

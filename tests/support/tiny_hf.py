@@ -103,6 +103,10 @@ CONFIGS: dict[str, Any] = {
     "llava_onevision": transformers.LlavaOnevisionConfig,
     "idefics3": transformers.Idefics3Config,
     "smolvlm": transformers.SmolVLMConfig,
+    "paddleocr_vl": transformers.PaddleOCRVLConfig,
+    "glm_ocr": transformers.GlmOcrConfig,
+    "lfm2_vl": transformers.Lfm2VlConfig,
+    "lfm3_vl": transformers.Lfm3VlConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -243,6 +247,18 @@ AROUND: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "paddleocr_vl": {"vision_config": _VISION, **_QWEN_IDS},
+    "glm_ocr": _GLM4V,
+    "lfm2_vl": {
+        "vision_config": {"model_type": "siglip2_vision_model", "num_patches": 4, **_VISION},
+        "projector_hidden_size": 32,
+        "image_token_id": 97,
+    },
+    "lfm3_vl": {
+        "vision_config": {**_VISION, "num_hidden_layers": 3, "num_key_value_heads": 1},
+        "projector_hidden_size": 32,
+        **_QWEN_IDS,
+    },
 }
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -1577,6 +1593,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2", "tie_word_embeddings": True}),
     "idefics3": ("idefics3", {"rms_norm_eps": 1e-5}),
     "smolvlm": ("smolvlm", {"head_dim": 16, "tie_word_embeddings": True}),
+    "paddleocr_vl": ("paddleocr_vl", {"head_dim": 12, "use_bias": True}),
+    "paddleocr_vl-tied": (
+        "paddleocr_vl",
+        {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "glm_ocr": ("glm_ocr", {"head_dim": 16, "rope_parameters": HALF_ROTATED}),
+    "glm_ocr-whole-rotary-tied": ("glm_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_vl-tied": (
+        "lfm2_vl",
+        {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "block_multiple_of": 128, "tie_word_embeddings": True},
+    ),
+    "lfm3_vl": (
+        "lfm3_vl",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    ),
+    "lfm3_vl-tied": (
+        "lfm3_vl",
+        {
+            "head_dim": 16,
+            "conv_L_cache": 3,
+            "layer_types": ["sliding_attention", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -1620,6 +1664,7 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if "depth" in around["vision_config"]:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
+    if "depth" in around["vision_config"] or family == "paddleocr_vl":
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
