@@ -282,7 +282,7 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head})
-            + [f"re:{start_of(part)}\\." for part in untouched if f"{part}.0" not in one_by_one],
+            + [f"re:{start_of(part)}(\\.|$)" for part in untouched if f"{part}.0" not in one_by_one],
             KV_KEY: None,
             "version": FORMAT_VERSION,
             **({"dequantize": True} if at_load else {}),

@@ -70,7 +70,8 @@ class Wrapper(Family):
         stated = self._stated_text(arch.config)
         written = {name: value for name, value in written.items() if name not in _ADDED or name in stated}
         between = [{**_without_shared(each), **ties} for each in self._around(arch.config)[1:]]
-        return _joined([config, *between, {**written, **ties}], path)
+        kind = {"model_type": stated["model_type"]} if "model_type" in stated else {}
+        return _joined([config, *between, {**written, **kind, **ties}], path)
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         text = self._text_of(raw)
