@@ -57,21 +57,24 @@ class Wrapper(Family):
         text = self._text_of(arch.config)
         written = self._inner(text).write_config(arch.replace(config=text))
         path = self._path(arch.config)
-        ties = {_TIES: arch.tied_head}
-        config = {
-            **_without_shared(arch.config),
-            **dict.fromkeys(self.stated_names(_TIES, arch.config), arch.tied_head),
-            "architectures": [self.class_name(arch.config)],
-            "dtype": arch.dtype,
-            **ties,
-        }
+        around = [self._with_tie(each, arch) for each in self._around(arch.config)]
+        around[-1] |= {_TIES: arch.tied_head}
+        config = {**around[0], "architectures": [self.class_name(arch.config)], "dtype": arch.dtype}
         if not path:
             return {**config, **written, **{name: config[name] for name in ("architectures", "model_type")}}
         stated = self._stated_text(arch.config)
-        written = {name: value for name, value in written.items() if name not in _ADDED or name in stated}
-        between = [{**_without_shared(each), **ties} for each in self._around(arch.config)[1:]]
-        kind = {"model_type": stated["model_type"]} if "model_type" in stated else {}
-        return _joined([config, *between, {**written, **kind, **ties}], path)
+        stated_here = {name for name in _ADDED if stated.get(name) is not None}
+        written = {key: value for key, value in written.items() if key not in _ADDED or key in stated_here}
+        if "model_type" in stated:
+            written["model_type"] = stated["model_type"]
+        if len(path) > 1 and _TIES not in stated:
+            del written[_TIES]
+        return _joined([config, *around[1:], written], path)
+
+    def _with_tie(self, config: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
+        """Return a config around the text config with the tie of a model where it states one."""
+        names = [name for name in self.stated_names(_TIES, config) if name in config]
+        return {**_without_shared(config), **dict.fromkeys(names, arch.tied_head)}
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         text = self._text_of(raw)

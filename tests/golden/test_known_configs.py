@@ -23,7 +23,7 @@ from compress.models.config_notes import unread_note
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_hf import TEXT_FAMILIES
+from tests.support.tiny_hf import BY_ANOTHER_NAME, TEXT_FAMILIES
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -33,9 +33,6 @@ ROWS: dict[str, dict[str, Any]] = {
 READ = [name for name, row in ROWS.items() if "refused" not in row]
 CODECS = codecs()
 IN_ONE_TENSOR = {"gpt_oss", "granitemoe", "granitemoeshared", "llama4"}
-PUBLISHED_AS = {"vlm": "hyperclovax_vision_v2"}
-"""What transformers calls a `model_type` of checkpoints that have their own code."""
-
 each_row = pytest.mark.parametrize("name", ROWS)
 each_read = pytest.mark.parametrize("name", READ)
 
@@ -72,7 +69,8 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
     assert json.dumps(row["config"]) == before
     assert arch.config == without_layout(row["config"])
     written = family_of(row["config"]).write_config(arch)
-    ours, theirs = (each.get("text_config", each) for each in (written, row["config"]))
+    wholes = [each.get("thinker_config", each) for each in (written, row["config"])]
+    ours, theirs = (each.get("text_config", each) for each in wholes)
     assert {key: ours[key] for key in row["unread"]} == {key: theirs[key] for key in row["unread"]}
     assert family_of(written).read_config(written).replace(config={}) == arch.replace(config={})
 
@@ -81,9 +79,9 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
 def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) -> None:
     config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}
     arch = family_of(config).read_config(config)
-    model_type = PUBLISHED_AS.get(config["model_type"], config["model_type"])
+    model_type = BY_ANOTHER_NAME.get(config["model_type"], config["model_type"])
     theirs = CONFIG_MAPPING[model_type](**json.loads(json.dumps(config)))
-    tied = theirs.tie_word_embeddings
+    tied = getattr(theirs, "thinker_config", theirs).tie_word_embeddings
     theirs = theirs.get_text_config()
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers

@@ -26,7 +26,7 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, para
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, Scheme
-from tests.support.tiny_hf import AROUND, CASES, SMALL, inner_widths, saved, tokens
+from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, inner_widths, saved, tokens
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
 WIDE: dict[str, Any] = {
@@ -187,7 +187,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     opened = open_checkpoint(tmp_path / "out")
     assert opened.schemes[other] == names[other]
     assert last[1] not in opened.schemes
-    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+    model, info = auto_class(CASES[case][0]).from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
     assert not any(
@@ -268,7 +268,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         assert after[name].dtype == before[name].dtype
         assert torch.equal(after[name], before[name])
     assert (found / "preprocessor_config.json").read_text() == '{"size": 28}'
-    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+    model, info = auto_class(CASES[case][0]).from_pretrained(
         found, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
     assert not any(

@@ -112,6 +112,7 @@ CONFIGS: dict[str, Any] = {
     "lighton_ocr": transformers.LightOnOcrConfig,
     "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
     "granite4_vision": transformers.Granite4VisionConfig,
+    "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -264,6 +265,20 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         **_QWEN_IDS,
     },
+    "qwen3_omni_moe": {
+        "vision_config": _QWEN3_VISION,
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "downsample_hidden_size": 16,
+            "num_mel_bins": 16,
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "audio_token_id": 99,
+    },
     "exaone4_5": {
         "vision_config": {
             "depth": 1,
@@ -307,6 +322,8 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
     },
 }
+BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2"}
+"""What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -1731,6 +1748,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite4_vision",
         {"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_omni_moe-some-dense": (
+        "qwen3_omni_moe",
+        {
+            **EXPERTS,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -1783,11 +1813,38 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
+    if family in OF_THINKERS:
+        around["audio_config"]["output_dim"] = stated["hidden_size"]
+        thinker = {"text_config": stated, **around}
+        return CONFIGS[family](thinker_config=thinker, enable_audio_output=False)
     return CONFIGS[family](text_config=stated, **around)
+
+
+OF_THINKERS = ("qwen3_omni_moe",)
+"""Families whose text model is inside of another wrapper, beside one that speaks."""
+
+
+class Thinkers:
+    """Loads models that speak, as what computes their text."""
+
+    @staticmethod
+    def from_config(config: Any, **how: Any) -> Any:
+        model = transformers.AutoModelForMultimodalLM.from_config(config, **how)
+        model.forward = model.thinker.forward
+        return model
+
+    @staticmethod
+    def from_pretrained(path: Path, **how: Any) -> Any:
+        found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
+        model = found[0] if isinstance(found, tuple) else found
+        model.forward = model.thinker.forward
+        return found
 
 
 def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
+    if family in OF_THINKERS:
+        return Thinkers
     if family in AROUND:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
