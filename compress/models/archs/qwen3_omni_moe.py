@@ -1,6 +1,6 @@
 """Qwen3-Omni (arXiv 2509.17765): the text model is that of its thinker, Qwen3's mixture of experts. Its rope
 has sections for the time, height and width of a token, which are equal for text: it is the plain rope there.
-What speaks (the talker) is untouched."""
+The talker, which makes sound of it, is untouched."""
 
 from dataclasses import replace
 
