@@ -61,7 +61,7 @@ def write_format(
             head=config_name("head"),
             linears=list(dict.fromkeys(linears)),
             untouched=[
-                *family.untouched,
+                *family.untouched_modules,
                 *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
             ],
         )

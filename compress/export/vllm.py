@@ -32,6 +32,9 @@ UNKNOWN = {
     "flint": "it knows no model_type flint",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
     "lfm3": "it knows no model_type lfm3",
+    "lfm3_vl": "it knows no model_type lfm3_vl",
+    "vlm": "it knows the model_type vlm by the code of a checkpoint only",
+    "hyperclovax_vision_v2": "it knows no model_type hyperclovax_vision_v2",
     "iquestcoder": "it knows the model_type iquestcoder by the code of a checkpoint only",
 }
 """Families of which vLLM 0.32 loads no checkpoint without code of its own, and why."""

@@ -85,6 +85,7 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
                 by_layer = isinstance(config.get(each), list) and not isinstance(value, list)
                 config[each] = [value] * arch.num_layers if by_layer else value
     config |= dict.fromkeys(family.stated_names("tie_word_embeddings", config), arch.tied_head)
+    config |= family.restated(arch)
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     for name in FIELDS_BY_LAYER:

@@ -66,6 +66,14 @@ class DiskNames:
         """Return whether a tensor on disk is of a part that is none of the language model's."""
         return name in self.untouched or name.startswith(tuple(f"{part}." for part in self.untouched))
 
+    @property
+    def untouched_modules(self) -> tuple[str, ...]:
+        """The parts that are none of the language model's, by their names on disk and by those in memory that
+        differ from them by more than a `model.` in front."""
+        others = [self.to_memory(part) for part in self.untouched]
+        short = {part.removeprefix("model.") for part in self.untouched}
+        return (*self.untouched, *(each for each in others if each.removeprefix("model.") not in short))
+
     def to_disk(self, module: str) -> str:
         """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
         return self._names.module(module)

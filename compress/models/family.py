@@ -55,6 +55,8 @@ ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
 DenseFields = Callable[[Fields, int], Mapping[str, Any]]
 """(config, the channels of a dense FFN) -> the fields that state them."""
+Restated = Callable[[Arch], dict[str, Any]]
+"""facts of a model -> fields of its config that depend on several of them."""
 LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
 """(config, the layers as most families state them) -> those that it states."""
 
@@ -64,6 +66,10 @@ def no_facts(config: Fields) -> dict[str, Any]:
 
 
 def nothing_implied(config: Fields) -> dict[str, Any]:
+    return {}
+
+
+def nothing_restated(arch: Arch) -> dict[str, Any]:
     return {}
 
 
@@ -83,7 +89,7 @@ class Family(DiskNames):
     families, of which the config's names are in `known_fields`, those that the table reads in addition to the
     shapes; of each of `fixed_fields` the decoder computes one value only. `spelled` maps standard names of
     fields to the family's own; `implied` returns the standard fields that follow from older or shorter
-    spellings.
+    spellings, and `restated` the fields to write that follow from several facts.
 
     `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
     layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`). With
@@ -125,6 +131,7 @@ class Family(DiskNames):
     mixture: Mixture | None = None
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
+    restated: Restated = nothing_restated
     aliases: Mapping[str, str] = field(default_factory=dict)
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)

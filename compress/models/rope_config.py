@@ -45,7 +45,7 @@ YARN_FACTOR_NOTE = (
 )
 _BLOCK_ROWS = SCHEMES["FP8_BLOCK"].block_rows
 _TURNS = (1e-6, 1e6)
-_SECTIONS = ("mrope_section", "mrope_interleaved")
+_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
 
 

@@ -4,14 +4,14 @@ The text model is compressed. Every other tensor is untouched: a `WeightSource` 
 under `UNTOUCHED` and its own name, no decoder is built from it, and export writes it back as it was. So the
 result loads in the class of the source.
 
-A wrapper is a `Family` whose shapes are those of the family inside, read from `text_config`, or from the top
-of the config in flat files from before that field existed. On disk its text tensors have the names that the
-vendors published and that `transformers` writes; names that some versions wrote, those of the modules in
-memory, are read too (`in_memory`).
+A wrapper is a `Family` whose shapes are those of the family inside, read from `text_config` or another field
+(`text_paths`), or from the top of the config in flat files from before that field existed. On disk its text
+tensors have the names that the vendors published and that `transformers` writes; names that some versions
+wrote, those of the modules in memory, are read too (`in_memory`).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,10 @@ from compress.models.family import Family
 from compress.models.wide_codes import without_layout
 from compress.untrusted.fields import Fields
 
-TEXT_CONFIG = "text_config"
+FieldPath = tuple[str, ...]
+"""Names of fields, each one inside of that before it."""
+
+_TIES = "tie_word_embeddings"
 _SHARED = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that a text config may leave to it."""
 
@@ -30,18 +33,21 @@ _SHARED = ("dtype", "torch_dtype", "quantization_config")
 class Wrapper(Family):
     """A model around one of `text_families` (the `model_type` of a text config -> its table).
 
+    `text_paths` are the fields that may hold the text config; the first that a config states is read.
     `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
     head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
     config states so, even where the whole states the opposite.
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)
+    text_paths: tuple[FieldPath, ...] = (("text_config",),)
     outside: frozenset[str] = frozenset()
     ties_by_default: bool = False
     text_ties: bool = False
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
-        return "tie_word_embeddings" in raw or self._is_tied_by(self._stated_text(raw))
+        stated = any(name in each for each in self._around(raw) for name in self.stated_names(_TIES, each))
+        return stated or self._is_tied_by(self._stated_text(raw))
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         text = self._text_of(raw)
@@ -50,26 +56,35 @@ class Wrapper(Family):
     def write_config(self, arch: Arch) -> dict[str, Any]:
         text = self._text_of(arch.config)
         written = self._inner(text).write_config(arch.replace(config=text))
-        config = {name: value for name, value in arch.config.items() if name not in _SHARED}
-        config |= {
-            "architectures": [self.class_name(arch.config)],
-            "dtype": arch.dtype,
-            "tie_word_embeddings": arch.tied_head,
-        }
-        if TEXT_CONFIG not in arch.config:
+        path = self._path(arch.config)
+        around = [self._with_tie(each, arch) for each in self._around(arch.config)]
+        around[-1] |= {_TIES: arch.tied_head}
+        config = {**around[0], "architectures": [self.class_name(arch.config)], "dtype": arch.dtype}
+        if not path:
             return {**config, **written, **{name: config[name] for name in ("architectures", "model_type")}}
-        stated = arch.config[TEXT_CONFIG]
-        written = {name: value for name, value in written.items() if name not in _ADDED or name in stated}
-        return {**config, TEXT_CONFIG: {**written, "tie_word_embeddings": arch.tied_head}}
+        stated = self._stated_text(arch.config)
+        stated_here = {name for name in _ADDED if stated.get(name) is not None}
+        written = {key: value for key, value in written.items() if key not in _ADDED or key in stated_here}
+        if "model_type" in stated:
+            written["model_type"] = stated["model_type"]
+        if len(path) > 1 and _TIES not in stated:
+            del written[_TIES]
+        return _joined([config, *around[1:], written], path)
+
+    def _with_tie(self, config: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
+        """Return a config around the text config with the tie of a model where it states one."""
+        names = [name for name in self.stated_names(_TIES, config) if name in config]
+        return {**_without_shared(config), **dict.fromkeys(names, arch.tied_head)}
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         text = self._text_of(raw)
         return self._inner(text).completed(text)
 
     def changed(self, raw: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-        if TEXT_CONFIG not in raw:
+        path = self._path(raw)
+        if not path:
             return {**raw, **fields}
-        return {**raw, TEXT_CONFIG: {**raw[TEXT_CONFIG], **fields}}
+        return _joined([*self._around(raw), {**self._stated_text(raw), **fields}], path)
 
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         text = self._text_of(config)
@@ -88,24 +103,53 @@ class Wrapper(Family):
         """Return the config of the text model, as one of its own would state it."""
         stated = self._stated_text(raw)
         kind = next(iter(self.text_families))
+        ties = self._ties(raw, stated)
         if not stated:
             flat = {name: value for name, value in raw.items() if name not in self.outside}
-            return {**flat, "model_type": kind, "tie_word_embeddings": self._ties(raw, {})}
-        shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
+            return {**flat, "model_type": kind, **dict.fromkeys(self.stated_names(_TIES, raw), ties)}
+        around = self._around(raw)
+        shared = {name: each[name] for each in around for name in _SHARED if each.get(name) is not None}
         own = {name: value for name, value in stated.items() if name not in shared or value is not None}
-        return {"model_type": kind, **shared, **own, "tie_word_embeddings": self._ties(raw, stated)}
+        own |= dict.fromkeys(self.stated_names(_TIES, stated), ties)
+        return {"model_type": kind, **shared, **own, _TIES: ties}
+
+    def _path(self, raw: Mapping[str, Any]) -> FieldPath:
+        """Return the fields to the text config, none of a flat config."""
+        return next((path for path in self.text_paths if self._along(raw, path)[-1]), ())
+
+    def _along(self, raw: Mapping[str, Any], path: FieldPath) -> list[Mapping[str, Any]]:
+        """Return a config and what it has at each of the fields to another."""
+        found = [raw]
+        for name in path:
+            found.append(Fields(found[-1], self._where, UnsupportedArch).mapping(name, default={}))
+        return found
 
     def _stated_text(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        return Fields(raw, self._where, UnsupportedArch).mapping(TEXT_CONFIG, default={})
+        path = self._path(raw)
+        return self._along(raw, path)[-1] if path else {}
+
+    def _around(self, raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the config of the whole, and those between it and the text config."""
+        return self._along(raw, self._path(raw)[:-1])
 
     def _is_tied_by(self, stated: Mapping[str, Any]) -> bool:
-        return self.text_ties and stated.get("tie_word_embeddings") is True
+        return self.text_ties and stated.get(_TIES) is True
 
     def _ties(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
         if self._is_tied_by(stated):
             return True
-        found = [each["tie_word_embeddings"] for each in (raw, stated) if "tie_word_embeddings" in each]
-        return found[0] if found else self.ties_by_default
+        levels = [{**each, **self.aliased(each)} for each in (*reversed(self._around(raw)), stated)]
+        return next((each[_TIES] for each in levels if _TIES in each), self.ties_by_default)
+
+
+def _without_shared(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in _SHARED}
+
+
+def _joined(configs: Sequence[Mapping[str, Any]], path: FieldPath) -> dict[str, Any]:
+    """Return configs as one, in which each has the next at one of the fields."""
+    first, *others = configs
+    return {**first, path[0]: _joined(others, path[1:])} if others else dict(first)
 
 
 _ADDED = ("architectures", "dtype")
@@ -173,3 +217,8 @@ LANGUAGE_MODEL_NAMES: Mapping[str, Any] = {
     "untouched": ("model.visual",),
 }
 """Names of models that are on disk as in memory, with their vision tower in `model.visual`: Qwen3-VL."""
+LLAVA_MODEL_NAMES: Mapping[str, Any] = {
+    **LANGUAGE_MODEL_NAMES,
+    "untouched": ("model.vision_tower", "model.multi_modal_projector"),
+}
+"""Names of models that are on disk as in memory, with the modules of Llava: LFM2-VL."""

@@ -90,7 +90,7 @@ IN_MEMORY = (
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
-RENAMED = ("laguna",)
+RENAMED = ("laguna", "qwen3_omni_moe")
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
 

@@ -37,7 +37,7 @@ STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
     "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2", "lfm3", "nemotron_h"),
     "attention-sinks": ("granite_swa",),
-    "latent-attention": ("youtu", "deepseek_v3-dense", "deepseek_v32-dense"),
+    "latent-attention": ("youtu", "minicpm3", "deepseek_v3-dense", "deepseek_v32-dense"),
     "experts": (
         "qwen3_next",
         "granitemoe",
@@ -76,6 +76,10 @@ REFUSED = {
         "glm4v",
         "glm46v",
         "gemma4_unified",
+        "glm_ocr",
+        "exaone4_5",
+        "lighton_ocr",
+        "hyperclovax_vision",
         "idefics3",
         "muse_glimmer",
     ),

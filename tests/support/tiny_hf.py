@@ -64,6 +64,7 @@ CONFIGS: dict[str, Any] = {
     "lfm3": transformers.Lfm3Config,
     "laguna": transformers.LagunaConfig,
     "hyperclovax": transformers.HyperCLOVAXConfig,
+    "minicpm3": transformers.MiniCPM3Config,
     "solar_open": transformers.SolarOpenConfig,
     "exaone_moe": transformers.ExaoneMoeConfig,
     "hy_v3": transformers.HYV3Config,
@@ -105,6 +106,15 @@ CONFIGS: dict[str, Any] = {
     "idefics3": transformers.Idefics3Config,
     "smolvlm": transformers.SmolVLMConfig,
     "muse_glimmer": transformers.MuseGlimmerConfig,
+    "paddleocr_vl": transformers.PaddleOCRVLConfig,
+    "glm_ocr": transformers.GlmOcrConfig,
+    "lfm2_vl": transformers.Lfm2VlConfig,
+    "lfm3_vl": transformers.Lfm3VlConfig,
+    "exaone4_5": transformers.Exaone4_5_Config,
+    "lighton_ocr": transformers.LightOnOcrConfig,
+    "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
+    "granite4_vision": transformers.Granite4VisionConfig,
+    "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -256,7 +266,77 @@ AROUND: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "paddleocr_vl": {"vision_config": _VISION, **_QWEN_IDS},
+    "glm_ocr": _GLM4V,
+    "lfm2_vl": {
+        "vision_config": {"model_type": "siglip2_vision_model", "num_patches": 4, **_VISION},
+        "projector_hidden_size": 32,
+        "image_token_id": 97,
+    },
+    "lfm3_vl": {
+        "vision_config": {**_VISION, "num_hidden_layers": 3, "num_key_value_heads": 1},
+        "projector_hidden_size": 32,
+        **_QWEN_IDS,
+    },
+    "qwen3_omni_moe": {
+        "vision_config": _QWEN3_VISION,
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "downsample_hidden_size": 16,
+            "num_mel_bins": 16,
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "audio_token_id": 99,
+    },
+    "exaone4_5": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "num_key_value_heads": 1,
+            "fullatt_block_indexes": [0],
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+    },
+    "lighton_ocr": {
+        "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
+        "image_token_id": 97,
+    },
+    "hyperclovax_vision_v2": {
+        "vision_config": {
+            "model_type": "qwen2_5_vl_vision",
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "fullatt_block_indexes": [0],
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+    },
+    "granite4_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION, "hidden_size": 64},
+        "qformer_config": {
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+        "image_token_index": 97,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_vision_layer": -1,
+        "spatial_target_layers": [1],
+    },
 }
+BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2"}
+"""What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -278,6 +358,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
     "kimi_k25": {"num_key_value_heads": 6},
+    "minicpm3": {"num_key_value_heads": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -295,6 +376,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "llava_next": {"model_type": "llama"},
     "idefics3": {"model_type": "llama"},
     "smolvlm": {"model_type": "llama"},
+    "exaone4_5": {"model_type": "exaone4"},
 }
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0}
 LLAMA3 = {
@@ -313,6 +395,13 @@ LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.5],
+    "long_factor": [1.2, 3.0, 7.0],
+}
+LATENT_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
     "short_factor": [1.0, 1.5, 2.5],
     "long_factor": [1.2, 3.0, 7.0],
 }
@@ -1678,6 +1767,101 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "paddleocr_vl": ("paddleocr_vl", {"head_dim": 12, "use_bias": True}),
+    "paddleocr_vl-tied": (
+        "paddleocr_vl",
+        {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "glm_ocr": ("glm_ocr", {"head_dim": 16, "rope_parameters": HALF_ROTATED}),
+    "glm_ocr-whole-rotary-tied": ("glm_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_vl-tied": (
+        "lfm2_vl",
+        {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "block_multiple_of": 128, "tie_word_embeddings": True},
+    ),
+    "lfm3_vl": (
+        "lfm3_vl",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    ),
+    "lfm3_vl-tied": (
+        "lfm3_vl",
+        {
+            "head_dim": 16,
+            "conv_L_cache": 3,
+            "layer_types": ["sliding_attention", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minicpm3": ("minicpm3", {**DENSE_LATENTS, "scale_emb": 3, "dim_model_base": 16}),
+    "minicpm3-longrope": ("minicpm3", {**DENSE_LATENTS, "rope_parameters": LATENT_LONGROPE}),
+    "minicpm3-unscaled-biases": (
+        "minicpm3",
+        {
+            **DENSE_LATENTS,
+            "q_lora_rank": None,
+            "v_head_dim": None,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4_5": ("exaone4_5", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "exaone4_5-tied": (
+        "exaone4_5",
+        {
+            "head_dim": 16,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lighton_ocr": ("lighton_ocr", {"head_dim": 12}),
+    "lighton_ocr-tied": ("lighton_ocr", {"head_dim": 8, "tie_word_embeddings": True}),
+    "hyperclovax_vision_v2": (
+        "hyperclovax_vision_v2",
+        {
+            "embedding_multiplier": 10.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.125,
+        },
+    ),
+    "hyperclovax_vision_v2-tied": (
+        "hyperclovax_vision_v2",
+        {"use_post_norm": False, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "granite4_vision": (
+        "granite4_vision",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "granite4_vision-tied": (
+        "granite4_vision",
+        {"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_omni_moe-some-dense": (
+        "qwen3_omni_moe",
+        {
+            **EXPERTS,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -1706,6 +1890,10 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
+WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope."""
+
+
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
@@ -1722,15 +1910,43 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if "depth" in around["vision_config"]:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
+    if ("depth" in around["vision_config"] or family == "paddleocr_vl") and family not in WITHOUT_SECTIONS:
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
+    if family in OF_THINKERS:
+        around["audio_config"]["output_dim"] = stated["hidden_size"]
+        thinker = {"text_config": stated, **around}
+        return CONFIGS[family](thinker_config=thinker, enable_audio_output=False)
     return CONFIGS[family](text_config=stated, **around)
+
+
+OF_THINKERS = ("qwen3_omni_moe",)
+"""Families whose text model is inside of another wrapper, beside one that speaks."""
+
+
+class Thinkers:
+    """Loads models that speak, as what computes their text."""
+
+    @staticmethod
+    def from_config(config: Any, **how: Any) -> Any:
+        model = transformers.AutoModelForMultimodalLM.from_config(config, **how)
+        model.forward = model.thinker.forward
+        return model
+
+    @staticmethod
+    def from_pretrained(path: Path, **how: Any) -> Any:
+        found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
+        model = found[0] if isinstance(found, tuple) else found
+        model.forward = model.thinker.forward
+        return found
 
 
 def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
+    if family in OF_THINKERS:
+        return Thinkers
     if family in AROUND:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
@@ -1765,19 +1981,27 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
     model = build(family, changes, **how)
     model.save_pretrained(directory, **shard)
     if family in SAVED_OTHERWISE:
-        _rename(directory, *SAVED_OTHERWISE[family])
+        _rename(directory, SAVED_OTHERWISE[family])
     return model
 
 
 # Names that `transformers` 5.23 saves and no checkpoint has: it takes the layers of the text model for those
-# of the vision tower.
-SAVED_OTHERWISE = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
+# of the vision tower, or does not put a prefix back.
+SAVED_OTHERWISE = {
+    "kimi_k25": {"language_model.model.blocks.": "language_model.model.layers."},
+    "hyperclovax_vision_v2": {
+        f"language_model.{part}.": f"language_model.model.{part}."
+        for part in ("layers", "embed_tokens", "norm")
+    },
+}
 
 
-def _rename(directory: Path, saved_prefix: str, prefix: str) -> None:
+def _rename(directory: Path, parts: dict[str, str]) -> None:
     """Give the tensors of a checkpoint of one file other names."""
     file = directory / "model.safetensors"
-    tensors = {name.replace(saved_prefix, prefix): tensor for name, tensor in load_file(file).items()}
+    tensors = load_file(file)
+    for saved_part, part in parts.items():
+        tensors = {name.replace(saved_part, part): tensor for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -23,27 +23,26 @@ def layers_with_rope(config: Fields, num_layers: int) -> list[bool]:
     return [not config.has("sliding_window") or window is not None for window in windows]
 
 
-FAMILIES.add(
-    "exaone4",
-    Family(
-        model_type="exaone4",
-        architecture="Exaone4ForCausalLM",
-        qk_norm=True,
-        windows=windows_by_layer_type,
-        rotated_layers=layers_with_rope,
-        facts=lambda config: {"block": "post"},
-        implied=types_of_layers,
-        layer_modules=POST_NORM_MODULES,
-        known_fields=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 2048,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
-    ),
+EXAONE4 = Family(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    qk_norm=True,
+    windows=windows_by_layer_type,
+    rotated_layers=layers_with_rope,
+    facts=lambda config: {"block": "post"},
+    implied=types_of_layers,
+    layer_modules=POST_NORM_MODULES,
+    known_fields=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
 )
+
+FAMILIES.add("exaone4", EXAONE4)

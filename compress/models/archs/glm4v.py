@@ -8,7 +8,7 @@ from compress.models.family import FAMILIES
 from compress.models.rope_config import rope_of_text
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
 
-_TEXT = replace(
+TEXT = replace(
     GLM4,
     model_type="glm4v_text",
     qkv_bias=True,
@@ -25,6 +25,6 @@ _TEXT = replace(
         "max_position_embeddings": 32768,
     },
 )
-GLM4V = wrapper("glm4v", "Glm4vForConditionalGeneration", _TEXT, text_ties=True, **LANGUAGE_MODEL_NAMES)
+GLM4V = wrapper("glm4v", "Glm4vForConditionalGeneration", TEXT, text_ties=True, **LANGUAGE_MODEL_NAMES)
 
 FAMILIES.add("glm4v", GLM4V)

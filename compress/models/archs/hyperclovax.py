@@ -23,38 +23,37 @@ def _facts(config: Fields) -> dict[str, Any]:
     return {**facts, "block": "sandwich" if config.flag("use_post_norm") else "pre"}
 
 
-FAMILIES.add(
-    "hyperclovax",
-    Family(
-        model_type="hyperclovax",
-        architecture="HyperCLOVAXForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        ffn_bias="mlp_bias",
-        heads_divide_hidden=True,
-        facts=_facts,
-        implied=implies_own_code("HyperCLOVAXConfig", "HyperCLOVAXModel", "HyperCLOVAXForCausalLM"),
-        layer_modules={**LAYER_MODULES, "attn_post_norm": "post_norm1", "ffn_post_norm": "post_norm2"},
-        known_fields=frozenset(
-            {
-                "attention_bias",
-                "mlp_bias",
-                "attention_multiplier",
-                "use_post_norm",
-                "auto_map",
-                *FACTORS.values(),
-            }
-        ),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "use_post_norm": True,
-        },
+HYPERCLOVAX = Family(
+    model_type="hyperclovax",
+    architecture="HyperCLOVAXForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    ffn_bias="mlp_bias",
+    heads_divide_hidden=True,
+    facts=_facts,
+    implied=implies_own_code("HyperCLOVAXConfig", "HyperCLOVAXModel", "HyperCLOVAXForCausalLM"),
+    layer_modules={**LAYER_MODULES, "attn_post_norm": "post_norm1", "ffn_post_norm": "post_norm2"},
+    known_fields=frozenset(
+        {
+            "attention_bias",
+            "mlp_bias",
+            "attention_multiplier",
+            "use_post_norm",
+            "auto_map",
+            *FACTORS.values(),
+        }
     ),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "use_post_norm": True,
+    },
 )
+
+FAMILIES.add("hyperclovax", HYPERCLOVAX)

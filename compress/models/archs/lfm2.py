@@ -98,27 +98,26 @@ def _stated_size(config: Fields, size: int) -> dict[str, Any]:
     return {"intermediate_size": size, _ADJUSTS: False, **older}
 
 
-FAMILIES.add(
-    "lfm2",
-    Family(
-        model_type="lfm2",
-        architecture="Lfm2ForCausalLM",
-        qk_norm=True,
-        recurrence=short_conv_of,
-        implied=_implied,
-        dense_fields=_stated_size,
-        spelled=SPELLED,
-        aliases=ALIASES,
-        outer_modules=OUTER,
-        layer_modules=MODULES,
-        known_fields=CONV_FIELDS | _ADJUSTED | {_ATTENDING, _SIZE, _HEADS},
-        fixed_fields=CONV_FIXED,
-        defaults={
-            **DEFAULTS,
-            "intermediate_size": 12288,
-            _ADJUSTS: True,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_multiple_of": 256,
-        },
-    ),
+LFM2 = Family(
+    model_type="lfm2",
+    architecture="Lfm2ForCausalLM",
+    qk_norm=True,
+    recurrence=short_conv_of,
+    implied=_implied,
+    dense_fields=_stated_size,
+    spelled=SPELLED,
+    aliases=ALIASES,
+    outer_modules=OUTER,
+    layer_modules=MODULES,
+    known_fields=CONV_FIELDS | _ADJUSTED | {_ATTENDING, _SIZE, _HEADS},
+    fixed_fields=CONV_FIXED,
+    defaults={
+        **DEFAULTS,
+        "intermediate_size": 12288,
+        _ADJUSTS: True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    },
 )
+
+FAMILIES.add("lfm2", LFM2)

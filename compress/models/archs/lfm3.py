@@ -45,48 +45,47 @@ def _implied(config: Fields) -> dict[str, Any]:
     return {"layer_types": [LINEAR, *types[1:]]}
 
 
-FAMILIES.add(
-    "lfm3",
-    Family(
-        model_type="lfm3",
-        architecture="Lfm3ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        head_gate=_head_gate,
-        windows=windows_by_layer_type,
-        recurrence=short_conv_of,
-        facts=_facts,
-        implied=_implied,
-        spelled=SPELLED,
-        aliases={"norm_eps": "rms_norm_eps"},
-        outer_modules=OUTER,
-        layer_modules={
-            **MODULES,
-            **{name: LAYER_MODULES[name] for name in ("attn.o", "attn.q_norm", "attn.k_norm")},
-            "attn.head_gate": "self_attn.gate_proj",
-            "attn_post_norm": "post_operator_norm",
-            "ffn_post_norm": "post_ffn_norm",
+LFM3 = Family(
+    model_type="lfm3",
+    architecture="Lfm3ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    head_gate=_head_gate,
+    windows=windows_by_layer_type,
+    recurrence=short_conv_of,
+    facts=_facts,
+    implied=_implied,
+    spelled=SPELLED,
+    aliases={"norm_eps": "rms_norm_eps"},
+    outer_modules=OUTER,
+    layer_modules={
+        **MODULES,
+        **{name: LAYER_MODULES[name] for name in ("attn.o", "attn.q_norm", "attn.k_norm")},
+        "attn.head_gate": "self_attn.gate_proj",
+        "attn_post_norm": "post_operator_norm",
+        "ffn_post_norm": "post_ffn_norm",
+    },
+    in_memory_inside={"self_attn.gate_proj": "self_attn.g_proj"},
+    known_fields=CONV_FIELDS
+    | {_GATE, _POST_NORMS, "attention_bias", "sliding_window", "partial_rotary_factor"},
+    fixed_fields=CONV_FIXED,
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        _GATE: True,
+        _POST_NORMS: True,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
         },
-        in_memory_inside={"self_attn.gate_proj": "self_attn.g_proj"},
-        known_fields=CONV_FIELDS
-        | {_GATE, _POST_NORMS, "attention_bias", "sliding_window", "partial_rotary_factor"},
-        fixed_fields=CONV_FIXED,
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "norm_eps": 1e-5,
-            "head_dim": 128,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 128000,
-            "conv_L_cache": 7,
-            "sliding_window": 256,
-            _GATE: True,
-            _POST_NORMS: True,
-            "rope_parameters": {
-                SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-                FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
-            },
-        },
-    ),
+    },
 )
+
+FAMILIES.add("lfm3", LFM3)

@@ -1,0 +1,18 @@
+"""LightOnOCR (LightOn, arXiv 2601.14251): the text model is `qwen3`."""
+
+from compress.models.archs.qwen2 import DEFAULT_SIZES
+from compress.models.archs.qwen3 import QWEN3
+from compress.models.family import FAMILIES
+from compress.models.wrapper import LANGUAGE_MODEL_NAMES, sized, wrapper
+
+FAMILIES.add(
+    "lighton_ocr",
+    wrapper(
+        "lighton_ocr",
+        "LightOnOcrForConditionalGeneration",
+        sized(QWEN3, **DEFAULT_SIZES, max_position_embeddings=32768),
+        ties_by_default=True,
+        other_names=("LightOnOCRForConditionalGeneration",),
+        **{**LANGUAGE_MODEL_NAMES, "untouched": ("model.vision_encoder", "model.vision_projection")},
+    ),
+)
