@@ -82,8 +82,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     model_type = BY_ANOTHER_NAME.get(config["model_type"], config["model_type"])
     whole = CONFIG_MAPPING[model_type](**json.loads(json.dumps(config)))
     theirs = whole.get_text_config()
-    whole = getattr(whole, "thinker_config", whole)
-    tied = getattr(whole, "tie_word_embeddings", theirs.tie_word_embeddings)
+    stated = getattr(whole, "thinker_config", whole), theirs
+    tied = next(each for each in stated if hasattr(each, "tie_word_embeddings")).tie_word_embeddings
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     assert arch.max_position == min(
