@@ -1534,7 +1534,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "prefix_dense_intermediate_size": 80,
+            "prefix_dense_intermediate_size": 96,
             "intermediate_size": 32,
             "head_dim": 8,
             "sliding_window": 5,
@@ -1565,7 +1565,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "prefix_dense_intermediate_size": 48,
+            "prefix_dense_intermediate_size": 64,
             "intermediate_size": 16,
             "head_dim": 8,
             "sliding_window": 4,
