@@ -104,7 +104,7 @@ class Target:
             states = self._walk(self._decoder, tokens_BS.to(self._place))
             features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
             final_BSD = self._decoder.norm(states[-1])
-            # without the scale that some models have: the head norms it, and reads the matrix itself
+            # without the scale that some models have, because the head norms it
             embedded_BSD = looked_up(self.arch, self._decoder.embed.weight, tokens_BS.to(self._place))
         return embedded_BSD.to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
 

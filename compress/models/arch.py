@@ -208,9 +208,11 @@ class Arch:
 
     @property
     def num_active_linear_params(self) -> int:
-        """Weights of the decoder linears that one token goes through."""
+        """Weights of the decoder linears that one token goes through, and of those around experts on
+        latents."""
         active = 0.0
         for layer in self.layers:
+            active += layer.around_experts(self.hidden_size)
             for name in layer.linears:
                 active += math.prod(layer.linear_shape(name, self.hidden_size)) * layer.token_frac(name)
         return round(active)

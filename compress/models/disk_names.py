@@ -31,8 +31,8 @@ class DiskNames:
     that they store as one with a row for each head, if heads have weights of their own. `in_memory` maps
     prefixes of names on disk to those of modules in `transformers`, where the two differ, and
     `in_memory_inside` maps modules of layers that it alone renames. `untouched` are the parts on disk that
-    are none of the language model's (`wrapper.py`), and tensors whose names match `ignored_tensors` are read
-    by nobody."""
+    are none of the language model's (`wrapper.py`), `untouched_elsewhere` what vLLM calls modules of theirs
+    where that is another name, and tensors whose names match `ignored_tensors` are read by nobody."""
 
     interleaved_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
@@ -46,6 +46,7 @@ class DiskNames:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     in_memory_inside: Mapping[str, str] = field(default_factory=dict)
     untouched: tuple[str, ...] = ()
+    untouched_elsewhere: tuple[str, ...] = ()
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in classes of consumers: what configs call it."""
@@ -68,11 +69,12 @@ class DiskNames:
 
     @property
     def untouched_modules(self) -> tuple[str, ...]:
-        """The parts that are none of the language model's, by their names on disk and by those in memory that
-        differ from them by more than a `model.` in front."""
+        """The parts that are none of the language model's, by their names on disk, by those in memory that
+        differ from them by more than a `model.` in front, and by those of vLLM."""
         others = [self.to_memory(part) for part in self.untouched]
         short = {part.removeprefix("model.") for part in self.untouched}
-        return (*self.untouched, *(each for each in others if each.removeprefix("model.") not in short))
+        in_memory = (each for each in others if each.removeprefix("model.") not in short)
+        return (*self.untouched, *in_memory, *self.untouched_elsewhere)
 
     def to_disk(self, module: str) -> str:
         """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""

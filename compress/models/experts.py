@@ -217,6 +217,8 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
     top_k = facts["top_k"]
     if top_k > num_experts:
         raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
+    if facts.get("shared_size", 0) > MAX_EXPERT_SIZE:
+        raise stated.wrong("shared_size", facts["shared_size"], f"at most {MAX_EXPERT_SIZE}")
     if facts.get("branch_norms") and not facts.get("shared_size"):
         raise stated.wrong("shared_size", 0, "at least 1 where branches are normed apart")
     apart = facts.get("shared_gate") or facts.get("branch_norms") or not facts.get("shared_size")

@@ -102,7 +102,8 @@ class Family(DiskNames):
     layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not return
     several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
-    size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated."""
+    size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated;
+    `layers_are_numbered`: other parts of the model write to some of its layers or read them, by number."""
 
     model_type: str
     architecture: str
@@ -113,6 +114,7 @@ class Family(DiskNames):
     qk_norm: bool | str = False
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
+    layers_are_numbered: bool = False
     windows: Windows = no_window
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
@@ -309,6 +311,10 @@ class Family(DiskNames):
         """Return the names of a config's fields that change nothing, because they have the default or nobody
         reads them; notes on training and token ids are not among them."""
         return self._table_fields.inert_others(config)
+
+    def stated(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of the text model as a config states them."""
+        return raw
 
     def aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a config states by another name."""

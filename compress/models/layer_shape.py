@@ -328,6 +328,10 @@ class LayerShape:
             return 1.0
         return self.experts.top_k / self.experts.num_experts
 
+    def around_experts(self, hidden_size: int) -> int:
+        """Return the weights of the two linears around experts that act on latents."""
+        return 0 if self.experts is None else 2 * hidden_size * self.experts.latent_size
+
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of a canonical linear of this layer."""
         if self.experts is not None and linear.startswith("moe."):

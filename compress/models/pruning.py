@@ -147,7 +147,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     layers = tuple(arch.layers[idx] for idx in kept)
     family = family_of({"model_type": arch.family})
     stated = family.completed(arch.config)
-    found = {name: arch.config.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
+    found = {name: stated.get(name) for name in FIELDS_BY_LAYER}
     by_layer: dict[str, list[Any] | str] = {
         name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)
     }
@@ -159,7 +159,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         for name in INDICES_OF_LAYERS
         if isinstance(stated.get(name), list)
     }
-    if indices and not arch.config.get("layer_types"):  # the indices alone state the types
+    if indices and not family.stated(arch.config).get("layer_types"):  # the indices alone state the types
         by_layer.pop("layer_types", None)
     by_layer |= indices
     if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
@@ -210,6 +210,8 @@ def why_layers_stay(arch: Arch) -> str | None:
     """Return the reason why no layer of a model can be removed, None where some can."""
     if arch.kv_sources:
         return f"the last layers of this {arch.family} model read the keys and values of earlier ones."
+    if family_of({"model_type": arch.family}).layers_are_numbered:
+        return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of a {arch.family} model have embeddings for each of its layers."
     latents = [layer.latent for layer in arch.layers if layer.latent is not None]

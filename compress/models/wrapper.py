@@ -86,6 +86,9 @@ class Wrapper(Family):
             return {**raw, **fields}
         return _joined([*self._around(raw), {**self._stated_text(raw), **fields}], path)
 
+    def stated(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._stated_text(raw) or raw
+
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         text = self._text_of(config)
         return self._inner(text).unread_fields(text)
@@ -104,6 +107,9 @@ class Wrapper(Family):
         stated = self._stated_text(raw)
         kind = next(iter(self.text_families))
         ties = self._ties(raw, stated)
+        if not stated and not self.outside:
+            paths = " or ".join(".".join(path) for path in self.text_paths)
+            raise UnsupportedArch(f"{self._where} has no {paths}, which states the text model.")
         if not stated:
             flat = {name: value for name, value in raw.items() if name not in self.outside}
             return {**flat, "model_type": kind, **dict.fromkeys(self.stated_names(_TIES, raw), ties)}

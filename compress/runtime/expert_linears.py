@@ -122,7 +122,7 @@ class ExpertLinears:
 
     def experts(
         self,
-        x_TD: Tensor,
+        x_TL: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
         phase: Phase,
@@ -131,12 +131,12 @@ class ExpertLinears:
     ) -> Tensor:
         """Return the weighted sum of the experts of each row, [T, L], plus `residual` if given."""
         bound = self.kernels[phase]
-        out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
-        return out_TD
+        out_TL: Tensor = bound.kernel.fn(x_TL, bound.packed, ids_TK, weights_TK, residual_TD=residual)
+        return out_TL
 
     def __call__(
         self,
-        x_TD: Tensor,
+        x_TL: Tensor,
         phase: Phase,
         *,
         router_input: Tensor | None = None,
@@ -146,13 +146,13 @@ class ExpertLinears:
         """Return the output [T, L] of the whole mixture for normalized rows; `router_input` are those of the
         router where it has its own, and `shared_weight` the weight of the shared expert among the others, or
         those [T, 1] of its gate, None for 1."""
-        ids_TK, weights_TK = self.route(x_TD if router_input is None else router_input, phase)
+        ids_TK, weights_TK = self.route(x_TL if router_input is None else router_input, phase)
         if shared_weight is not None:
             weights_TK[:, -self.num_shared :] = shared_weight
         if self.facts.weighs_input:
-            x_TD = weighed(x_TD, weights_TK.squeeze(1))
+            x_TL = weighed(x_TL, weights_TK.squeeze(1))
             weights_TK = torch.ones_like(weights_TK)
-        return self.experts(x_TD, ids_TK, weights_TK, phase, residual=residual)
+        return self.experts(x_TL, ids_TK, weights_TK, phase, residual=residual)
 
     @property
     def weight_bytes(self) -> int:

@@ -123,14 +123,16 @@ def check_bits(kernel: Kernel, device: str, cases: Cases) -> None:
 
 
 def check_sequences_in_turn(kernel: Kernel, device: str, cases: Cases, patch: pytest.MonkeyPatch) -> None:
-    """A launch that takes one sequence after the other finds the bits of one that takes all at once."""
+    """A launch that takes one sequence after the other finds the bits of one that takes all at once, and ends
+    at the first without a row, as a graph has them after the others."""
     case, other = pair(cases, 81)
     found = []
     for most_programs in (chunking.MOST_PROGRAMS, 1):
         patch.setattr(chunking, "MOST_PROGRAMS", most_programs)
         states = slots(case.facts, 2, device)
-        outs = run(kernel, [(case, 1, 0, 70), (other, 2, 0, 15), (other, 3, 0, 1)], states)
-        outs += run(kernel, [(other, 2, 15, 81), (case, 1, 70, 81), (other, 3, 1, 60)], states)
+        no_rows = [(other, 3, 1, 1)] * 3
+        outs = run(kernel, [(case, 1, 0, 70), (other, 2, 0, 15), (other, 3, 0, 1), *no_rows], states)
+        outs += run(kernel, [(other, 2, 15, 81), (case, 1, 70, 81), (other, 3, 1, 60), *no_rows], states)
         found.append(torch.cat([each.flatten() for each in (*outs, states.heads[1:], states.inputs[1:])]))
     assert torch.equal(*found)
 

@@ -171,7 +171,7 @@ def _advance(
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first chunk to the last of sequences with more
-    than FEW rows, but for the last REST rows. Sequences without a row come last."""
+    than FEW rows, but for the last REST rows."""
     launch_dependents(PDL)
     head = tl.program_id(1)
     row = tl.arange(0, N)[:, None]

@@ -24,7 +24,7 @@ STAGES = 3
 """Columns of a state that one program has, its warps and its stages."""
 PAIRED_SIZE = 128
 """The size of a state that is multiplied in pairs, which published models have; none narrower."""
-MOST_PROGRAMS = 400
+MOST_NARROW = 400
 WIDE_COLUMNS = 32
 WIDE_WARPS = 2
 WIDE_STAGES = 2
@@ -202,7 +202,7 @@ def pass_states(mixed_TF: Tensor, gates_TH: Tensor, states: RecurrentStates, seq
     before_PHVK = torch.empty(places, *states.heads.shape[2:], dtype=torch.float32, device=mixed_TF.device)
     if not places:
         return before_PHVK
-    is_wide = mamba.num_heads * triton.cdiv(mamba.value_dim, COLUMNS) > MOST_PROGRAMS
+    is_wide = mamba.num_heads * triton.cdiv(mamba.value_dim, COLUMNS) > MOST_NARROW
     columns = WIDE_COLUMNS if is_wide else COLUMNS
     most = min(num_sequences, num_rows // LONG_CHUNK)
     _pass_states[(most, mamba.num_heads, triton.cdiv(mamba.value_dim, columns))](

@@ -13,7 +13,8 @@ def rows_of(
     num_sequences: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the first row of a sequence and the row after its last, the position of the first, and the slot.
-    After the last sequence both rows are those of the pass, as they are for one without a row."""
+    Of a sequence that is not there both rows are `num_rows`, as they are of those without a row, which come
+    last: a walk over sequences ends there."""
     real = sequence < num_sequences
     start = tl.load(starts_ptr + sequence, mask=real, other=num_rows)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)

@@ -50,7 +50,7 @@ def _recur(
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first row of sequences to the last; of a sequence
-    with more than FEW rows, through the last N - 1. Sequences without a row come last."""
+    with more than FEW rows, through the last N - 1."""
     launch_dependents(PDL)
     head = tl.program_id(1)
     # Rows and columns of one layout, so that nothing moves between threads but the sums.

@@ -14,6 +14,7 @@ from compress.untrusted.fields import Fields
 
 _FIELDS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_size": "intermediate_size"}
 _PREFIX_PATTERN = "prefix_dense_sliding_window_pattern"
+_DENSE_SIZE = "prefix_dense_intermediate_size"
 _COMBINED = "shared_expert_combination_strategy"
 
 
@@ -28,10 +29,13 @@ def _facts(config: Fields) -> dict[str, Any]:
 
 
 def _implied(config: Fields) -> dict[str, Any]:
-    """Return the `layer_types` of a config that states none: each `sliding_window_pattern`-th layer sees
-    everything, and the dense ones have a pattern of their own."""
+    """Return the width of dense layers and the `layer_types` of a config that states none: each
+    `sliding_window_pattern`-th layer sees everything, and the dense ones have a pattern of their own."""
+    implied: dict[str, Any] = {}
+    if not config.has(_DENSE_SIZE):
+        implied[_DENSE_SIZE] = config.integer("intermediate_size", 1, MAX_EXPERT_SIZE)
     if config.has("layer_types"):
-        return {}
+        return implied
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS, default=0)
     of_dense, of_others = (
@@ -39,7 +43,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     )
     full = [(idx + 1) % of_dense == 0 for idx in range(num_dense)]
     full += [(idx + 1) % of_others == 0 for idx in range(num_layers - num_dense)]
-    return {"layer_types": [FULL if each else SLIDING for each in full]}
+    return implied | {"layer_types": [FULL if each else SLIDING for each in full]}
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
@@ -85,7 +89,7 @@ FAMILIES.add(
         facts=_facts,
         implied=_implied,
         interleaved_rotary=True,
-        dense_size="prefix_dense_intermediate_size",
+        dense_size=_DENSE_SIZE,
         mixture=Mixture(
             _FIELDS, is_sparse=sparse_by_type_or_count, state_sparse=state_both, read_more=_routing
         ),
@@ -110,7 +114,7 @@ FAMILIES.add(
                 "layer_types",
                 "mlp_layer_types",
                 "first_k_dense_replace",
-                "prefix_dense_intermediate_size",
+                _DENSE_SIZE,
                 "num_shared_experts",
                 "expert_selection_fn",
                 "norm_topk_prob",

@@ -1,4 +1,5 @@
-"""Granite 4 Vision (IBM, 2026): the text model is Granite."""
+"""Granite 4 Vision (IBM, 2026): the text model is Granite, to some of whose layers features of images are
+added."""
 
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ FAMILIES.add(
         "granite4_vision",
         "Granite4VisionForConditionalGeneration",
         _TEXT,
+        replace(_TEXT, model_type="granite"),
+        layers_are_numbered=True,
         **{**LANGUAGE_MODEL_NAMES, "untouched": tuple(f"model.{part}" for part in _PARTS)},
     ),
 )

@@ -12,6 +12,7 @@ FAMILIES.add(
         "LightOnOcrForConditionalGeneration",
         sized(QWEN3, **DEFAULT_SIZES, max_position_embeddings=32768),
         ties_by_default=True,
+        untouched_elsewhere=("vision_tower", "multi_modal_projector"),
         other_names=("LightOnOCRForConditionalGeneration",),
         **{**LANGUAGE_MODEL_NAMES, "untouched": ("model.vision_encoder", "model.vision_projection")},
     ),

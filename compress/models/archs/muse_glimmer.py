@@ -66,6 +66,7 @@ _TEXT = Family(
     architecture="MuseGlimmerForCausalLM",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
+    heads_divide_hidden=True,
     output_gate=True,
     windows=windows_by_layer_type,
     rotated_layers=_rotated_layers,

@@ -1,6 +1,6 @@
 """Qwen3-Omni (arXiv 2509.17765): the text model is that of its thinker, Qwen3's mixture of experts. Its rope
 has sections for the time, height and width of a token, which are equal for text: it is the plain rope there.
-The talker, which makes sound of it, is untouched."""
+The talker, which makes sound of it, is untouched, and reads one of its layers."""
 
 from dataclasses import replace
 
@@ -33,6 +33,8 @@ FAMILIES.add(
         "Qwen3OmniMoeForConditionalGeneration",
         _TEXT,
         text_paths=(("thinker_config", "text_config"),),
+        layers_are_numbered=True,
+        untouched_elsewhere=("visual", "audio_tower"),
         layer_prefix="thinker.model.layers.",
         outer_modules={
             "embed": "thinker.model.embed_tokens",

@@ -102,7 +102,7 @@ def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:
 
 def _layer_params(arch: Arch, layer: LayerShape) -> int:
     shapes = (layer.linear_shape(name, arch.hidden_size) for name in layer.linears)
-    return sum(out * into for out, into in shapes)
+    return sum(out * into for out, into in shapes) + layer.around_experts(arch.hidden_size)
 
 
 def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
