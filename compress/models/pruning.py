@@ -146,8 +146,8 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     assert why_layers_stay(arch) is None
     layers = tuple(arch.layers[idx] for idx in kept)
     family = family_of({"model_type": arch.family})
-    stated = family.completed(arch.config)
-    found = {name: stated.get(name) for name in FIELDS_BY_LAYER}
+    as_stated, stated = family.stated(arch.config), family.completed(arch.config)
+    found = {name: as_stated.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
     by_layer: dict[str, list[Any] | str] = {
         name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)
     }
@@ -159,7 +159,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         for name in INDICES_OF_LAYERS
         if isinstance(stated.get(name), list)
     }
-    if indices and not family.stated(arch.config).get("layer_types"):  # the indices alone state the types
+    if indices and not as_stated.get("layer_types"):  # the indices alone state the types
         by_layer.pop("layer_types", None)
     by_layer |= indices
     if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
