@@ -146,7 +146,8 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     assert why_layers_stay(arch) is None
     layers = tuple(arch.layers[idx] for idx in kept)
     family = family_of({"model_type": arch.family})
-    as_stated, stated = family.stated(arch.config), family.completed(arch.config)
+    as_stated = family.stated(arch.config)
+    stated = family.completed(arch.config)
     found = {name: as_stated.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
     by_layer: dict[str, list[Any] | str] = {
         name: [each[idx] for idx in kept] for name, each in found.items() if isinstance(each, list)
