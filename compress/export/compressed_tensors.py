@@ -56,6 +56,7 @@ from compress.export.config_groups import (
     read_groups,
 )
 from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
+from compress.export.own_code import why_no_class
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
@@ -348,7 +349,7 @@ class CompressedTensors:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
         if loads and any(each.scale_type is not None for each in scheme.all):
             transformers = "decompresses at load, to bfloat16 alone: no speed, no memory saved"
-        if refused := why_transformers_refuses(arch, scheme, self.quant_method):
+        if refused := why_no_class(arch) or why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused
         return [

@@ -27,6 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.config_groups import matches_module
+from compress.export.own_code import why_no_class
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.export.vllm import vllm_builds
 from compress.models.arch import Arch
@@ -196,8 +197,9 @@ class Fp8:
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer(
                 "transformers",
-                loads=True,
-                note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
+                loads=why_no_class(arch) is None,
+                note=why_no_class(arch)
+                or "multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
             ),
             *vllm_builds(
                 arch,

@@ -16,6 +16,8 @@ from typing import Any
 from compress.untrusted.fields import Fields
 
 FACTS_FILE = Path(__file__).parent / "config_defaults.json"
+OF_OTHERS = {"kimi_k2": "deepseek_v3"}
+"""Models that `transformers` does not know by name, and the model that they are in their own code."""
 NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddings", "auto_map"})
 """Fields that change the function although no modeling file reads them: loaders do. `auto_map` names code
 of the checkpoint's own, which computes what its author meant and never runs here."""
@@ -107,6 +109,7 @@ class ConfigFacts:
 def facts_of(model_type: str) -> ConfigFacts:
     """Return the facts of a `model_type`; of one that was not recorded, the defaults of every model."""
     stored = _stored()
+    model_type = OF_OTHERS.get(model_type, model_type)
     if model_type not in stored["models"]:
         return ConfigFacts(stored["every_model"]["defaults"], None)
     facts = stored["models"][model_type]

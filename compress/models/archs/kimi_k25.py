@@ -1,9 +1,8 @@
 """Kimi K2.5 and K2.6 (Moonshot AI, 2026) with their vision tower: the text model is DeepSeek-V3, also by its
 older name `kimi_k2`."""
 
-from dataclasses import replace
-
 from compress.models.archs.deepseek_v3 import DEEPSEEK_V3
+from compress.models.archs.kimi_k2 import KIMI_K2
 from compress.models.family import FAMILIES
 from compress.models.wrapper import LLAVA_NAMES, wrapper
 
@@ -13,7 +12,7 @@ FAMILIES.add(
         "kimi_k25",
         "Kimi_K25ForConditionalGeneration",
         DEEPSEEK_V3,
-        replace(DEEPSEEK_V3, model_type="kimi_k2"),
+        KIMI_K2,
         ties_by_default=True,
         other_names=("KimiK25ForConditionalGeneration",),
         **{
