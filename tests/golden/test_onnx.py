@@ -155,6 +155,23 @@ def test_a_fact_that_the_graph_does_not_express_is_refused_by_name(case: str, tm
     assert not any((tmp_path / "onnx").iterdir())
 
 
+def test_norms_of_models_that_are_not_written_are_those_of_the_decoder(tmp_path: Path) -> None:
+    """Muse Glimmer has other parts than a language model; a plain model with its norms has none."""
+    saved(tmp_path / "source", *CASES["gemma2"])
+    arch = Checkpoint(tmp_path / "source").arch
+    facts = {"embed_norm": True, "plain_final_norm": True, "post_norm_eps": 0.05}
+    heads = {"unit_qk_norm": True, "unit_norm_unrotated": True}
+    source = RandomSource(arch.replace(**facts, **heads), device=CPU, dtype=torch.float32)
+    (tmp_path / "onnx").mkdir()
+    write_format("onnx", tmp_path / "onnx", source, None)
+    tokens_BS = tokens(2, SEQ_LEN)
+    with torch.no_grad():
+        expected = build_decoder(source, dtype=torch.float32, device=CPU)(tokens_BS)
+    atol = tolerance(expected)
+    for steps in (PREFILL, STEPS):
+        assert (logits_of(tmp_path / "onnx", tokens_BS, steps) - expected).abs().max() <= atol
+
+
 def test_rows_padded_on_the_left_give_the_logits_of_rows_alone(tmp_path: Path) -> None:
     saved(tmp_path / "source", *CASES["gemma2"])
     (tmp_path / "onnx").mkdir()
