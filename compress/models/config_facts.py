@@ -17,7 +17,7 @@ from compress.untrusted.fields import Fields
 
 FACTS_FILE = Path(__file__).parent / "config_defaults.json"
 OF_OTHERS = {"kimi_k2": "deepseek_v3"}
-"""Models that `transformers` does not know by name, and the model that they are in their own code."""
+"""Names of models that `transformers` has under another name, and that name."""
 NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddings", "auto_map"})
 """Fields that change the function although no modeling file reads them: loaders do. `auto_map` names code
 of the checkpoint's own, which computes what its author meant and never runs here."""
