@@ -26,7 +26,6 @@ import torch
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
-from compress.kernels.operands.recurrent_states import rows_of_chunks
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import KV_DENSE
@@ -43,12 +42,11 @@ from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_toke
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.prefill import Prefill
-from compress.runtime.prefix_cache import PrefixCache
-from compress.runtime.prefix_states import PrefixStates
+from compress.runtime.prefixes import Prefixes, keep_prefixes
 from compress.runtime.request import EngineCounts, Finished, Reason, Request, TopLogprobs
 from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.decoding import SpeculativeDecoding
-from compress.runtime.speculative.proposer import CacheSizes, Proposer
+from compress.runtime.speculative.proposer import CacheSizes
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.step_budget import StepBudget
 from compress.runtime.step_queue import LaunchedStep, StepQueue
@@ -112,21 +110,20 @@ class Engine:
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._pool = BlockPool(plan.num_blocks, num_first=plan.num_first)
-        keeps_prefixes = config.prefix_cache and plan.can_keep_prefixes
-        self._prefixes = self._prefix_cache(source, proposer) if keeps_prefixes else None
-        multiple = chunk_multiple(self.kv_format)
-        states = None
-        if plan.saves_states and self._prefixes is not None:
-            chunk = rows_of_chunks(source.arch.has_recurrence("mamba"), device)
-            multiple = math.lcm(multiple, self._block_size, chunk)
-            states = PrefixStates(
-                self._prefixes,
+        self._prefixes = (
+            keep_prefixes(
+                self.arch,
+                plan,
                 self._pool,
+                proposer,
+                kv_format=self.kv_format,
                 block_size=self._block_size,
-                multiple=multiple,
-                num_saved=plan.num_saved,
-                chunk=chunk,
+                device=device,
+                short_prompt_tokens=self.runner.short_prompt_rows,
             )
+            if config.prefix_cache and plan.can_keep_prefixes
+            else Prefixes()
+        )
         self._swap = (
             HostSwap(cache, num_bytes=config.swap_bytes, device=device)
             if config.swap_bytes and plan.blocks_hold_all
@@ -143,12 +140,10 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             batching=self._batching,
             prefixes=self._prefixes,
-            states=states,
-            short_prompt_tokens=self.runner.short_prompt_rows,
             num_unsure=0 if speculative is None else speculative.k + 1,
             swap=self._swap,
             shares_prompts=plan.blocks_hold_all,
-            chunk_multiple=multiple,
+            chunk_multiple=math.lcm(chunk_multiple(self.kv_format), self._prefixes.chunk_multiple),
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
         self._deadlines = Deadlines()
@@ -207,7 +202,6 @@ class Engine:
     def counts(self) -> EngineCounts:
         """The requests and positions that the engine holds now, and counts since it was made."""
         scheduler = self._scheduler
-        prefixes = self._prefixes
         swap = self._swap
         return EngineCounts(
             num_running=scheduler.num_running,
@@ -215,8 +209,8 @@ class Engine:
             cache_positions=self._cache_positions,
             reserved_positions=scheduler.reserved_positions,
             live_tokens=scheduler.live_tokens,
-            prefix_queried=0 if prefixes is None else prefixes.num_queried,
-            prefix_hits=0 if prefixes is None else prefixes.num_hits,
+            prefix_queried=self._prefixes.num_queried,
+            prefix_hits=self._prefixes.num_hits,
             evictions=self._pool.num_evictions,
             preemptions=scheduler.num_preemptions,
             swapped_out=0 if swap is None else swap.num_out,
@@ -407,20 +401,6 @@ class Engine:
             if generation is not None and generation.request.deadline_s == deadline_s:
                 ended.append(self._finish(generation, "deadline"))
         return ended
-
-    def _prefix_cache(self, source: WeightSource, proposer: Proposer | None) -> PrefixCache:
-        """Return an empty prefix cache.
-
-        Raises:
-            UsageError: the engine speculates with a head that needs the hidden states of the whole prompt.
-        """
-        if proposer is not None and proposer.feature_layers:
-            raise UsageError(
-                "an EAGLE-3 head reads the hidden states of every prompt token, which the prefix cache does "
-                "not keep; leave one of them out (prefix_cache: false, or no speculation with a head)."
-            )
-        facts = (source.arch.family, source.arch.config, self.kv_format, self.max_model_len)
-        return PrefixCache(self._pool, block_size=self._block_size, salt="\n".join(map(str, facts)))
 
     def _find(self, request_id: str) -> Generation:
         generation = self._unfinished.get(request_id)

@@ -14,7 +14,7 @@ from compress.runtime.batch import PrefillBatch, slots_of
 from compress.runtime.decode_run import FirstTokens, HostResults
 from compress.runtime.generation import Generation
 from compress.runtime.sampler import SampledTokens, sample
-from compress.runtime.scheduler import PrefillChunk
+from compress.runtime.scheduled import PrefillChunk
 
 
 @dataclass(frozen=True)

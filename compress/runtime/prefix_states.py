@@ -60,7 +60,7 @@ class PrefixStates:
         self._prefixes = prefixes
         self._pool = pool
         self._block_size = block_size
-        self._multiple = multiple
+        self.multiple = multiple
         self._least_tokens = least_tokens
         self._chunk = chunk
         self._free = list(range(num_saved))
@@ -78,7 +78,7 @@ class PrefixStates:
 
     def usable(self, generation: Generation, found: list[int]) -> list[int]:
         """Return those of the blocks that begin a waiting request after which a state is saved."""
-        generation.branch = len(found) * self._block_size // self._multiple * self._multiple
+        generation.branch = len(found) * self._block_size // self.multiple * self.multiple
         generation.saved_tokens = 0
         count = len(found)
         while count and not self._has(self._prefixes.key(generation, count - 1)):
@@ -120,7 +120,7 @@ class PrefixStates:
         last = self._last(len(generation.tokens))
         is_within = generation.num_computed < last <= end
         num_tokens = last if is_within and self._is_far(generation, last) else end
-        if num_tokens % self._multiple or not self._can_save(generation, num_tokens):
+        if num_tokens % self.multiple or not self._can_save(generation, num_tokens):
             return
         idx = num_tokens // self._block_size - 1
         key = self._prefixes.key(generation, idx)
@@ -143,7 +143,7 @@ class PrefixStates:
 
     def _last(self, num_tokens: int) -> int:
         """Return where the last full block of a prompt ends; the model must see its last token."""
-        return (num_tokens - 1) // self._multiple * self._multiple
+        return (num_tokens - 1) // self.multiple * self.multiple
 
     def _can_save(self, generation: Generation, num_tokens: int) -> bool:
         """Return whether the next pass of a prompt can save the state after so many tokens, far enough from

@@ -19,14 +19,14 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from compress.runtime.batching import Batching
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
-from compress.runtime.prefix_cache import PrefixCache
-from compress.runtime.prefix_states import PrefixStates, StateCopies
+from compress.runtime.prefixes import Prefixes
+from compress.runtime.scheduled import Batch, PrefillChunk
 from compress.runtime.waiting_queue import WaitingQueue
 
 
@@ -46,51 +46,11 @@ class Swap(Protocol):
         """Forget a request that has ended, if it is here."""
 
 
-@dataclass(frozen=True)
-class PrefillChunk:
-    """The next `num_tokens` tokens of a generation that is being prefilled, and of `followers` that share its
-    blocks.
-    """
-
-    generation: Generation
-    num_tokens: int
-    followers: tuple[Generation, ...] = ()
-
-    @property
-    def generations(self) -> tuple[Generation, ...]:
-        """All that it prefills."""
-        return self.generation, *self.followers
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends with the last known token, so that the model's logits choose the next one."""
-        return self.generation.num_computed + self.num_tokens == len(self.generation.tokens)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The work of one step: requests to decode, and chunks of prompts to prefill. Before either, the first
-    block of each of `copies` is copied to the second. `states` is what it does with states, where sequences
-    have some.
-    """
-
-    decodes: tuple[Generation, ...]
-    prefills: tuple[PrefillChunk, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-    states: StateCopies | None = None
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of all prefill chunks."""
-        return sum(each.num_tokens for each in self.prefills)
-
-
 class Scheduler:
     """The queue of waiting requests, the running ones in order of admission, and the blocks they hold.
 
-    Prompts of more than `short_prompt_tokens` are long (`prefill.py`): those of one step run in one pass. A
-    chunk ends with its prompt or after a multiple of `chunk_multiple` tokens of it; where a step has no room
-    for so many, it ends with that room. Nobody overtakes a prompt that has to wait for the next step.
+    A chunk ends with its prompt or after a multiple of `chunk_multiple` tokens of it; where a step has no
+    room for so many, it ends with that room. Nobody overtakes a prompt that has to wait for the next step.
     """
 
     def __init__(
@@ -102,9 +62,7 @@ class Scheduler:
         max_batch_size: int,
         max_step_tokens: int,
         batching: Batching | None = None,
-        prefixes: PrefixCache | None = None,
-        states: PrefixStates | None = None,
-        short_prompt_tokens: int = 0,
+        prefixes: Prefixes | None = None,
         num_unsure: int = 0,
         swap: Swap | None = None,
         shares_prompts: bool = True,
@@ -117,9 +75,7 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
         self._batching = batching if batching is not None else Batching(max_batch_size)
-        self._prefixes = prefixes
-        self._states = states
-        self._short_prompt_tokens = short_prompt_tokens
+        self._prefixes = prefixes if prefixes is not None else Prefixes()
         self._num_unsure = num_unsure
         self._swap = swap
         self._shares_prompts = shares_prompts
@@ -215,10 +171,7 @@ class Scheduler:
 
         What is chosen runs at once: later requests of the same step may share its blocks.
         """
-        if self._prefixes is not None:
-            self._prefixes.begin_step()
-        if self._states is not None:
-            self._states.begin_step()
+        self._prefixes.begin_step()
         self._retire()
         self._copies.clear()
         preemptions = self.num_preemptions
@@ -234,23 +187,19 @@ class Scheduler:
                 break
             prefills.append(PrefillChunk(generation, num_tokens))
             budget -= num_tokens
-            if self._states is not None:
-                self._states.save(generation, generation.num_computed + num_tokens)
-            self._insert(generation, generation.num_computed + num_tokens, computed=False)
+            self._prefixes.launch(generation, generation.num_computed + num_tokens)
         self.num_copied += len(self._copies)
         return Batch(
             tuple(decodes),
             tuple(map(self._with_followers, prefills)),
             tuple(self._copies.values()),
-            None if self._states is None else self._states.copies,
+            self._prefixes.copies,
         )
 
     def _chunk_tokens(self, generation: Generation, budget: int, *, must: bool) -> int:
         """Return how many tokens of a request the next chunk takes; with `must`, some."""
         begin = generation.num_computed
-        end = min(generation.prefill_end, begin + budget)
-        if self._states is not None:
-            end = self._states.cut(generation, end)
+        end = self._prefixes.cut(generation, min(generation.prefill_end, begin + budget))
         if end < generation.prefill_end and not (must and budget < self._chunk_multiple):
             end = max(begin, end // self._chunk_multiple * self._chunk_multiple)
         return end - begin
@@ -287,10 +236,7 @@ class Scheduler:
 
     def _awaits_state(self, generation: Generation) -> bool:
         """Return whether a waiting request is to go on from a state that is yet to be saved."""
-        first = None if self._states is None else self._first_of_group(generation)
-        if self._states is None or first is None:
-            return False
-        return self._states.awaits(first, self._found(generation))
+        return self._prefixes.awaits_state(self._first_of_group(generation), generation)
 
     def _first_of_group(self, generation: Generation) -> Generation | None:
         """Return the request of the same group and prompt that is being prefilled, if there is one."""
@@ -349,8 +295,7 @@ class Scheduler:
         if not self._fits(generation, found):
             return None
         self._enter(generation, found, num_cached_blocks=generation.num_cached_blocks)
-        if found and self._states is not None:
-            self._states.begin(generation)
+        self._prefixes.begin(generation)
         generation.blocks += self._pool.allocate(self._num_missing(generation), begins=not found)
         generation.num_computed = generation.num_cached_blocks * self._block_size
         if self._swap is not None and self._swap.holds(generation):
@@ -381,19 +326,14 @@ class Scheduler:
         if generation.admitted_s is None:
             generation.admitted_s = now_s
             generation.cached_tokens = cached_tokens
-            if self._prefixes is not None:
-                self._prefixes.count(generation)
+            self._prefixes.count(generation)
 
     def _found(self, generation: Generation) -> list[int]:
         """Return the blocks of the prefix cache that hold the beginning of a waiting request."""
-        generation.num_cached_blocks = 0
-        if self._prefixes is None or (self._swap is not None and self._swap.holds(generation)):
+        if self._swap is not None and self._swap.holds(generation):
+            generation.num_cached_blocks = 0
             return []
-        found = self._prefixes.find(generation, long=self._is_long(generation))
-        if self._states is not None:
-            found = self._states.usable(generation, found)
-        generation.num_cached_blocks = len(found)
-        return found
+        return self._prefixes.find(generation)
 
     def _fits(self, generation: Generation, found: list[int]) -> bool:
         missing = self._num_missing(generation) - len(found)
@@ -403,9 +343,6 @@ class Scheduler:
         """Take the row and the blocks of requests that have all tokens once the last step is read."""
         for generation in [each for each in self._running if each.is_complete]:
             self._leave(generation)
-
-    def _is_long(self, generation: Generation) -> bool:
-        return len(generation.request.prompt) > self._short_prompt_tokens
 
     def _num_missing(self, generation: Generation) -> int:
         missing = -(-generation.length // self._block_size) - len(generation.blocks)
@@ -430,16 +367,9 @@ class Scheduler:
         self._waiting.put_back(generation)
         self.num_preemptions += 1
 
-    def _insert(self, generation: Generation, num_tokens: int, *, computed: bool) -> None:
-        """Cache the blocks of tokens that have keys and values, or will have them with this step. Blocks that
-        need a state are cached with one."""
-        if self._prefixes is not None and self._states is None:
-            long = None if computed else self._is_long(generation)
-            self._prefixes.insert(generation, num_tokens, long=long)
-
     def _release(self, generation: Generation) -> None:
         if generation.blocks:
-            self._insert(generation, generation.num_computed - self._num_unsure, computed=True)
+            self._prefixes.leave(generation, generation.num_computed - self._num_unsure)
         first = [] if generation.first_copy is None else [generation.first_copy]
         self._pool.free([*first, *generation.blocks])
         generation.blocks = []

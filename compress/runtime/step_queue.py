@@ -14,7 +14,7 @@ from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.generation import Generation
 from compress.runtime.prefill import Prefill, PrefilledTokens
 from compress.runtime.prefix_states import StateCopies
-from compress.runtime.scheduler import Batch, PrefillChunk
+from compress.runtime.scheduled import Batch, PrefillChunk
 
 
 @dataclass

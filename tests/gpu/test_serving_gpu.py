@@ -12,7 +12,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.scheduler import Batch
+from compress.runtime.scheduled import Batch
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.step_queue import StepQueue

@@ -9,7 +9,7 @@ from compress.runtime.batch import PrefillBatch
 from compress.runtime.generation import Generation
 from compress.runtime.prefill import Prefill
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import PrefillChunk
+from compress.runtime.scheduled import PrefillChunk
 
 
 def chunk(prompt_len: int, computed: int, num_tokens: int) -> PrefillChunk:

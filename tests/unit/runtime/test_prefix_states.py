@@ -163,7 +163,7 @@ def test_blocks_that_were_evicted_are_cached_again_with_their_state() -> None:
     engine = engine_of(max_batch_size=2, kv_cache_bytes=FEW_BYTES, max_model_len=1024)
     long = SHARED + ids(300, 1)
     engine.generate([request("0", SHARED + ids(9, 2)), request("1", long)])
-    max_tokens = 400
+    max_tokens = 480
     while not engine.counts.evictions:  # these save nothing, and take some blocks of the beginning
         engine.generate([request(str(idx), ids(250, idx), max_tokens) for idx in range(2)])
         max_tokens += SIZE

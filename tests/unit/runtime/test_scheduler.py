@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Batch, Scheduler
+from compress.runtime.scheduled import Batch
+from compress.runtime.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 

@@ -26,8 +26,10 @@ from compress.runtime.block_pool import BlockPool
 from compress.runtime.generation import Generation
 from compress.runtime.prefix_cache import PrefixCache
 from compress.runtime.prefix_states import PrefixStates, StateCopies
+from compress.runtime.prefixes import Prefixes
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Batch, PrefillChunk, Scheduler
+from compress.runtime.scheduled import Batch, PrefillChunk
+from compress.runtime.scheduler import Scheduler
 from compress.runtime.waiting_queue import WaitingQueue
 
 BLOCK = 4
@@ -186,9 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=batch_size,
             max_step_tokens=max(budget, batch_size),
             batching=self.batching,
-            prefixes=self.prefixes,
-            states=states,
-            short_prompt_tokens=SHORT,
+            prefixes=Prefixes(self.prefixes, states, short_prompt_tokens=SHORT),
             swap=self.cells if num_slots else None,
             shares_prompts=not has_states,
             chunk_multiple=1 if states is None else multiple,

@@ -14,7 +14,8 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.scheduler import Batch, Scheduler
+from compress.runtime.scheduled import Batch
+from compress.runtime.scheduler import Scheduler
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
