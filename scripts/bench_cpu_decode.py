@@ -27,7 +27,6 @@ A quantized model's embedding and tied head stay dense here, as in a checkpoint.
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -44,7 +43,7 @@ from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.fused_linear import packed_bytes
-from scripts.bench_setup import argument_parser, markdown, read_arch, write_results
+from scripts.bench_setup import argument_parser, markdown, parse_arguments, read_arch, write_results
 from scripts.step_profile import drain, fill, queue
 
 CPU = torch.device("cpu")
@@ -198,11 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="of each engine, in alternation")
-    args = parser.parse_args(argv)
-    if args.show is not None:
-        print(table(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
-
+    args = parse_arguments(parser, lambda document: table(document["rows"]), argv)
     name, arch = read_arch(args.model)
     rows: list[dict[str, Any]] = []
     dense = engine_of(arch, None, args)

@@ -7,8 +7,6 @@ after the other in each round: medians, with the least and the largest. `error` 
 distance from those of the reference, relative to their size (0.1 at least).
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,7 +18,15 @@ from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentSt
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates
 from compress.models.delta_net import DeltaNet
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 
 
 class Case:
@@ -120,10 +126,7 @@ def main() -> None:
     parser.set_defaults(model="qwen3.5-9b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--repeats", type=int, default=5)
-    args: argparse.Namespace = parser.parse_args()
-    if args.show is not None:
-        print(table(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     device = pick_device()
     name, arch = read_arch(args.model)
     delta = next(each.recurrence for each in arch.layers if isinstance(each.recurrence, DeltaNet))

@@ -12,7 +12,6 @@ are of random weights, and say only that both models were computed.
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -34,7 +33,15 @@ from compress.stages.quantize.spec import Quantize
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import Validate
 from compress.validate.kept_scores import KeptScores, compare_kept
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 
 
 class Rounded:
@@ -160,10 +167,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--top-k", type=int, default=64)
-    args = parser.parse_args()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"][0]))
-        return
+    args = parse_arguments(parser, lambda document: tables(document["rows"][0]))
     device = pick_device()
     with tempfile.TemporaryDirectory() as place:
         row = measure(args, Path(place), device)

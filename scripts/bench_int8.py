@@ -24,7 +24,14 @@ from compress.kernels.linear import int8, prefill_fp8, prefill_int8, prefill_int
 from compress.kernels.linear.fp8 import PackedFp8
 from compress.kernels.linear.prefill_int8 import PromptTile
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, quantize
-from scripts.bench_setup import argument_parser, markdown, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 from scripts.kernel_bench.timer import poisoned_memory, time_launches
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -143,7 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--linears", nargs="+", default=list(LINEARS), choices=LINEARS)
     parser.add_argument("--rows", nargs="+", type=int, default=[256, 512, 1024, 2048, 8192])
     parser.add_argument("--few", action="store_true", help="no tiles but those that the kernel chooses")
-    args = parser.parse_args()
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     args.tiles = () if args.few else TILES
     return args
 

@@ -19,7 +19,6 @@ exit code 1. Times are medians over CUDA-graph replays, per launch, over distinc
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from scripts.bench_setup import (
     is_h200,
     markdown,
     model_dtype,
+    parse_arguments,
     pick_device,
     read_arch,
     write_results,
@@ -219,14 +219,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--alone", action="store_true", help="also time launches that their neighbours do not overlap"
     )
-    return parser.parse_args()
+    return parse_arguments(parser, lambda document: tables(document["rows"]))
 
 
 def main() -> None:
     args = arguments()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
     device = pick_device()
     name, arch = read_arch(args.model)
     bench = Bench(arch, device, model_dtype(device), tuple(sorted(args.m)))

@@ -11,7 +11,6 @@ its keys, lanes, depth, warps and blocks of a cluster.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,7 +24,15 @@ from compress.kernels.attention_decode.hopper import Slicing, Variant, attend, c
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.machine import measure_bandwidth, measure_matmul_rate
 from scripts.bench_kernels import BLOCK_SIZE, DENSE, BitsOfRows, Rates, measure
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 from scripts.kernel_bench.attention import attention_decode_cases, decode_cases_of
 from scripts.kernel_bench.case import Bench, Case
 
@@ -98,10 +105,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--sweep", action="store_true", help="time every slicing of the Hopper kernel")
-    args = parser.parse_args()
-    if args.show is not None:
-        print(table(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     device = pick_device()
     name, arch = read_arch(args.model)
     bench = Bench(arch, device, model_dtype(device), rows=(1,))

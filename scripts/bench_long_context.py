@@ -12,7 +12,6 @@ cache holds.
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,15 @@ from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 
 MARGIN_TOKENS = 64
 
@@ -131,10 +138,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
+    args = parse_arguments(parser, lambda document: tables(document["rows"]))
     name, arch = read_arch(args.model)
     device = pick_device()
     rows = measure(args, name, arch, device)

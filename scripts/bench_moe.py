@@ -17,7 +17,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from compress.kernels.problem import RECURRENCE_OPS, Phase
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import QuantizedWeight, scheme_named
+from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.expert_linears import ExpertLinears
@@ -40,8 +40,11 @@ from scripts.bench_setup import (
     argument_parser,
     markdown,
     model_dtype,
+    parse_arguments,
     pick_device,
     read_arch,
+    scheme_text,
+    schemes_of,
     write_results,
 )
 from scripts.step_profile import drain, fill
@@ -186,7 +189,7 @@ class Bench:
             self.arch,
             device=self.device,
             dtype=dtype,
-            scheme=None if scheme == DENSE else scheme_named(scheme),
+            scheme=schemes_of(scheme)[0],
         )
         config = EngineConfig(
             dtype=dtype,
@@ -247,7 +250,7 @@ class Bench:
         )
 
 
-def tables(bench: Bench) -> str:
+def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -> str:
     """The rows, then where the time of a step went."""
     header = ["scheme", "batch", "prompt", "TTFT ms", "TPOT ms", "floor ms", "TPOT / floor", "experts hit"]
     body = [
@@ -261,10 +264,10 @@ def tables(bench: Bench) -> str:
             f"{row['tpot_ms_p50'] / row['floor_ms']:.2f}",
             f"{row['experts_hit']:.1f}",
         ]
-        for row in bench.rows
+        for row in rows
     ]
     blocks = [markdown(header, body)]
-    for each in bench.profiles:
+    for each in profiles:
         lines = [
             [
                 kernel["name"][:60],
@@ -283,14 +286,14 @@ def tables(bench: Bench) -> str:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.set_defaults(model="qwen3-30b-a3b")
-    parser.add_argument("--schemes", nargs="+", default=["W4A16_G128", "FP8_BLOCK", DENSE])
+    parser.add_argument("--schemes", nargs="+", type=scheme_text, default=["W4A16_G128", "FP8_BLOCK", DENSE])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--ttft-tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="also say which kernels a step goes to")
-    args = parser.parse_args()
+    args = parse_arguments(parser, lambda document: tables(document["rows"], document.get("profiles", [])))
     name, arch = read_arch(args.model)
     bench = Bench(args, name, arch, pick_device())
     try:
@@ -308,7 +311,7 @@ def main() -> None:
                 commit=args.commit,
                 facts={"bandwidth_bytes_per_s": bench.bandwidth, "profiles": bench.profiles},
             )
-    print(tables(bench))
+    print(tables(bench.rows, bench.profiles))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ one's) with least and most.
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +26,21 @@ from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, as_mistral, resized
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
 from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    scheme_text,
+    schemes_of,
+    write_results,
+)
 
 DENSE = "dense"
 SOURCE = "source"
@@ -67,9 +77,7 @@ def rows_of(
     dtype = model_dtype(device)
     engines = {}
     for variant, each in archs.items():
-        source = RandomSource(
-            each, device=device, dtype=dtype, scheme=None if scheme == DENSE else scheme_named(scheme)
-        )
+        source = RandomSource(each, device=device, dtype=dtype, scheme=schemes_of(scheme)[0])
         config = EngineConfig(
             dtype=dtype, max_batch_size=args.batch_size, max_model_len=args.prompt_tokens + args.output_tokens
         )
@@ -122,24 +130,8 @@ def rows_of(
     return rows
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--heads", type=float, default=0.7, help="share of the query heads that stay, with their KV heads"
-    )
-    parser.add_argument("--ffn", type=float, default=0.8, help="share of the FFN channels that stay")
-    parser.add_argument("--multiple", type=int, default=128)
-    parser.add_argument("--schemes", nargs="+", default=[DENSE, "W4A16_G128"])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.set_defaults(model="llama-2-13b")
-    args = parser.parse_args()
-    name, arch = read_arch(args.model)
-    device = pick_device()
-    bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if device.type == "cpu" else None)
-    rows = [row for scheme in args.schemes for row in rows_of(scheme, args, name, arch, device, bandwidth)]
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
     shown = (
         "scheme",
         "variant",
@@ -151,15 +143,34 @@ def main() -> None:
         "speedup_least",
         "speedup_most",
     )
-    print(
-        markdown(
-            shown,
-            [
-                [f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in shown]
-                for row in rows
-            ],
-        )
+    return markdown(
+        shown,
+        [
+            [f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in shown]
+            for row in rows
+        ],
     )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--heads", type=float, default=0.7, help="share of the query heads that stay, with their KV heads"
+    )
+    parser.add_argument("--ffn", type=float, default=0.8, help="share of the FFN channels that stay")
+    parser.add_argument("--multiple", type=int, default=128)
+    parser.add_argument("--schemes", nargs="+", type=scheme_text, default=[DENSE, "W4A16_G128"])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.set_defaults(model="llama-2-13b")
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
+    name, arch = read_arch(args.model)
+    device = pick_device()
+    bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if device.type == "cpu" else None)
+    rows = [row for scheme in args.schemes for row in rows_of(scheme, args, name, arch, device, bandwidth)]
+    print(table(rows))
     if args.out is not None:
         write_results(
             args.out, rows, device=device, commit=args.commit, facts={"bandwidth_bytes_per_s": bandwidth}

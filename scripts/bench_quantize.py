@@ -46,7 +46,15 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.random_source import RandomSource
 from compress.registry.model_source import BUILTIN, ModelSource
 from compress.stages import STAGES, Input, Inputs, Port
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 
 METHODS: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "W4A16_G128", "round": {"kind": "gptq"}},
@@ -222,7 +230,7 @@ def arguments() -> argparse.Namespace:
         default=None,
         help="layers that other tools quantize, more than one; all by default",
     )
-    args = parser.parse_args()
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     if args.peer_layers is not None and args.peer_layers < 2:
         parser.error("--peer-layers takes two or more: what a layer takes is the difference to one.")
     return args
@@ -245,9 +253,6 @@ def measurements(
 def main() -> None:
     args = arguments()
     device = pick_device()
-    if args.show is not None:
-        print(table(json.loads(args.show.read_text())["rows"]))
-        return
     name, arch = read_arch(args.model)
     num_layers = arch.num_layers
     arch = cut(arch, args.layers)

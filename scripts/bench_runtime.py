@@ -31,7 +31,6 @@ which it compiles on CUDA.
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -44,7 +43,7 @@ import torch
 from compress.machine import measure_bandwidth, measure_matmul_rate
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import SCHEMES, scheme_named
+from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
@@ -57,8 +56,11 @@ from scripts.bench_setup import (
     is_h200,
     markdown,
     model_dtype,
+    parse_arguments,
     pick_device,
     read_arch,
+    scheme_text,
+    schemes_of,
     write_results,
 )
 from scripts.kernel_bench.timer import time_launches
@@ -145,13 +147,13 @@ class Bench:
 
     def _engine(self, scheme: str) -> Engine:
         args = self.args
-        linears, _, head = scheme.partition("+")
+        linears, head = schemes_of(scheme)
         source = RandomSource(
             self.arch,
             device=self.device,
             dtype=self.dtype,
-            scheme=None if linears == DENSE else scheme_named(linears),
-            head_scheme=scheme_named(head) if head else None,
+            scheme=linears,
+            head_scheme=head,
         )
         longest = max(args.prompt_tokens, *args.contexts, args.ttft_tokens) + args.output_tokens
         config = EngineConfig(
@@ -355,6 +357,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--schemes",
         nargs="+",
+        type=scheme_text,
         default=list(DEFAULT_SCHEMES),
         help=f"'{DENSE}' is the dtype of the model; A+B: head in B",
     )
@@ -376,15 +379,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kv-format", default=None, help="of the cache; the model's dtype by default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--baseline", action="store_true", help="also run transformers on the same shape")
-    return parser.parse_args()
+    return parse_arguments(parser, lambda document: tables(document["rows"], document.get("profiles", [])))
 
 
 def main() -> None:
     args = arguments()
-    if args.show is not None:
-        document = json.loads(args.show.read_text(encoding="utf-8"))
-        print(tables(document["rows"], document.get("profiles", [])))
-        return
     name, arch = read_arch(args.model)
     bench = Bench(args, name, arch, pick_device())
     try:

@@ -15,7 +15,6 @@ in bfloat16 two answers that are nearly as likely may change places.
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.validate.tasks.items import Item
 from compress.validate.tasks.kinds.jsonl import JsonlTask
 from compress.validate.tasks.text_model import TextModel
-from scripts.bench_setup import markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import markdown, model_dtype, parse_arguments, pick_device, read_arch, write_results
 from scripts.bench_tasks import read_tasks
 from scripts.eval_tasks import BENCHMARKS
 
@@ -167,10 +166,7 @@ def main() -> None:
     parser.add_argument(
         "--show", type=Path, default=None, help="print the tables of a result file and measure nothing"
     )
-    args = parser.parse_args()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"]))
-        return
+    args = parse_arguments(parser, lambda document: tables(document["rows"]))
     if args.folder is None:
         parser.error("--folder names the directory of the four benchmarks")
     device = pick_device()

@@ -25,7 +25,6 @@ each launch.
 import argparse
 import contextlib
 import gc
-import json
 import statistics
 import sys
 import time
@@ -39,7 +38,6 @@ import torch
 
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
@@ -55,8 +53,11 @@ from scripts.bench_setup import (
     argument_parser,
     markdown,
     model_dtype,
+    parse_arguments,
     pick_device,
     read_arch,
+    scheme_text,
+    schemes_of,
     write_results,
 )
 from scripts.slow_host import slow_host
@@ -215,13 +216,13 @@ class Bench:
     def _engine(
         self, scheme: str, max_running: int, longest: int, step_tokens: int, **options: Any
     ) -> Engine:
-        linears, _, head = scheme.partition("+")
+        linears, head = schemes_of(scheme)
         source = RandomSource(
             self.arch,
             device=self.device,
             dtype=self.dtype,
-            scheme=None if linears == DENSE else scheme_named(linears),
-            head_scheme=scheme_named(head) if head else None,
+            scheme=linears,
+            head_scheme=head,
         )
         config = EngineConfig(
             dtype=self.dtype,
@@ -385,8 +386,8 @@ def tables(document: dict[str, Any]) -> str:
 
 
 def cell(row: dict[str, Any], name: str) -> str:
-    """Return one number with its range over repeats, where it has one."""
-    value = row[name]
+    """Return one number with its range over repeats, where it has one; older files lack some of them."""
+    value = row.get(name, "-")
     if not isinstance(value, float):
         return str(value)
     spread = (
@@ -398,7 +399,9 @@ def cell(row: dict[str, Any], name: str) -> str:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS), choices=EXPERIMENTS)
-    parser.add_argument("--schemes", nargs="+", default=["W4A16_G128+FP8_DYNAMIC", "FP8_DYNAMIC", DENSE])
+    parser.add_argument(
+        "--schemes", nargs="+", type=scheme_text, default=["W4A16_G128+FP8_DYNAMIC", "FP8_DYNAMIC", DENSE]
+    )
     parser.add_argument("--workload", type=Path, default=None, help="a workload file")
     parser.add_argument("--num-requests", type=int, default=512)
     parser.add_argument("--length-scale", type=float, default=1.0, help="of the law, for small shapes")
@@ -425,10 +428,7 @@ def main() -> None:
     parser.add_argument("--trace-scale", type=float, default=1.0)
     parser.add_argument("--trace-rate", type=float, default=16.0, help="requests a second without --trace")
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))))
-        return
+    args = parse_arguments(parser, tables)
     name, arch = read_arch(args.model)
     bench = Bench(args, name, arch, pick_device())
     try:

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,17 @@ from compress.machine import environment_facts
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config, known_models
+from compress.quant.scheme import Scheme, scheme_named
 
 SCHEMA = 1
 H200_LAUNCH_S = 2.8e-6
 H200_LAUNCH_BYTES_PER_S = 4.16e12
 """What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512
 MB a launch."""
+
+
+DENSE_NAMES = ("dense", "BF16")
+"""The dtype of the model in place of a scheme."""
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -47,6 +52,36 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "--show", type=Path, default=None, help="print the tables of a result file and measure nothing"
     )
     return parser
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser,
+    tables: Callable[[dict[str, Any]], str],
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Parse the command line; with `--show` print the tables of that result file and exit instead."""
+    args = parser.parse_args(argv)
+    if args.show is not None:
+        print(tables(json.loads(args.show.read_text(encoding="utf-8"))))
+        parser.exit()
+    return args
+
+
+def schemes_of(text: str) -> tuple[Scheme | None, Scheme | None]:
+    """Return the schemes of linears and of the head, of a text such as `W4A16_G128+FP8_DYNAMIC`; None is the
+    dtype of the model.
+    """
+    linears, _, head = text.partition("+")
+    return None if linears in DENSE_NAMES else scheme_named(linears), scheme_named(head) if head else None
+
+
+def scheme_text(text: str) -> str:
+    """Return the text if `schemes_of` reads it, so that a wrong one ends a benchmark before it begins."""
+    try:
+        schemes_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def read_arch(name: str) -> tuple[str, Arch]:

@@ -27,7 +27,6 @@ from typing import Any
 
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished
@@ -36,16 +35,20 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.probed_proposer import ProbedOptions, ProposerProbe
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    scheme_text,
+    schemes_of,
+    write_results,
+)
 from scripts.step_profile import drain, fill, queue
 
 DENSE = "dense"
-
-
-def schemes_of(said: str) -> tuple[Scheme | None, Scheme | None]:
-    """Of the linears and of the head."""
-    linears, _, head = said.partition("+")
-    return None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
 
 
 class Bench:
@@ -199,10 +202,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B"
+        "--scheme",
+        type=scheme_text,
+        default="W4A16_G128",
+        help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B",
     )
     parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
-    parser.add_argument("--draft-scheme", default="W4A16_G128")
+    parser.add_argument("--draft-scheme", type=scheme_text, default="W4A16_G128")
     parser.add_argument(
         "--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"]
     )
@@ -220,7 +226,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     bench = Bench(args)
     rows = bench.rows()
     print(table(rows))

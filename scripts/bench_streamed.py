@@ -9,7 +9,6 @@ disk and 16 GB of memory as it stands; `--model`, `--layers` and `--seq-len` mak
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from compress.models.random_source import RandomSource
 from compress.stages import PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
 from compress.stages.validate.spec import Validate
-from scripts.bench_setup import argument_parser, markdown, read_arch, write_results
+from scripts.bench_setup import argument_parser, markdown, parse_arguments, read_arch, write_results
 from tests.support.streamed_peak import peak_bytes_of_scoring
 
 CPU = torch.device("cpu")
@@ -85,10 +84,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--place", type=Path, default=None, help="a directory on a disk with room")
-    args = parser.parse_args()
-    if args.show is not None:
-        print(tables(json.loads(args.show.read_text(encoding="utf-8"))["rows"][0]))
-        return
+    args = parse_arguments(parser, lambda document: tables(document["rows"][0]))
     with tempfile.TemporaryDirectory(dir=args.place) as place:
         row = measure(args, Path(place))
     if args.out is not None:

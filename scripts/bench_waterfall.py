@@ -35,7 +35,15 @@ from compress.runtime.speculative.speculation import Speculative
 from compress.validate.latency import LatencyConditions, measure_latency
 from scripts.bench_pruned_speed import freest, pruned
 from scripts.bench_runtime import BASELINES, release_memory, transformers_rows
-from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.bench_setup import (
+    argument_parser,
+    markdown,
+    model_dtype,
+    parse_arguments,
+    pick_device,
+    read_arch,
+    write_results,
+)
 
 EAGLE3 = "eagle3"
 HEAD_TOKENS = 32_000
@@ -158,7 +166,7 @@ def main() -> None:
     parser.add_argument(
         "--baselines", nargs="*", default=list(BASELINES), choices=list(BASELINES), help="of transformers"
     )
-    args = parser.parse_args()
+    args = parse_arguments(parser, lambda document: table(document["rows"]))
     shape, arch = read_arch(args.model)
     device = pick_device()
     lengths = {

@@ -12,5 +12,8 @@ def run_script(
     """Run `python -m scripts.<name>` with `arguments` and return what it printed; it must not fail."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-    assert not importlib.import_module(f"scripts.{name}").main()
+    try:
+        assert not importlib.import_module(f"scripts.{name}").main()
+    except SystemExit as end:
+        assert not end.code, capsys.readouterr().err
     return capsys.readouterr().out
