@@ -12,8 +12,10 @@ def run_script(
     """Run `python -m scripts.<name>` with `arguments` and return what it printed; it must not fail."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    code: object = None
     try:
-        assert not importlib.import_module(f"scripts.{name}").main()
+        code = importlib.import_module(f"scripts.{name}").main()
     except SystemExit as end:
-        assert not end.code, capsys.readouterr().err
+        code = end.code
+    assert not code, capsys.readouterr().err
     return capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the benchmarks of `scripts/` have in common: their files are shown, and wrong schemes end them at once."""
+"""What the benchmarks of `scripts/` share: their files are shown, and wrong schemes end them at once."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_result_file_is_shown_and_nothing_is_measured(
 def test_an_unknown_scheme_ends_a_benchmark_before_it_begins(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(AssertionError, match="unknown scheme 'FP8'. Did you mean"):
+    with pytest.raises(AssertionError, match=r"unknown scheme 'FP8'\. Did you mean"):
         run_script(monkeypatch, capsys, name, "--schemes", "W4A16_G128", "FP8")
 
 
