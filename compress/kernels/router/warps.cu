@@ -5,14 +5,15 @@
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
 //
-// A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
+// A block takes 8 or 16 experts, EXPERTS, and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
 // chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
 // integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0.
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0;
+// EXPERTS.
 
-constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
+constexpr int WARP = 32, WARPS = 8, ROWS = 8, HALVES = EXPERTS / 8;  // ROWS of a block; HALVES of the outputs of a matrix instruction
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
 constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED;
 
@@ -37,15 +38,21 @@ __device__ __forceinline__ u32 ordered(float v) {
 __device__ __forceinline__ float number(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
 // Takes the largest key of all lanes, of equal ones that of the lowest id = j 32 + lane.
 template <int N> __device__ __forceinline__ int take_largest(u32 (&keys)[N], int lane, u32& largest) {
-    u32 own = keys[0];
+    u32 best[N], ids[N];  // in trees, whose ends are near
 #pragma unroll
-    for (int j = 1; j < N; ++j) own = keys[j] > own ? keys[j] : own;
-    largest = __reduce_max_sync(0xFFFFFFFFu, own);
-    u32 id = 0xFFFFFFFFu;
+    for (int j = 0; j < N; ++j) best[j] = keys[j];
 #pragma unroll
-    for (int j = N - 1; j >= 0; --j)
-        if (keys[j] == largest) id = j * WARP + lane;
-    id = __reduce_min_sync(0xFFFFFFFFu, id);
+    for (int step = 1; step < N; step *= 2)
+#pragma unroll
+        for (int j = 0; j + step < N; j += 2 * step) best[j] = max(best[j], best[j + step]);
+    largest = __reduce_max_sync(0xFFFFFFFFu, best[0]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) ids[j] = keys[j] == largest ? j * WARP + lane : 0xFFFFFFFFu;
+#pragma unroll
+    for (int step = 1; step < N; step *= 2)
+#pragma unroll
+        for (int j = 0; j + step < N; j += 2 * step) ids[j] = min(ids[j], ids[j + step]);
+    const int id = __reduce_min_sync(0xFFFFFFFFu, ids[0]);
 #pragma unroll
     for (int j = 0; j < N; ++j)
         if (j * WARP + lane == id) keys[j] = 0;
@@ -73,7 +80,7 @@ __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& ar
 #endif
 
 template <typename Logit> __device__ __forceinline__ void choose(const Args& args, int row, int lane, float* compared_of, Logit logit_of) {
-    float logits[PER_LANE], scores[PER_LANE];
+    float logits[PER_LANE], scores[PER_LANE] = {};  // of a softmax: its exponentials
     float most = __uint_as_float(0xFF800000), total = 0.0f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
@@ -87,12 +94,14 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
         for (int j = 0; j < PER_LANE; ++j) total += scores[j] = __expf(logits[j] - most);
         total = sum_of_lanes(total);
     }
+    const auto score_of = [&](float logit, float exponential) {
+        return SCORE == 0 ? exponential / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logit)) : logit;
+    };
     u32 keys[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
-        float compared = BY_LOGIT ? logits[j] : scores[j];
+        float compared = BY_LOGIT ? logits[j] : score_of(logits[j], scores[j]);
         if (SELECTION && id < args.num_experts) compared += args.selection_bias[id];
         keys[j] = id < args.num_experts ? ordered(compared) : 0;
         if (GROUPED && id < args.num_experts) compared_of[id] = compared;
@@ -111,16 +120,13 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
     for (int k = 0; k < args.choices; ++k) {
         u32 largest;
         const int id = take_largest(keys, lane, largest);
-        float score = number(largest);
-        if (SELECTION) {
-#pragma unroll
-            for (int j = 0; j < PER_LANE; ++j)
-                if (j * WARP + lane == id) score = scores[j];
-            score = __shfl_sync(0xFFFFFFFFu, score, id % WARP);
-        }
-        if (lane == k) chosen = id, weight = score;
+        if (lane == k) chosen = id, weight = number(largest);
     }
     const bool holds = lane < args.choices;
+    if (SELECTION && holds) {
+        const float logit = logit_of(chosen);
+        weight = score_of(logit, __expf(logit - most));
+    }
     if (BY_LOGIT) weight = holds ? __expf(weight - most) / total : 0.0f;
     if (SCORE == 2) {
         weight = __expf(weight - warp_max(weight));
@@ -146,9 +152,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     const int first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * ROWS, num_rows = min(args.num_rows - first_row, ROWS);
     const int column = warp * VECTORS * 32 + t * 8;  // of this thread, in the first vector
-    const u16 *w[2], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
+    const u16 *w[HALVES], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
+    for (int h = 0; h < HALVES; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -159,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
 #pragma unroll
         for (int v = 0; v < AT_ONCE; ++v)
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+            for (int h = 0; h < HALVES; ++h)
                 if (column + (first + v) * 32 < args.size && first + v < VECTORS) factors[h][v] = *(const uint4*)(w[h] + (first + v) * 32);
 #if HOPPER
         if (first == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -176,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
         }
     }
 #pragma unroll
-    for (int r = 0; r < 4; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
+    for (int r = 0; r < 2 * HALVES; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
     __syncthreads();
     if (threadIdx.x < EXPERTS * ROWS) {
         const int expert = first_expert + threadIdx.x % EXPERTS, row = threadIdx.x / EXPERTS;
