@@ -5,15 +5,14 @@
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
 //
-// A block takes 8 or 16 experts, EXPERTS, and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
+// A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
 // chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
 // integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0;
-// EXPERTS.
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0.
 
-constexpr int WARP = 32, WARPS = 8, ROWS = 8, HALVES = EXPERTS / 8;  // ROWS of a block; HALVES of the outputs of a matrix instruction
+constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
 constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED;
 
@@ -79,13 +78,16 @@ __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& ar
 }
 #endif
 
-template <typename Logit> __device__ __forceinline__ void choose(const Args& args, int row, int lane, float* compared_of, Logit logit_of) {
-    float logits[PER_LANE], scores[PER_LANE] = {};  // of a softmax: its exponentials
+// `logit_of` reads a logit; all are on their way at once, so nothing is between the reads. `biases` of the experts of a lane.
+template <typename Logit>
+__device__ __forceinline__ void choose(const Args& args, int row, int lane, const float* biases, float* compared_of, Logit logit_of) {
+    float logits[PER_LANE], scores[PER_LANE];
     float most = __uint_as_float(0xFF800000), total = 0.0f;
 #pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) logits[j] = logit_of(min(j * WARP + lane, args.num_experts - 1));
+#pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        const int id = j * WARP + lane;
-        logits[j] = id < args.num_experts ? logit_of(id) : __uint_as_float(0xFF800000);
+        if (j * WARP + lane >= args.num_experts) logits[j] = __uint_as_float(0xFF800000);
         most = larger(most, logits[j]);
     }
     if (SCORE == 0) {
@@ -94,15 +96,13 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
         for (int j = 0; j < PER_LANE; ++j) total += scores[j] = __expf(logits[j] - most);
         total = sum_of_lanes(total);
     }
-    const auto score_of = [&](float logit, float exponential) {
-        return SCORE == 0 ? exponential / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logit)) : logit;
-    };
     u32 keys[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        float compared = BY_LOGIT ? logits[j] : score_of(logits[j], scores[j]);
-        if (SELECTION && id < args.num_experts) compared += args.selection_bias[id];
+        scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
+        float compared = BY_LOGIT ? logits[j] : scores[j];
+        if (SELECTION) compared += biases[j];
         keys[j] = id < args.num_experts ? ordered(compared) : 0;
         if (GROUPED && id < args.num_experts) compared_of[id] = compared;
     }
@@ -123,9 +123,12 @@ template <typename Logit> __device__ __forceinline__ void choose(const Args& arg
         if (lane == k) chosen = id, weight = number(largest);
     }
     const bool holds = lane < args.choices;
-    if (SELECTION && holds) {
-        const float logit = logit_of(chosen);
-        weight = score_of(logit, __expf(logit - most));
+    if (SELECTION) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const float score = __shfl_sync(0xFFFFFFFFu, scores[j], chosen % WARP);
+            if (holds && chosen / WARP == j) weight = score;
+        }
     }
     if (BY_LOGIT) weight = holds ? __expf(weight - most) / total : 0.0f;
     if (SCORE == 2) {
@@ -152,11 +155,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     const int first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * ROWS, num_rows = min(args.num_rows - first_row, ROWS);
     const int column = warp * VECTORS * 32 + t * 8;  // of this thread, in the first vector
-    const u16 *w[HALVES], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
+    const u16 *w[2], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
+    for (int h = 0; h < 2; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    float biases[SELECTION ? PER_LANE : 1];
+#if SELECTION
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) biases[j] = load_float(args.selection_bias + min(j * WARP + lane, args.num_experts - 1));
 #endif
     float sum[4] = {};
 #pragma unroll
@@ -165,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
 #pragma unroll
         for (int v = 0; v < AT_ONCE; ++v)
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h)
+            for (int h = 0; h < 2; ++h)
                 if (column + (first + v) * 32 < args.size && first + v < VECTORS) factors[h][v] = *(const uint4*)(w[h] + (first + v) * 32);
 #if HOPPER
         if (first == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -182,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
         }
     }
 #pragma unroll
-    for (int r = 0; r < 2 * HALVES; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
+    for (int r = 0; r < 4; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
     __syncthreads();
     if (threadIdx.x < EXPERTS * ROWS) {
         const int expert = first_expert + threadIdx.x % EXPERTS, row = threadIdx.x / EXPERTS;
@@ -203,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
     else asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     if (blockIdx.x == 0 && warp < num_rows)
-        choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return all_logits[warp][id]; });
+        choose(args, first_row + warp, lane, biases, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return all_logits[warp][id]; });
 #else
     __threadfence();
     __syncthreads();
@@ -215,6 +223,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
     __syncthreads();
     const float* logits = args.logits + (long long)(first_row + warp) * args.num_experts;
     if (last && warp < num_rows)
-        choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return load_float(logits + id); });
+        choose(args, first_row + warp, lane, biases, compared + (GROUPED ? warp * PER_LANE * WARP : 0), [&](int id) { return load_float(logits + id); });
 #endif
 }

@@ -17,8 +17,8 @@ from compress.models.moe import SUM_FLOOR
 
 WARPS = 8
 """Slices of a row's columns, and rows, of a block."""
-EXPERTS = (16, 8)
-"""Experts of a block: 8 where those of 16 are more than a cluster holds, so that more of them read."""
+EXPERTS = 16
+"""Experts of a block."""
 CLUSTERS = (2, 4, 8)
 """Numbers of blocks that are one cluster on sm_90."""
 MAX_DECODE_ROWS = WARPS * COUNTED_ROWS
@@ -41,7 +41,6 @@ class Variant:
     renormalize: bool
     grouped: bool
     selection_bias: bool
-    experts: int
     cluster: int
 
     @property
@@ -55,7 +54,6 @@ class Variant:
             "RENORMALIZE": int(self.renormalize),
             "GROUPED": int(self.grouped),
             "SELECTION": int(self.selection_bias),
-            "EXPERTS": self.experts,
             "CLUSTER": self.cluster,
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
@@ -98,8 +96,7 @@ class _Arguments(ctypes.Structure):
 
 def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Variant:
     """Return what the kernel is compiled for to serve a router of rows of `size` columns."""
-    many, few = EXPERTS
-    blocks = -(-facts.num_experts // many)
+    blocks = -(-facts.num_experts // EXPERTS)
     return Variant(
         dtype=dtype,
         vectors=-(-size // (32 * WARPS)),
@@ -108,7 +105,6 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
         renormalize=facts.renormalize,
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
-        experts=many if blocks <= max(CLUSTERS) else few,
         cluster=blocks if sm >= 90 and blocks in CLUSTERS else 0,
     )
 
@@ -154,7 +150,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
     sm = gpu_of(device).sm
     variant = variant_of(x_TD.dtype, size, facts, sm)
     launch = Launch(
-        grid=(-(-facts.num_experts // variant.experts), -(-num_rows // WARPS)),
+        grid=(-(-facts.num_experts // EXPERTS), -(-num_rows // WARPS)),
         threads=32 * WARPS,
         shared_bytes=0,
         cluster=max(variant.cluster, 1),
