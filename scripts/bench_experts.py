@@ -327,9 +327,10 @@ def plans_of(
         if not sweep:
             return
     elif not prefill and ready.format in packed.DECODED_IN_SLICES:
-        served = slices.tiles_of(ready, rows, top_k, gpu_of(ready.down.data.device))
+        gpu = gpu_of(ready.down.data.device)
+        served = slices.tiles_of(ready, rows, top_k, gpu)
         yield "served", slices.decode, {"tiles": served}
-        most_parts = slices.MOST_WARPS // top_k if slices.is_paired(rows, top_k) else SLICES
+        most_parts = slices.MOST_WARPS // top_k if slices.is_paired(ready, rows, top_k, gpu) else SLICES
         for tiles in sweep_tiles(served, most_parts, gated=ready.gated) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}
         return

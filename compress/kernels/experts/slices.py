@@ -1,8 +1,9 @@
 """Experts of decode rows with weights of four bits, and of int8, by products in slices
 (`operands/slices.cu`): gate and up with their activation, down, and the sum over the choices of a token.
 
-Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and a
-block has warps for each choice of a token, whose outputs it adds; more pairs are sorted by expert. y is
+Up to a few rows (two of many choices) every pair is a unit of its own (few experts are hit twice, and L2
+serves the second), and a block has warps for each choice of a token, whose outputs it adds; more pairs are
+sorted by expert. y is
 float32 and added in the order of K, so a row has the same bits in any company.
 """
 
@@ -40,29 +41,39 @@ from compress.kernels.operands.slices import (
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
-MAX_PAIRED_CHOICES = 16
+FEW_CHOICES = 16
+MAX_PAIRED_ROWS_OF_MANY = 2
+"""Rows of more than `FEW_CHOICES` whose pairs are units of their own."""
+DOWN_OF_MANY = Tile(1, 1, 2, 1, 1, staged=True)
+"""The tile of down with a warp for each of many choices."""
 FEW_ROWS = 32
 MOST_WARPS = 32
 """Warps of a block."""
 
 
-def is_paired(num_rows: int, top_k: int) -> bool:
+def is_paired(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> bool:
     """Return whether every pair is a unit of its own."""
-    return num_rows <= MAX_PAIRED_ROWS and top_k <= MAX_PAIRED_CHOICES
+    if top_k <= FEW_CHOICES:
+        return num_rows <= MAX_PAIRED_ROWS
+    if num_rows > MAX_PAIRED_ROWS_OF_MANY or top_k > MOST_WARPS:
+        return False
+    return shared_bytes(packed, DOWN_OF_MANY, top_k) <= gpu.shared_bytes - STATIC_BYTES
 
 
 def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
     (`scripts/bench_experts.py`, and the steps of whole models) of experts with gates. Without, an item of up
-    has as many tiles where rows are few, and those of both where they are many."""
+    has as many tiles where rows are few, of which more blocks fit, and those of both where they are many."""
     gate_up, down = _gated_tiles(packed, num_rows, top_k, gpu)
-    if packed.gated or num_rows <= FEW_ROWS:
+    if packed.gated or is_paired(packed, num_rows, top_k, gpu):
         return gate_up, down
+    if num_rows <= FEW_ROWS:
+        return replace(gate_up, blocks=gate_up.blocks + 1), down
     return replace(gate_up, output_tiles=2 * gate_up.output_tiles), down
 
 
 def _gated_tiles(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
-    if is_paired(num_rows, top_k):
+    if is_paired(packed, num_rows, top_k, gpu):
         items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
         gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
         room = gpu.shared_bytes - STATIC_BYTES
@@ -89,6 +100,9 @@ def _paired_gate(items: float) -> Tile:
 def _paired_downs(down: Matrices, num_rows: int, top_k: int, num_sms: int) -> Iterator[Tile]:
     """Yield tiles of down, a block of which has the choices of a token, the best first; the last one needs
     next to no shared memory."""
+    if top_k > FEW_CHOICES:
+        yield DOWN_OF_MANY
+        return
     long = steps_of(down) > SLICES
     if num_rows > 2 or (num_rows == 2 and long and top_k > 4):
         yield Tile(2, 1, 2, 2, 1, staged=True)
@@ -137,11 +151,12 @@ def decode(
         return out_TD
     assert ids_TK.is_contiguous()
     assert weights_TK.is_contiguous()
-    first, second = tiles or tiles_of(packed, num_rows, top_k, gpu_of(device))
+    gpu = gpu_of(device)
+    first, second = tiles or tiles_of(packed, num_rows, top_k, gpu)
     assert first.row_tiles == second.row_tiles, "both products have the same units"
     h_PF = torch.empty(num_rows * top_k, packed.down.in_features, dtype=packed.dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    paired = is_paired(num_rows, top_k)
+    paired = is_paired(packed, num_rows, top_k, gpu)
     chosen = Chosen(ids_TK, None, top_k)
     if not paired:
         units = sort_pairs(ids_TK, packed.num_experts, 8 * first.row_tiles)

@@ -223,6 +223,27 @@ def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: 
 
 
 @inside
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_a_token_of_many_choices_has_the_bits_that_it_has_in_company(activation: str) -> None:
+    """Alone its pairs are units of their own; those of three tokens are sorted by expert."""
+    dtype = torch.float16  # which the interpreter and the emulator round alike
+    given = layer(
+        "W4A16_G32", dtype, hidden=96, ffn=64, count=24, top_k=19, rows=3, activation=activation, bias=True
+    )
+    packed = packed_experts.repack(given.experts, dtype=dtype, device=CPU)
+
+    def decode(begin: int, end: int) -> Tensor:
+        residual_TD = given.residual_TD[begin:end]
+        return slices.decode(
+            *_call(given, packed, begin, end), activation=activation, residual_TD=residual_TD
+        )
+
+    whole = decode(0, 3)
+    for row in range(3):
+        assert same_bits(decode(row, row + 1), whole[row : row + 1])
+
+
+@inside
 @pytest.mark.parametrize("rows", [2, 6])
 def test_tiles_of_products_in_slices_change_no_bit(rows: int) -> None:
     dtype = torch.bfloat16
@@ -423,6 +444,19 @@ def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
         assert top_k * down.parts <= slices.MOST_WARPS
 
 
+@pytest.mark.parametrize(("shared_kib", "fits"), [(99, False), (163, True), (227, True)])
+def test_pairs_of_many_choices_are_units_of_their_own_where_few_rows_fit(shared_kib: int, fits: bool) -> None:
+    packed = packed_experts.repack(
+        layer("W4A16_G128", torch.bfloat16).experts, dtype=torch.bfloat16, device=CPU
+    )
+    gpu = Gpu(90, 132, shared_kib * 1024)
+    paired = [slices.is_paired(packed, rows, 22, gpu) for rows in (1, 2, 3)]
+    assert paired == [fits, fits, False]
+    assert not slices.is_paired(packed, 1, 33, gpu)
+    if fits:
+        assert slices.tiles_of(packed, 1, 22, gpu)[1] == slices.DOWN_OF_MANY
+
+
 @pytest.mark.parametrize("num_rows", [1, 4, 32, 33, 64])
 def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(num_rows: int) -> None:
     def gate_up(activation: str, ffn: int) -> tuple[slices.Tile, int]:
@@ -438,7 +472,8 @@ def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(nu
     if num_rows > slices.FEW_ROWS:
         assert (up.output_tiles, own) == (2 * of_both.output_tiles, whole)
     else:
-        assert up == of_both
+        few = num_rows <= slices.MAX_PAIRED_ROWS
+        assert up == replace(of_both, blocks=of_both.blocks + (not few))
         assert own < whole
 
 
