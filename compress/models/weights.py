@@ -39,9 +39,9 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight`, `norm.weight`, `head.weight` when the head is not tied, `norm.bias` where there
-        is one, those of the embeddings for each layer where tokens have them (`layer_embedding.py`), and those
-        under `UNTOUCHED`."""
+        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` where
+        there is one, those of the embeddings for each layer where tokens have them (`layer_embedding.py`),
+        and those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`

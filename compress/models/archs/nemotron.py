@@ -1,5 +1,5 @@
-"""Minitron and Nemotron-Mini (NVIDIA, arXiv 2407.14679): LayerNorm with a bias whose stored weight is w - 1, a
-part of each head rotated, and an FFN without gates, whose activation is the squared relu."""
+"""Minitron and Nemotron-Mini (NVIDIA, arXiv 2407.14679): LayerNorm with a bias whose stored weight is w - 1,
+a part of each head rotated, and an FFN without gates, whose activation is the squared relu."""
 
 from typing import Any
 
