@@ -211,6 +211,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_NEMOTRON,
     },
     "arcee": {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"},
+    "nemotron": {
+        "architectures": ["NemotronForCausalLM"],
+        "hidden_act": "relu2",
+        "partial_rotary_factor": 0.5,
+    },
     "apertus": {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},

@@ -42,6 +42,7 @@ from compress.models.weights import (
     dense,
     fill_,
     layer_embed_weights,
+    norm_weights,
 )
 
 
@@ -81,7 +82,7 @@ class EmbedAndHead:
         embed_VD = dense(outer["embed.weight"]).to(device)
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = final_norm(arch)
-        fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
+        fill_(norm, norm_weights(outer), dtype=dtype, device=device)
         return EmbedAndHead(
             embed_VD, norm.requires_grad_(False), head_VD.to(dtype), layer_embed_weights(outer)
         )

@@ -20,7 +20,7 @@ from compress.models.decoder import capped
 from compress.models.embedding import embedded
 from compress.models.norms import final_norm
 from compress.models.tap import no_tap
-from compress.models.weights import WeightSource, build_layer, dense, fill_
+from compress.models.weights import WeightSource, build_layer, dense, fill_, norm_weights
 
 Visit = Callable[[int, Tensor, Tensor], None]
 """A callback with (layer index, input, output) of one sample, both [T, D]."""
@@ -76,7 +76,7 @@ def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch
     outer = source.outer()
     arch = source.arch
     norm = final_norm(arch)
-    fill_(norm, {"weight": outer["norm.weight"]}, dtype=x_NSD.dtype, device=device)
+    fill_(norm, norm_weights(outer), dtype=x_NSD.dtype, device=device)
     head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(
         device=device, dtype=x_NSD.dtype
     )

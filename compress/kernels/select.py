@@ -12,8 +12,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives
                        activation(first half) * second half, [T, O / 2]. The residual is added after rounding
                        to the model's dtype.
-    rms_norm           fn(x, weight, eps, quant=None, *, centered=False) -> rows like x
-                       over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`)
+    rms_norm           fn(x, weight, eps, quant=None, *, centered=False, bias=None) -> rows like x
+                       over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`);
+                       a float32 bias of the last axis, for a float32 weight, is added before rounding
     post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, also=(), scale=1.0)
                        -> (s, rows or None, others); norms are `RowNorm`
                        s = scale (x + norm(y)), rows = following(s), others = each of `also` of s

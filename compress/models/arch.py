@@ -39,6 +39,7 @@ _FLAGS = (
     "plain_final_norm",
     "unit_norm_unrotated",
     "embed_norm",
+    "norm_bias",
 )
 NO_TOKEN = -1
 """The id by which some configs state that there is no such token."""
@@ -52,7 +53,8 @@ class Arch:
     not change the function here (token ids, initializer range, ...) and rewrites those that do.
 
     Facts with a default are those of few families:
-        norm: `rms`, or `layer`: the mean is subtracted before (LayerNorm without a bias).
+        norm: `rms`, or `layer`: the mean is subtracted before (LayerNorm).
+        norm_bias: the norms of the stream have a bias; those of heads have none.
         norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1; with
             `plain_final_norm` not to that of the last one.
         post_norm_eps: is added to the mean square by the norms of the outputs of half-layers; None for
@@ -117,6 +119,7 @@ class Arch:
     post_norm_eps: float | None = None
     unit_norm_unrotated: bool = False
     embed_norm: bool = False
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -220,10 +223,11 @@ class Arch:
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        total = self.num_outer_params + self.hidden_size + self.num_linear_params
+        norm_size = (1 + self.norm_bias) * self.hidden_size
+        total = self.num_outer_params + norm_size + self.num_linear_params
         total += self.num_layer_embed_params
         for layer in self.layers:
-            total += self.num_norms(layer) * self.hidden_size
+            total += self.num_norms(layer) * norm_size
             if self.qk_norm and layer.attends:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
             if layer.latent is not None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped", *UNGATED)
 """The activations, by their names in `transformers`."""
 
+_OF_BIASES = ("pre", "parallel")
+"""The blocks in which norms may have a bias."""
 _OF_RECURRENCES = ("pre", "sandwich")
 """The blocks in which a recurrence may be in place of attention."""
 
@@ -44,6 +46,11 @@ def check_arch(arch: "Arch") -> None:
         raise UnsupportedArch(
             f"tokens have embeddings for each layer and the activation is '{arch.activation}'; what a layer "
             "reads of them has a gate, whose activation is another."
+        )
+    if arch.norm_bias and (arch.norm != "layer" or arch.block not in _OF_BIASES):
+        raise UnsupportedArch(
+            f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
+            f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
     for idx, layer in enumerate(arch.layers):
         if arch.norms_rotated and layer.leading_dim:

@@ -1,4 +1,4 @@
-"""The norms of a decoder: RMSNorm (arXiv 1910.07467) and LayerNorm without a bias."""
+"""The norms of a decoder: RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450)."""
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,11 @@ from compress.models.norm_gradient import norm_cpu
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm without a
-    bias). `offset` is added to the weight, and the output is multiplied by `scale`. With `heads`, the last
-    but one dimension, the weight is that of one head after the other."""
+    """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm), and with a
+    bias added last if `bias`. `offset` is added to the weight, and the output is multiplied by `scale`. With
+    `heads`, the last but one dimension, the weight is that of one head after the other."""
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -21,9 +23,11 @@ class Norm(nn.Module):
         centered: bool = False,
         scale: float = 1.0,
         heads: int = 1,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
         self.eps = eps
         self.offset = offset
         self.centered = centered
@@ -31,7 +35,7 @@ class Norm(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = not self.centered and not self.offset and self.heads == 1
+        plain = not self.centered and not self.offset and self.heads == 1 and self.bias is None
         if plain and x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             normed = norm_cpu(x, self.weight, self.eps)
         else:
@@ -43,15 +47,25 @@ class Norm(nn.Module):
                 normed = self.weight * normed.to(x.dtype)
             else:  # in float32, as `transformers` computes these
                 weight = self.weight if self.heads == 1 else self.weight.view(self.heads, -1)
-                normed = ((weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
+                normed = (weight.to(torch.float32) + self.offset) * normed
+                if self.bias is not None:
+                    normed = normed + self.bias.to(torch.float32)
+                normed = normed.to(x.dtype)
         return normed if self.scale == 1 else normed * self.scale
 
 
 def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1) -> Norm:
-    """Return a norm of a model with `size` weights; those of the stream have a canonical name."""
-    offset = arch.offset_of(name)
-    centered = arch.norm == "layer"
-    return Norm(size, arch.eps_of(name), offset=offset, centered=centered, scale=scale, heads=heads)
+    """Return a norm of a model with `size` weights; those of the stream have a canonical name, and a bias
+    where the model has them."""
+    return Norm(
+        size,
+        arch.eps_of(name),
+        offset=arch.offset_of(name),
+        centered=arch.norm == "layer",
+        scale=scale,
+        heads=heads,
+        bias=arch.norm_bias and bool(name),
+    )
 
 
 def final_norm(arch: Arch) -> Norm:

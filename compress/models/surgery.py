@@ -61,11 +61,12 @@ def fold_(
         weights[name] = (factor_P / scale_P - pair.offset).to(stored_dtype).to(torch.float32)
         rounded = weights[name] + pair.offset
         scale_I = torch.where(rounded != 0, factor_P / rounded, scale_I)
+        scale_P = scale_I
     else:
         weights[name] = weights[name] / scale_P.unsqueeze(1)
-        bias = f"{pair.producer}.bias"
-        if bias in weights:
-            weights[bias] = weights[bias] / scale_P
+    bias = f"{pair.producer}.bias"
+    if bias in weights:
+        weights[bias] = weights[bias] / scale_P
     for linear in pair.linears:
         weights[f"{linear}.weight"] = weights[f"{linear}.weight"] * scale_I
     return scale_I

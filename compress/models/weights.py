@@ -39,9 +39,9 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight`, `norm.weight`, `head.weight` when the head is not tied, those of the
-        embeddings for each layer where tokens have them (`layer_embedding.py`), and those under
-        `UNTOUCHED`."""
+        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` where
+        there is one, those of the embeddings for each layer where tokens have them (`layer_embedding.py`),
+        and those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -153,6 +153,12 @@ def fill_(
     module.load_state_dict(state, strict=True, assign=True)
 
 
+def norm_weights(outer: Weights) -> Weights:
+    """Return the parameters of the last norm among the outer weights, by their names in its module."""
+    prefix = "norm."
+    return {name.removeprefix(prefix): each for name, each in outer.items() if name.startswith(prefix)}
+
+
 def refill_(linear: nn.Linear, value: Tensor | QuantizedWeight) -> None:
     """Another weight, as `fill_` would put it there."""
     linear.weight = nn.Parameter(dense(value).to(linear.weight), requires_grad=False)
@@ -193,7 +199,10 @@ def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.dev
 def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
     """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
     parameter of its own."""
-    outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
+    outer: dict[str, tuple[int, ...]] = {"embed.weight": (arch.vocab_size, arch.hidden_size)}
+    outer["norm.weight"] = (arch.hidden_size,)
+    if arch.norm_bias:
+        outer["norm.bias"] = (arch.hidden_size,)
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)

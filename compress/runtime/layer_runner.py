@@ -276,7 +276,9 @@ class LayerRunner:
         if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
             return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
         quant = qkv.quant if _same_quant(qkv.quant, gate_up.quant) else None
-        rows: Rows = self._rms_norm(x_TD, norm.weight, norm.eps, quant, centered=norm.centered)
+        rows: Rows = self._rms_norm(
+            x_TD, norm.weight, norm.eps, quant, centered=norm.centered, bias=norm.bias
+        )
         return rows, rows
 
     def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
@@ -291,13 +293,15 @@ class LayerRunner:
         if reader.prepares_input(phase):
             return RawRows(stream.x_TD, norm.weight, norm.eps, reader.quant)
         normed: Rows = self._rms_norm(
-            stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered
+            stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered, bias=norm.bias
         )
         return normed
 
     def norm(self, x_TD: Tensor, norm: RowNorm) -> Tensor:
         """Return x normalized, [T, D], without quantization."""
-        normed_TD: Tensor = self._rms_norm(x_TD, norm.weight, norm.eps, None, centered=norm.centered)
+        normed_TD: Tensor = self._rms_norm(
+            x_TD, norm.weight, norm.eps, None, centered=norm.centered, bias=norm.bias
+        )
         return normed_TD
 
     def capped(self, logits_TV: Tensor) -> Tensor:

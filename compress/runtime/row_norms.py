@@ -27,15 +27,23 @@ def stream_scale(arch: Arch) -> float:
 
 
 def row_norm(
-    arch: Arch, weight: Tensor, name: str = "", *, eps: float | None = None, scale: float = 1.0
+    arch: Arch,
+    weight: Tensor,
+    name: str = "",
+    *,
+    eps: float | None = None,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
 ) -> RowNorm:
-    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has;
-    those of the stream have a canonical name."""
+    """Return a norm of a model, its output multiplied by `scale`, from the weight and the bias that a
+    checkpoint has; those of the stream have a canonical name."""
     centered = arch.norm == "layer"
     offset = arch.offset_of(name)
     if centered or arch.norm_offset or scale != 1:
         weight = (weight.to(torch.float32) + offset) * scale
-    return RowNorm(weight, arch.eps_of(name) if eps is None else eps, centered)
+    if bias is not None:
+        bias = bias.to(torch.float32) * scale
+    return RowNorm(weight, arch.eps_of(name) if eps is None else eps, centered, bias)
 
 
 def stream_norm(
@@ -43,7 +51,9 @@ def stream_norm(
 ) -> RowNorm:
     """Return a norm of the residual stream."""
     eps = arch.norm_eps / stream_scale(arch) ** 2
-    return row_norm(arch, deployment.placed(dense(weights[f"{name}.weight"])), name, eps=eps, scale=scale)
+    weight = deployment.placed(dense(weights[f"{name}.weight"]))
+    bias = deployment.placed(dense(weights[f"{name}.bias"])) if arch.norm_bias else None
+    return row_norm(arch, weight, name, eps=eps, scale=scale, bias=bias)
 
 
 def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:

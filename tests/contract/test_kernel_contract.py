@@ -203,6 +203,10 @@ def test_norms_with_float32_weights_and_of_centered_rows(
     assert_close(y, normed_f64(x, weight, 1e-5, centered=centered), depth=size, dtype=dtype)
     for num_rows in (1, 7, 39):
         assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5, centered=centered), y[:num_rows])
+    bias = randn(size, device=device, dtype="F32", seed=7)
+    biased = kernel.fn(x, weight, 1e-5, centered=centered, bias=bias)
+    expected = normed_f64(x, weight, 1e-5, centered=centered) + bias.double()
+    assert_close(biased, expected, depth=size, dtype=dtype)
 
 
 @each_usable(usable("post_norm"))

@@ -128,6 +128,7 @@ EXPORTED = [
     ("bamba", "W4A16_G128"),
     ("nemotron_h", "W4A16_G128"),
     ("arcee", "FP8_DYNAMIC"),
+    ("nemotron", "W4A16_G128"),
     ("apertus", "W4A16_G128"),
     ("apertus-tied-biases", "FP8_DYNAMIC"),
     ("lfm2", "W4A16_G128"),

@@ -263,6 +263,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "norms with an offset": {"norm_offset": 1.0},
     "layer norms": {"norm": "layer"},
+    "layer norms with a bias": {"norm": "layer", "norm_bias": True, "norm_offset": 1.0, "logit_scale": 0.5},
+    "parallel halves after a norm with a bias": {"norm": "layer", "norm_bias": True, "block": "parallel"},
     "layer norms with an offset": {"norm": "layer", "norm_offset": 1.0},
     "post norms": {"block": "post"},
     "sandwich norms": {"block": "sandwich"},

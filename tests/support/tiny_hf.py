@@ -58,6 +58,7 @@ CONFIGS: dict[str, Any] = {
     "bamba": transformers.BambaConfig,
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
+    "nemotron": transformers.NemotronConfig,
     "apertus": transformers.ApertusConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
@@ -354,6 +355,7 @@ SMALL: dict[str, Any] = {
 # What the modeling code of a family needs and its configuration class does not derive.
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 2},
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
@@ -1338,6 +1340,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {"mlp_bias": True}),
+    "nemotron": ("nemotron", {"rope_parameters": HALF_ROTATED}),
+    "nemotron-biases": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF_ROTATED},
+    ),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "apertus-tied-biases": (
         "apertus",

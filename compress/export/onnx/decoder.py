@@ -243,7 +243,7 @@ class DecoderGraph:
         return self._masks[window]
 
     def _norm(self, x: str, name: str) -> str:
-        """Return the norm over the last dimension, times its weight."""
+        """Return the norm over the last dimension, times its weight, and with its bias where it has one."""
         graph = self._graph
         arch = self._arch
         weight = self._linear.weight(f"{name}.weight")
@@ -258,7 +258,10 @@ class DecoderGraph:
         weight = self._cast(weight, F32)
         if offset := arch.offset_of(of_layer):
             weight = graph.op("Add", weight, graph.constant(offset, F32))
-        return self._cast(graph.op("Mul", normed, weight), self._dtype, F32)
+        scaled = graph.op("Mul", normed, weight)
+        if arch.norm_bias and not of_layer.startswith("attn."):
+            scaled = graph.op("Add", scaled, self._cast(self._linear.weight(f"{name}.bias"), F32))
+        return self._cast(scaled, self._dtype, F32)
 
     def _unit_norm(self, x: str) -> str:
         """Return x divided by the root of the mean square over its last dimension."""

@@ -157,12 +157,14 @@ class RowNorm:
     """RMSNorm over the last axis, with the mean subtracted before if `centered`.
 
     A weight in the rows' dtype multiplies rounded quotients; a float32 weight multiplies them before they are
-    rounded, once: norms that add to their weights or scale their output are folded into one.
+    rounded, once: norms that add to their weights or scale their output are folded into one. A bias goes with
+    a float32 weight, is float32 and is added before rounding.
     """
 
     weight: Tensor
     eps: float
     centered: bool = False
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)

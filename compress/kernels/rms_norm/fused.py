@@ -3,7 +3,8 @@
     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)    mean and quotient in float32; round: to x's dtype
     y = round(x / sqrt(mean(x^2) + eps) * weight)           where the weight is float32 and x is not
 
-With `centered` the mean of x is subtracted before (LayerNorm without a bias, arXiv 1607.06450).
+With `centered` the mean of x is subtracted before (LayerNorm, arXiv 1607.06450). A float32 bias, for a
+float32 weight, is added before rounding.
 
 Rounding follows the reference. The weight is constant, so it is read before the program waits for the
 kernel ahead.
@@ -26,20 +27,27 @@ def normed_row(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, CENTERED: tl.constexpr
 ) -> tl.tensor:
     """Return the norm of a row x [BLOCK], zero beyond SIZE, rounded to its dtype."""
-    x_f32 = x.to(tl.float32)
-    if CENTERED:
-        real = tl.arange(0, x.shape[0]) < SIZE
-        x_f32 = tl.where(real, x_f32 - tl.sum(x_f32, axis=0) / SIZE, 0.0)
-    quotient = x_f32 * tl.rsqrt(tl.sum(x_f32 * x_f32, axis=0) / SIZE + eps)
+    quotient = _quotient(x, eps, SIZE, CENTERED)
     if weight.dtype == tl.float32:
         return (quotient * weight).to(x.dtype)
     return (quotient.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @jit()
+def _quotient(x: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, CENTERED: tl.constexpr) -> tl.tensor:
+    """Return a row x [BLOCK], less its mean if CENTERED, over the root of its mean square, float32."""
+    x_f32 = x.to(tl.float32)
+    if CENTERED:
+        real = tl.arange(0, x.shape[0]) < SIZE
+        x_f32 = tl.where(real, x_f32 - tl.sum(x_f32, axis=0) / SIZE, 0.0)
+    return x_f32 * tl.rsqrt(tl.sum(x_f32 * x_f32, axis=0) / SIZE + eps)
+
+
+@jit()
 def _rms_norm(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     eps: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -60,9 +68,14 @@ def _rms_norm(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=columns < SIZE, other=0.0)
     wait(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * STRIDE + columns, mask=columns < SIZE, other=0.0)
-    y = normed_row(x, weight, eps, SIZE, CENTERED)
+    if bias_ptr is None:
+        y = normed_row(x, weight, eps, SIZE, CENTERED)
+    else:
+        y = (_quotient(x, eps, SIZE, CENTERED) * weight + bias).to(x.dtype)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -70,15 +83,24 @@ def _rms_norm(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None, *, centered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    quant: ActivationQuant | None = None,
+    *,
+    centered: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
-    """Over the last axis; `weight` has the last axes of `x`, which may be columns of wider rows. Quantized
-    rows are [other axes, last axis]."""
+    """Over the last axis; `weight` has the last axes of `x`, which may be columns of wider rows, and a bias
+    the last one. Quantized rows are [other axes, last axis]."""
     size = x.shape[-1]
     assert weight.shape == x.shape[x.dim() - weight.dim() :], (
         f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
     )
     assert weight.dtype in (x.dtype, torch.float32), f"weight is {weight.dtype}, rows are {x.dtype}"
+    assert bias is None or (
+        bias.shape == weight.shape == (size,) and bias.dtype == weight.dtype == torch.float32
+    )
     num_rows = x.numel() // size
     out, output = row_output(num_rows, size, x.dtype, x.device, quant)
     weight_rows = weight.numel() // size
@@ -86,6 +108,7 @@ def rms_norm(
     _rms_norm[(num_rows,)](
         x,
         weight.contiguous(),
+        None if bias is None else bias.contiguous(),
         eps,
         WEIGHT_ROWS=weight_rows,
         STRIDE=x.stride(0) if x.dim() == 2 and num_rows > 1 else size,

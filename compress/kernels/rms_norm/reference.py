@@ -1,6 +1,6 @@
 """Reference RMSNorm (arXiv 1910.07467): weight * (x / sqrt(mean(x^2) + eps)), mean and division in float32,
-each row on its own; with `centered` the mean of x is subtracted before (LayerNorm without a bias, arXiv
-1607.06450).
+each row on its own; with `centered` the mean of x is subtracted before (LayerNorm, arXiv 1607.06450), and a
+bias may be added last.
 
 torch's general reduction on CUDA splits a row among threads by the number of rows, which changes bits;
 its norm kernel gives every row a block of the same shape.
@@ -15,16 +15,25 @@ from compress.kernels.select import Kernel, anything, register
 
 
 def rms_norm_rows(
-    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None, *, centered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    quant: ActivationQuant | None = None,
+    *,
+    centered: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor | QuantizedRows:
     """Return the norm, quantized if the next linear needs it."""
-    normed = rms_norm(x, weight, eps, centered=centered)
+    normed = rms_norm(x, weight, eps, centered=centered, bias=bias)
     return normed if quant is None else quantize(normed, quant)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, centered: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """Over the last axis of `x`; `weight` broadcasts against `x`. A float32 weight is multiplied before
-    rounding, another one after."""
+    rounding, another one after. A float32 bias, for a float32 weight, is added before rounding."""
+    assert bias is None or bias.dtype == weight.dtype == torch.float32
     x_f32 = x.to(torch.float32)
     if x.is_cuda:
         normed = (F.layer_norm if centered else F.rms_norm)(x_f32, x.shape[-1:], eps=eps)
@@ -33,7 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -
             x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
         normed = x_f32 * x_f32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight.dtype == torch.float32:
-        return (normed * weight).to(x.dtype)
+        scaled = normed * weight
+        return (scaled if bias is None else scaled + bias).to(x.dtype)
     return normed.to(x.dtype) * weight
 
 

@@ -314,20 +314,22 @@ if INTERPRETED:
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("biased", [False, True])
     def test_norms_with_float32_weights_are_the_reference(
-        size: int, dtype: torch.dtype, centered: bool
+        size: int, dtype: torch.dtype, centered: bool, biased: bool
     ) -> None:
         x = extreme_rows(size, dtype)
         weight = 1 + randn(size, seed=1)
-        actual = rms_norm(x, weight, 1e-5, centered=centered)
-        expected = rms_norm_rows(x, weight, 1e-5, centered=centered)
+        bias = randn(size, seed=2) if biased else None
+        actual = rms_norm(x, weight, 1e-5, centered=centered, bias=bias)
+        expected = rms_norm_rows(x, weight, 1e-5, centered=centered, bias=bias)
         assert isinstance(actual, Tensor)
         assert isinstance(expected, Tensor)
         torch.testing.assert_close(
             actual,
             expected,
             rtol=2**-10 if dtype == torch.float16 else 1e-6,
-            atol=1e-6 if centered else 1e-12,
+            atol=1e-6 if centered or biased else 1e-12,
         )
 
     @pytest.mark.parametrize("size", SIZES)
