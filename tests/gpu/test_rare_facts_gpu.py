@@ -195,6 +195,12 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=Mamba2(8, 2, 64, 32, 3, conv_bias=False)),
         ),
     },
+    "nemotron": {
+        "activation": "relu2",
+        "norm": "layer",
+        "norm_bias": True,
+        "layers": (replace(LAYER, gated=False),),
+    },
     "nemotron h": {
         "activation": "relu2",
         "layers": (
