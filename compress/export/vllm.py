@@ -107,12 +107,14 @@ def _rows_of_mixers(arch: Arch, scheme: ModelScheme) -> int | None:
     multiple of 32."""
     if not any(each.type == "int" and each.num_bits == 4 for each in scheme.all):
         return None
-    shapes = [
-        layer.group_shape(layer.attention_groups[0], arch.hidden_size)
+    mixers = [
+        layer.recurrence
         for layer in arch.layers
         if layer.recurrence is not None and layer.recurrence.module == "mamba"
     ]
-    return next((rows for rows, _ in shapes if rows % 32), None)
+    shapes = [(each.first_linears, each.linear_shapes(arch.hidden_size)) for each in mixers]
+    sums = [sum(of_linear[name][0] for name in first) for first, of_linear in shapes]
+    return next((rows for rows in sums if rows % 32), None)
 
 
 def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:

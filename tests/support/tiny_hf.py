@@ -56,6 +56,7 @@ CONFIGS: dict[str, Any] = {
     "vaultgemma": transformers.VaultGemmaConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "bamba": transformers.BambaConfig,
+    "falcon_h1": transformers.FalconH1Config,
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
     "apertus": transformers.ApertusConfig,
@@ -371,6 +372,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
     "bamba": {"mamba_n_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
@@ -490,6 +492,17 @@ OTHER_MAMBA = {
     "mamba_expand": 1,
     "mamba_conv_bias": False,
     "mamba_chunk_size": 16,
+}
+FALCON_FACTORS = {
+    "embedding_multiplier": 5.7,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.35, 0.6, 0.8, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
 }
 # Its class bounds the steps of time of prompts, and not those of decode.
 NEMOTRON = {
@@ -1289,6 +1302,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-groups-biases": (
         "bamba",
         {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    ),
+    "falcon_h1": ("falcon_h1", {**MAMBA, **FALCON_FACTORS, "mamba_d_ssm": 48, "mamba_d_head": 12}),
+    "falcon_h1-norm-biases": (
+        "falcon_h1",
+        {
+            **OTHER_MAMBA,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 12,
+            "key_multiplier": 0.4,
+            "attention_out_multiplier": 0.9,
+            "mlp_multipliers": [0.9, 0.6],
+            "tie_word_embeddings": True,
+        },
     ),
     "nemotron_h": (
         "nemotron_h",
