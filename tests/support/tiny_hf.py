@@ -1897,7 +1897,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, of a
-    delta net, of the FFN of Granite 4 H, or of experts that act on latents reads; none for a case without."""
+    delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H, or of experts that act on latents reads;
+    none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
@@ -1906,6 +1907,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         shared = {"moe_shared_expert_intermediate_size": size} if "n_routed_experts" in changes else {}
         latents = {"moe_latent_size": size} if "moe_latent_size" in changes else {}
         return {"mamba_num_heads": 4, "mamba_head_dim": of_head, **shared, **latents}
+    if "mamba_d_ssm" in changes:
+        return {"mamba_d_ssm": 2 * size, "mamba_d_head": "auto"}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:
