@@ -115,7 +115,7 @@ def _compress_stages(
         for linear in linears:
             if linear in state.quantized:
                 refill_(layer.linear(linear), state.quantized[linear])
-        if any(group.tap == KV_LATENT for group in groups):
+        if any(group.tap == KV_LATENT or "attn.k" in group.linears for group in groups):
             on_kv_ready()
     if half.moe is not None:
         half.moe.taps_see_all = False

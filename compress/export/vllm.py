@@ -26,7 +26,8 @@ KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have n
 """Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
 ...qkv_proj are quantized.'"""
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
-"""So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'."""
+"""So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
+also looks up those of attention and of the FFN by others."""
 UNKNOWN = {
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
@@ -46,7 +47,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
-    is_by_name = len(scheme.of_layers) > 1 or any(".mamba." in linear for linear in scheme.dense)
+    renamed = "." if arch.family == "falcon_h1" else ".mamba."
+    is_by_name = len(scheme.of_layers) > 1 or any(renamed in linear for linear in scheme.dense)
     if is_by_name and _renames_mixers(arch):
         return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
@@ -61,7 +63,7 @@ def why_vllm_refuses_gptq(arch: Arch) -> str | None:
 
 
 def _renames_mixers(arch: Arch) -> bool:
-    return arch.family == "granitemoehybrid" and arch.has_recurrence("mamba")
+    return arch.family in ("granitemoehybrid", "falcon_h1") and arch.has_recurrence("mamba")
 
 
 def vllm_builds(
@@ -107,12 +109,14 @@ def _rows_of_mixers(arch: Arch, scheme: ModelScheme) -> int | None:
     multiple of 32."""
     if not any(each.type == "int" and each.num_bits == 4 for each in scheme.all):
         return None
-    shapes = [
-        layer.group_shape(layer.attention_groups[0], arch.hidden_size)
+    mixers = [
+        layer.recurrence
         for layer in arch.layers
         if layer.recurrence is not None and layer.recurrence.module == "mamba"
     ]
-    return next((rows for rows, _ in shapes if rows % 32), None)
+    shapes = [(each.first_linears, each.linear_shapes(arch.hidden_size)) for each in mixers]
+    sums = [sum(of_linear[name][0] for name in first) for first, of_linear in shapes]
+    return next((rows for rows in sums if rows % 32), None)
 
 
 def _linears_on_a_cpu(name: str, scheme: ModelScheme) -> Consumer:

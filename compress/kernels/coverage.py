@@ -100,6 +100,7 @@ def linear_problems(
     with its activation."""
     n, k = shape
     gated = name.endswith("gate_up") and phase == "decode" and arch.activation not in UNGATED
+    gated &= arch.factor_of("ffn.gate") == arch.factor_of("ffn.up") == 1
     activations = (arch.activation, None) if gated else (None,)
     return [
         device.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)

@@ -70,6 +70,7 @@ class Arch:
             and of the logits.
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
         attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
+        linear_factors: linears of layers, by their canonical names, and what their outputs are multiplied by.
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
             o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
         unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope; with
@@ -120,6 +121,7 @@ class Arch:
     unit_norm_unrotated: bool = False
     embed_norm: bool = False
     norm_bias: bool = False
+    linear_factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -179,7 +181,7 @@ class Arch:
 
     @cached_property
     def has_recurrences(self) -> bool:
-        """Whether some layers have a recurrence in place of attention."""
+        """Whether some layers have a recurrence, in place of attention or with it."""
         return any(layer.recurrence is not None for layer in self.layers)
 
     def has_recurrence(self, module: str) -> bool:
@@ -305,6 +307,10 @@ class Arch:
         own = self.post_norm_eps if norm in POST_NORMS else None
         return self.norm_eps if own is None else own
 
+    def factor_of(self, linear: str) -> float:
+        """Return the factor of the outputs of a linear of a layer, by its canonical name."""
+        return dict(self.linear_factors).get(linear, 1.0)
+
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
@@ -331,6 +337,8 @@ class Arch:
             for field in dataclasses.fields(self)
             if field.name != "layers" and not _is_default(field, getattr(self, field.name))
         }
+        if self.linear_factors:
+            facts["linear_factors"] = dict(self.linear_factors)
         return {**facts, "config": dict(self.config)}, [layer_to_json(layer) for layer in self.layers]
 
     @staticmethod
@@ -395,6 +403,9 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
         if len(growth) != 2 or growth[1] < 1:
             raise model.wrong("query_growth", growth, "a factor and a number of positions")
         rare["query_growth"] = (growth[0], int(growth[1]))
+    if model.has("linear_factors"):
+        factors = model.fields("linear_factors")
+        rare["linear_factors"] = tuple((name, factors.number(name, *SCALES)) for name in factors)
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
     if model.has("layer_embed_size"):

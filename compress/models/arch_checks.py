@@ -52,6 +52,10 @@ def check_arch(arch: "Arch") -> None:
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
             f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
+    if other := sorted(name for name, _ in arch.linear_factors if not _may_have_factor(arch, name)):
+        raise UnsupportedArch(
+            f"factors of {', '.join(other)}, which no layer of this model has, or which is one of experts."
+        )
     for idx, layer in enumerate(arch.layers):
         if arch.norms_rotated and layer.leading_dim:
             raise UnsupportedArch(
@@ -94,6 +98,11 @@ def check_arch(arch: "Arch") -> None:
             )
 
 
+def _may_have_factor(arch: "Arch", linear: str) -> bool:
+    """Return whether the decoder and the runtime multiply the outputs of a linear."""
+    return not linear.startswith("moe.") and any(linear in layer.linears for layer in arch.layers)
+
+
 def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
     """Return why a layer cannot read the keys and values that it is to read, None where it can."""
     layer = arch.layers[layer_idx]
@@ -102,6 +111,8 @@ def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
     source = arch.layers[layer.kv_source] if layer.kv_source < layer_idx else None
     if source is None or source.kv_source is not None or not source.cached_numbers:
         return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
+    if source.joint:
+        return f"it reads the keys and values of layer {layer.kv_source}, which has a recurrence, too."
     heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
     if heads[0] != heads[1]:
         return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."

@@ -10,8 +10,9 @@ normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grou
 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
 instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
 number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`),
-a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention. Tokens may have
-embeddings for each layer (`layer_embedding.py`), and a layer may read the keys and values of an earlier one.
+a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it joins
+attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a layer may read the keys and
+values of an earlier one.
 Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
 the golden tests run this forward; the serving runtime has its own fused step, which is tested against it. Not
 supported: dropout, encoder-decoder.
@@ -35,7 +36,7 @@ from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
 from compress.models.latent import Q_LATENT
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
-from compress.models.layer_shape import LayerShape, LinearGroup
+from compress.models.layer_shape import RECURRENT_OUT, LayerShape, LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
 from compress.models.mamba2_mixer import Mamba2Mixer
@@ -106,9 +107,9 @@ class DecoderLayer(nn.Module):
             if self.shape.recurrence is not None:
                 mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
                 self.add_module(self.shape.recurrence.module, mixer)
-            elif latent is None:
+            if self.shape.attends and latent is None:
                 self.attn = Attention(arch, self.shape)
-            else:
+            elif latent is not None:
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
         if self.shape.has_ffn:
@@ -135,7 +136,8 @@ class DecoderLayer(nn.Module):
         normed_BSD = x_BSD
         if self.shape.has_mixer:
             normed_BSD = self.attn_norm(x_BSD)
-            attended_BSD = self._mixer(normed_BSD, positions, attention, self.layer_idx, tap)
+            mixed = self._joint if self.shape.joint else partial(self._mixer, layer_idx=self.layer_idx)
+            attended_BSD = mixed(normed_BSD, positions, attention, tap=tap)
             x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
         if self.shape.has_ffn:
             ffn = self.ffn if self.shape.experts is None else self.moe
@@ -145,10 +147,19 @@ class DecoderLayer(nn.Module):
 
     @property
     def _mixer(self) -> TokenMixer:
-        """The module of the first half, which mixes positions."""
+        """The module of the first half, which mixes positions; the recurrence where that joins attention."""
         recurrence = self.shape.recurrence
         mixer: TokenMixer = getattr(self, "attn" if recurrence is None else recurrence.module)
         return mixer
+
+    def _joint(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Return the sum of attention and of a recurrence of one input."""
+        tap("attn_in", x_BSD)
+        attended_BSF = self.attn.heads(x_BSD, positions, attention, layer_idx=self.layer_idx)
+        tap("attn_out", attended_BSF)
+        recurred_BSF = self._mixer.heads(x_BSD, positions, attention, layer_idx=self.layer_idx)
+        tap(RECURRENT_OUT, recurred_BSF)
+        return self._mixer.o(recurred_BSF) + self.attn.o(attended_BSF)
 
     def _end(self, x_BSD: Tensor, attention: AttentionFn) -> Tensor:
         """Return the output of the layer from the stream after its last half."""
@@ -168,6 +179,9 @@ class DecoderLayer(nn.Module):
         post = self.attn_post_norm
         scale = self.arch.residual_scale
         end = as_it_is if self.shape.has_ffn else self._end
+        if self.shape.joint:
+            first, *last = self.shape.attention_groups
+            return StagedHalf(((first,), tuple(last)), norm, self._joint, post, scale, end)
         if self.shape.latent is None:
             heads = partial(self._mixer.heads, layer_idx=self.layer_idx)
             return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, scale, end)
@@ -258,17 +272,27 @@ class DecoderLayer(nn.Module):
         short convolution that of the factors of its outputs and o. There is none where the values are normed,
         which would undo a part of the scale, or are the keys, too, which would be scaled with them, or are
         those of another layer, too, or are remembered by a delta net, whose heads share the weights of their
-        norm."""
-        o = self.shape.attention_groups[-1]
+        norm, or by a mixer without a norm."""
+        o, own_o = self.shape.attention_groups[1], self.shape.attention_groups[-1]
+        pairs = [] if self.shape.recurrence is None else self._recurrent_pairs(own_o)
+        if not self.shape.attends:
+            return pairs
+        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
+        if self.shape.keys_are_values or is_shared or self.arch.v_norm:
+            return pairs
+        repeat = self.shape.num_heads // self.shape.num_kv_heads
+        return [
+            SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat),
+            *pairs,
+        ]
+
+    def _recurrent_pairs(self, o: LinearGroup) -> list[SmoothingPair]:
+        """Return the pairs of the last linear of a recurrence."""
         if isinstance(self.shape.recurrence, ShortConv):
             return [SmoothingPair("conv.C", o.tap, o.linears)]
-        if isinstance(self.shape.recurrence, Mamba2):
+        if isinstance(self.shape.recurrence, Mamba2) and self.shape.recurrence.normed:
             return [SmoothingPair(NORM_OF_OUTPUTS.removesuffix(".weight"), o.tap, o.linears)]
-        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
-        if self.shape.keys_are_values or is_shared or self.arch.v_norm or self.shape.recurrence is not None:
-            return []
-        repeat = self.shape.num_heads // self.shape.num_kv_heads
-        return [SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat)]
+        return []
 
     def _expert_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads

@@ -342,7 +342,8 @@ def fresh_eagle3(
                     continue
                 if inner not in last:  # values that are keys
                     inner = inner.replace("attn.v", "attn.k")
-                target_weight = dense(last[inner]).to(torch.float32)
+                factor = target.arch.factor_of(inner.rpartition(".")[0])
+                target_weight = dense(last[inner]).to(torch.float32) * factor
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                 parameter[..., -target_weight.shape[-1] :] = target_weight

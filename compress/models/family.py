@@ -92,7 +92,8 @@ class Family(DiskNames):
     spellings, and `restated` the fields to write that follow from several facts.
 
     `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
-    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`). With
+    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`), or all layers in
+    families whose attention and recurrences are `joint`. With
     `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
     no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to
     the fields that state them for those with full attention, in families in which these layers have others
@@ -128,6 +129,7 @@ class Family(DiskNames):
     dense_fields: DenseFields | None = None
     latent: Callable[[Fields], Latent] | None = None
     recurrence: Callable[[Fields], Recurrence] | None = None
+    joint: bool = False
     half_layers: bool = False
     gated: bool = True
     mixture: Mixture | None = None
@@ -208,9 +210,10 @@ class Family(DiskNames):
                 latent=latent,
                 output_gate=kind != LINEAR and _flag(self.output_gate, config),
                 head_gate=None if kind == LINEAR else self.head_gate(config),
-                recurrence=self._recurrence(config) if kind == LINEAR else None,
+                recurrence=self._recurrence(config) if kind == LINEAR or self.joint else None,
                 only_half=self._only_half(config, kind),
                 gated=self.gated,
+                joint=self.joint and kind != LINEAR,
             )
             for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
         )

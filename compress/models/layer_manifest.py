@@ -30,6 +30,7 @@ _RARE_FACTS = (
     "head_gate",
     "recurrence",
     "only_half",
+    "joint",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
@@ -43,7 +44,11 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         if not getattr(shape, name):
             del layer[name]
     if shape.recurrence is not None:
-        layer[shape.recurrence.module] = layer.pop("recurrence")
+        widths = layer.pop("recurrence")
+        plain = {each.name: each.default for each in dataclasses.fields(shape.recurrence)}
+        layer[shape.recurrence.module] = {
+            name: value for name, value in widths.items() if value is not plain[name]
+        }
     if shape.kv_source is None:
         del layer["kv_source"]
     if shape.gated:
@@ -83,6 +88,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         kv_source=layer.integer("kv_source", 0, MAX_LAYERS) if layer.has("kv_source") else None,
         only_half=half,
         gated=layer.flag("gated", default=True),
+        joint=layer.flag("joint", default=False),
     )
 
 

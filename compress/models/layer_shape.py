@@ -79,6 +79,8 @@ _QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
 """The first group of a layer that reads the keys and values of an earlier one."""
 _GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
 """The first group of a layer with an output gate."""
+RECURRENT_OUT = "recurrent_out"
+"""The tap of the outputs of a recurrence in a joint layer."""
 HeadGate = Literal["sigmoid", "softplus"]
 """The function of a gate that attention has for each head."""
 HEAD_GATES: tuple[HeadGate, ...] = ("sigmoid", "softplus")
@@ -117,7 +119,8 @@ class LayerShape:
     attention returns is multiplied by the sigmoid of `attn.gate` of its input (arXiv 2505.06708); with a
     `head_gate`, by this function of one number for each head, which `attn.head_gate` computes of the input
     and no scheme quantizes. A layer with a `recurrence` has it in place of attention, and its heads are those
-    that other layers of the model have. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it
+    that other layers of the model have; a `joint` layer has both, which read one input and whose outputs are
+    added. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it
     attends to the keys and values of the layer with this index (arXiv 2405.12981). A layer has both halves,
     or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
     or an expert, that is not `gated` has no gate, and one of the activations `UNGATED`."""
@@ -138,6 +141,7 @@ class LayerShape:
     kv_source: int | None = None
     only_half: Half | None = None
     gated: bool = True
+    joint: bool = False
 
     @property
     def has_mixer(self) -> bool:
@@ -152,14 +156,23 @@ class LayerShape:
     @property
     def attends(self) -> bool:
         """Whether the layer has attention."""
-        return self.has_mixer and self.recurrence is None
+        return self.has_mixer and (self.recurrence is None or self.joint)
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
-        last `o`; none where the layer has an FFN only."""
+        last `o`; none where the layer has an FFN only. In a joint layer the linears of the recurrence come
+        after those of attention in `qkv`, and its own last linear after `o`."""
         if not self.has_mixer:
             return ()
+        if self.recurrence is not None and self.joint:
+            first = (*LINEAR_GROUPS["qkv"].linears, *self.recurrence.first_linears)
+            own_o = f"{self.recurrence.module}.o"
+            return (
+                LinearGroup("qkv", "attn_in", first),
+                LINEAR_GROUPS["o"],
+                LinearGroup("recurrent_o", RECURRENT_OUT, (own_o,)),
+            )
         if self.recurrence is not None:
             return (
                 LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
@@ -195,11 +208,14 @@ class LayerShape:
                 "a layer reads the keys and values of another, and has an output gate, latents, a "
                 "recurrence, a chunk or keys that are its values, too."
             )
+        if self.joint and self.recurrence is None:
+            return "attention and a recurrence are joint, and it has no recurrence."
         if self.recurrence is not None:
             has_latent = self.latent is not None or self.keys_are_values
             if has_latent or is_gated or self.window is not None or self.chunk:
                 return "a recurrence is in place of attention, and attention has facts of its own."
-            return self.recurrence.why_unfit()
+            if not self.joint or (reason := self.recurrence.why_unfit()):
+                return self.recurrence.why_unfit()
         if self.rope is not None and (reason := self._why_rope_unfit(self.rope)):
             return reason
         return None if self.latent is None else self._why_latent_unfit(self.latent)
@@ -244,7 +260,7 @@ class LayerShape:
     @property
     def num_turns(self) -> int:
         """The turns that rows take in tensors that hold linears of a layer head by head."""
-        return self.num_heads if self.recurrence is None else self.recurrence.num_key_heads
+        return self.num_heads if self.recurrence is None or self.joint else self.recurrence.num_key_heads
 
     @property
     def leading_dim(self) -> int:

@@ -9,12 +9,17 @@ from compress.models.layer_shape import LayerShape
 
 class Linear(nn.Linear):
     """A linear whose weight may have fewer bits than its input; each product widens it and discards the wide
-    copy."""
+    copy. `factor` multiplies the outputs."""
+
+    factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
+        y = F.linear(x, self.weight.to(x.dtype), self.bias)
+        return y if self.factor == 1 else y * self.factor
 
 
 def linear_of(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
     rows, columns = shape.linear_shape(name, arch.hidden_size)
-    return Linear(columns, rows, bias=arch.has_bias(name))
+    linear = Linear(columns, rows, bias=arch.has_bias(name))
+    linear.factor = arch.factor_of(name)
+    return linear

@@ -7,7 +7,7 @@ matrix for each head, forgets by a factor of the head and the position.
 
 In the terms of linear attention C are queries, B keys and x values, and groups are key heads. The convolution
 is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of all heads are
-multiplied by the silu of a gate, and then normed.
+multiplied by the silu of a gate, and then normed if the mixer has a norm.
 
 Shapes: B batch, S sequence, H heads, K state size of a head (that of its queries and keys), V dimension of a
 head, N positions of a chunk.
@@ -30,13 +30,14 @@ NORM = "mamba.norm.weight"
 
 @dataclass(frozen=True)
 class Mamba2(Recurrence):
-    """The widths of one Mamba-2 mixer. One norm spans the outputs of all heads of a key head; the convolution
-    has a bias or none."""
+    """The widths of one Mamba-2 mixer. One norm spans the outputs of all heads of a key head, if the mixer is
+    `normed`; the convolution has a bias or none."""
 
     module: ClassVar[str] = "mamba"
     first_linears: ClassVar[tuple[str, ...]] = ("mamba.C", "mamba.B", "mamba.x", "mamba.gate", "mamba.dt")
 
     conv_bias: bool
+    normed: bool = True
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
         """Return [O, I] of the linears that schemes quantize."""
@@ -53,13 +54,14 @@ class Mamba2(Recurrence):
         """Return the shapes of the other parameters. The channels of the convolution are those of x, B and
         C, as checkpoints have them."""
         bias = {"mamba.conv.bias": (self.num_channels,)} if self.conv_bias else {}
+        norm = {NORM: (self.value_size,)} if self.normed else {}
         return {
             "mamba.conv.weight": (self.num_channels, 1, self.kernel_size),
             **bias,
             "mamba.dt_bias": (self.num_heads,),
             "mamba.A_log": (self.num_heads,),
             "mamba.D": (self.num_heads,),
-            NORM: (self.value_size,),
+            **norm,
         }
 
 

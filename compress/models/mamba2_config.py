@@ -47,23 +47,26 @@ MAMBA_MODULES = {
 }
 
 
-def mamba2_of(config: Fields) -> Mamba2:
-    """Return the widths of the Mamba-2 mixers of a config. Where it states `mamba_expand`, the heads are in
-    sum so many times as wide as the hidden states."""
+def mamba2_of(config: Fields, *, normed: bool = True) -> Mamba2:
+    """Return the widths of the Mamba-2 mixers of a config. The heads are in sum as wide as `mamba_d_ssm`, or
+    where it states none and `mamba_expand` so many times as wide as the hidden states."""
     if config.has(_LIMIT):
         limit = config.items(_LIMIT)
         if limit not in _UNLIMITED:
             raise config.wrong(_LIMIT, limit, "[0.0, Infinity]: the decoder bounds no step of time")
     widths = {name: config.integer(stated, 1, MAX_SIZE) for name, stated in _FIELDS.items()}
     value_dim = _value_dim(config, widths["num_heads"])
-    return Mamba2(**widths, value_dim=value_dim, conv_bias=config.flag("mamba_conv_bias"))
+    return Mamba2(**widths, value_dim=value_dim, conv_bias=config.flag("mamba_conv_bias"), normed=normed)
 
 
 def _value_dim(config: Fields, num_heads: int) -> int:
-    if not config.has("mamba_expand"):
+    if config.has("mamba_d_ssm"):
+        inner_size = config.integer("mamba_d_ssm", 1, MAX_SIZE)
+    elif config.has("mamba_expand"):
+        hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
+        inner_size = config.integer("mamba_expand", 1, MAX_SIZE) * hidden_size
+    else:
         return config.integer("mamba_d_head", 1, MAX_SIZE)
-    hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
-    inner_size = config.integer("mamba_expand", 1, MAX_SIZE) * hidden_size
     value_dim, rest = divmod(inner_size, num_heads)
     if rest:
         raise config.wrong("mamba_n_heads", num_heads, f"a divisor of {inner_size}")

@@ -31,12 +31,15 @@ class Mamba2Mixer(RecurrentMixer):
         self.dt_bias = nn.Parameter(torch.ones(mamba.num_heads))
         self.A_log = nn.Parameter(torch.zeros(mamba.num_heads))
         self.D = nn.Parameter(torch.ones(mamba.num_heads))
-        self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.num_key_heads)
+        if mamba.normed:
+            self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.num_key_heads)
 
     def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Return the outputs of all heads, gated and then normed."""
+        """Return the outputs of all heads, gated and then normed if they are."""
         out_BSF, state = self._scanned(x_BSD, past)
         gated_BSF = out_BSF * F.silu(self.gate(x_BSD).to(torch.float32))
+        if not self.mamba.normed:
+            return gated_BSF.to(x_BSD.dtype), state
         groups = self.mamba.num_key_heads
         parts = gated_BSF if groups == 1 else gated_BSF.unflatten(-1, (groups, -1))
         return self.norm(parts).reshape(gated_BSF.shape).to(x_BSD.dtype), state

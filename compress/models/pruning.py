@@ -223,7 +223,7 @@ def why_layers_stay(arch: Arch) -> str | None:
 
 def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
-    if arch.has_recurrences:
+    if any(layer.recurrence is not None and not layer.joint for layer in arch.layers):
         return f"most layers of this {arch.family} model have recurrences, whose heads are not removed."
     if arch.kv_sources:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."

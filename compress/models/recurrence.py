@@ -88,12 +88,16 @@ class Recurrence(ABC):
         or out of range."""
         return cls(
             **{
-                each.name: stored.flag(each.name)
+                each.name: stored.flag(each.name, default=_default_of(each))
                 if each.type is bool
                 else stored.integer(each.name, cls.least_key_dim if each.name == "key_dim" else 1, MAX_SIZE)
                 for each in dataclasses.fields(cls)
             }
         )
+
+
+def _default_of(field: "dataclasses.Field[bool]") -> bool | None:
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 @dataclass(frozen=True)

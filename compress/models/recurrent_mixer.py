@@ -1,4 +1,4 @@
-"""The module of a recurrence (`recurrence.py`), which takes the place of attention in a layer.
+"""The module of a recurrence (`recurrence.py`), which takes the place of attention in a layer, or joins it.
 
 Shapes: B batch, S sequence, D hidden, F outputs of all heads.
 """
@@ -25,7 +25,8 @@ class RecurrentMixer(TokenMixer):
         super().__init__()
         for group in shape.attention_groups:
             for linear in group.linears:
-                self.add_module(linear.partition(".")[2], linear_of(arch, shape, linear))
+                if not linear.startswith("attn."):
+                    self.add_module(linear.partition(".")[2], linear_of(arch, shape, linear))
 
     def heads(
         self,

@@ -36,7 +36,8 @@ class Attention(TokenMixer):
         self.shape = shape
         for group in shape.attention_groups:
             for linear in group.linears:
-                self.add_module(linear.removeprefix("attn."), linear_of(arch, shape, linear))
+                if linear.startswith("attn."):
+                    self.add_module(linear.removeprefix("attn."), linear_of(arch, shape, linear))
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
             heads = (shape.num_heads, shape.num_kv_heads) if arch.own_qk_norm else (1, 1)

@@ -1,6 +1,6 @@
 """Fuse the linears of a group: stack them, choose a kernel for each phase, and repack their weights once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -33,26 +33,34 @@ def fuse_padded(name: str, weight_OI: Tensor, deployment: Deployment) -> FusedLi
 
 
 def fuse(
-    linears: Sequence[str], weights: Weights, deployment: Deployment, *, activation: str | None = None
+    linears: Sequence[str],
+    weights: Weights,
+    deployment: Deployment,
+    *,
+    activation: str | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> FusedLinear:
     """Stack linears that read one input, choose their kernels and repack their weights.
 
     `activation` names the activation of gate and up: a decode kernel applies it if one can and both have the
-    same scheme.
+    same scheme, and no factor is between. `factors` multiply the outputs of linears.
 
     Raises:
         EnvironmentUnfit: no kernel supports a linear.
     """
+    own = {linear: factor for linear, factor in (factors or {}).items() if linear in linears}
 
     def scheme_of(linear: str) -> str | None:
         weight = weights[f"{linear}.weight"]
         return weight.scheme.name if isinstance(weight, QuantizedWeight) else None
 
     runs = [(scheme, tuple(run)) for scheme, run in groupby(linears, key=scheme_of)]
-    activation = activation if len(runs) == 1 else None
-    return FusedLinear(
-        tuple(_bind_slice(run, scheme, weights, deployment, activation) for scheme, run in runs)
-    )
+    activation = activation if len(runs) == 1 and not own else None
+    slices = tuple(_bind_slice(run, scheme, weights, deployment, activation) for scheme, run in runs)
+    if not own:
+        return FusedLinear(slices)
+    of_rows = [torch.full((weights[f"{each}.weight"].shape[0],), own.get(each, 1.0)) for each in linears]
+    return FusedLinear(slices, torch.cat(of_rows).to(deployment.device))
 
 
 def _bind_slice(

@@ -10,7 +10,7 @@ no sequence: block tables are padded with it, and padding rows write there. Form
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,8 +46,18 @@ from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, tr
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC, INT4_HADAMARD)
 _SCALE_BYTES = 4
-Kept = Pages | RecurrentStates | None
-"""A layer keeps pages or states of sequences, and nothing where it has an FFN only."""
+
+
+@dataclass(frozen=True)
+class JointKept:
+    """The pages and the states of a layer in which a recurrence joins attention."""
+
+    pages: Pages
+    states: RecurrentStates
+
+
+Kept = Pages | RecurrentStates | JointKept | None
+"""A layer keeps pages or states of sequences, or both, and nothing where it has an FFN only."""
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
@@ -198,16 +208,23 @@ class KVCache:
         """Layers with pages that several of them have -> the one whose keys and values these are."""
         self._layers: list[Kept] = []
         num_before: Counter[Recurrence] = Counter()
+
+        def next_states(kind: Recurrence) -> RecurrentStates:
+            num_before[kind] += 1
+            return self._states(kind, num_before[kind] - 1)
+
         for layer, pair in zip(arch.layers, scales, strict=True):
             if layer.kv_source is not None:
                 self._layers.append(self._layers[layer.kv_source])
             elif not layer.has_mixer:
                 self._layers.append(None)
-            elif layer.recurrence is None:
-                self._layers.append(_empty(layer, kv_format, num_blocks, block_size, device, pair))
+            elif not layer.attends:
+                assert layer.recurrence is not None
+                self._layers.append(next_states(layer.recurrence))
             else:
-                self._layers.append(self._states(layer.recurrence, num_before[layer.recurrence]))
-                num_before[layer.recurrence] += 1
+                pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
+                joining = layer.recurrence
+                self._layers.append(pages if joining is None else JointKept(pages, next_states(joining)))
 
     @property
     def block_bytes(self) -> int:
@@ -261,13 +278,14 @@ class KVCache:
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
         """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
-        for idx, pages in enumerate(self._layers):
+        for idx, kept in enumerate(self._layers):
+            pages = kept.pages if isinstance(kept, JointKept) else kept
             if isinstance(pages, (PagedKV, PagedLatents)) and self.shared.get(idx, idx) == idx:
                 for tensor in pages.tensors:
                     yield tensor.view(torch.uint8)
 
     def layer(self, layer_idx: int) -> Kept:
-        """Return the pages of a layer, or its states."""
+        """Return the pages of a layer, its states, or both."""
         return self._layers[layer_idx]
 
 

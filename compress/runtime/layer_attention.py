@@ -115,7 +115,7 @@ class LayerAttention:
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             nonlocal is_first
-            if layer.shape.recurrence is not None:
+            if isinstance(projected.kv, RecurrentStates):
                 is_first = False
                 return self._recurred(layer, projected, sequences)
             fn, facts = self._kernel("attention_decode", layer)
@@ -156,7 +156,7 @@ class LayerAttention:
             sequences = _sequences(*whole, lists)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
-            if layer.shape.recurrence is not None:
+            if isinstance(projected.kv, RecurrentStates):
                 return self._recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected)
             fn, facts = self._kernel("attention_prefill", layer)

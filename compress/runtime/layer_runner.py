@@ -3,6 +3,8 @@
     x = x + o(attention(qkv(norm(x)), cache))  (`layer_attention.py`)
     x = x + o(sigmoid(gate(norm(x))) * attention(qkv(norm(x)), cache)), where attention has an output gate
         or one of each head, which may be a softplus
+    x = x + o(attention(qkv(norm(x)), cache)) + recurrent_o(recurrence(qkv(norm(x)), states)), where a
+        recurrence joins attention, whose linears `qkv` holds, too
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x)), or with branches
     x = x + norm(norm(shared(norm(x))) + norm(experts(norm(x))))
 
@@ -36,7 +38,7 @@ from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.ffn import OUTPUT_GATE, activation
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, Rows
-from compress.runtime.kv_cache import Kept
+from compress.runtime.kv_cache import JointKept, Kept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
 from compress.runtime.layer_embed import LayerEmbedLinears
@@ -110,7 +112,13 @@ class LayerRunner:
         else:
             qkv_rows = self.rows(stream, mixer_reader(layer), phase)
             ffn_rows = None
-        projected = Projected(layer.qkv(qkv_rows, phase), positions_T, slots_T, kv)
+        qkv_TF = layer.qkv(qkv_rows, phase)
+        joining = None
+        if isinstance(kv, JointKept):
+            size = (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim
+            joining = Projected(qkv_TF[:, size:], positions_T, slots_T, kv.states)
+            qkv_TF, kv = qkv_TF[:, :size], kv.pages
+        projected = Projected(qkv_TF, positions_T, slots_T, kv)
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, beta_decay_TH=layer.delta.of_rows(qkv_rows, phase))
@@ -118,7 +126,15 @@ class LayerRunner:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, gates_TH=_gates_of_heads(layer, qkv_rows, phase))
         return self.after_qkv(
-            layer, projected, stream.x_TD, attend, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP
+            layer,
+            projected,
+            stream.x_TD,
+            attend,
+            phase,
+            reader,
+            joining=joining,
+            ffn_rows=ffn_rows,
+            input_TP=input_TP,
         )
 
     def after_qkv(
@@ -130,14 +146,18 @@ class LayerRunner:
         phase: Phase,
         reader: Reader | None = None,
         *,
+        joining: Projected | None = None,
         ffn_rows: Rows | None = None,
         input_TP: Tensor | None = None,
     ) -> Stream:
-        """Return the stream after a layer from its q, k and v, and the stream before it. `ffn_rows` are given
-        where the FFN reads the same input as attention, `input_TP` as to `layer`.
+        """Return the stream after a layer from its q, k and v, and the stream before it. `joining` are the
+        inputs of a recurrence that joins attention. `ffn_rows` are given where the FFN reads the same input
+        as attention, `input_TP` as to `layer`.
         """
         assert layer.o is not None
-        half = partial(layer.o, self._attended(layer, projected, attend), phase)
+        half: Callable[..., Tensor] = partial(layer.o, self._attended(layer, projected, attend), phase)
+        if joining is not None:
+            half = partial(_joint, layer, half, attend(layer, joining), phase)
         if not layer.shape.has_ffn:
             return self._added(half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale)
         norms = layer.branch_norms
@@ -316,6 +336,20 @@ class LayerRunner:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
         return rows + self.attention.kernel_report()
+
+
+def _joint(
+    layer: LayerWeights,
+    attention: Callable[..., Tensor],
+    recurred_TZ: Tensor,
+    phase: Phase,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the output [T, D] of attention plus that of the recurrence that joins it, and `residual` if
+    given."""
+    assert layer.recurrent_o is not None
+    return layer.recurrent_o(recurred_TZ, phase, residual=attention(residual=residual))
 
 
 def _gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:

@@ -60,7 +60,8 @@ class LayerWeights:
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
     queries without one, and it those that read latents. `layer_embed` reads the embeddings of tokens for the
     layer. `latent_in` and `latent_out` come before and after experts that act on latents. `xielu_4` are the
-    numbers of the activation of its FFN, float32, None where it has none.
+    numbers of the activation of its FFN, float32, None where it has none. `recurrent_o` is the last linear of
+    a recurrence that joins attention, whose own is `o`.
     """
 
     shape: LayerShape
@@ -88,12 +89,14 @@ class LayerWeights:
     conv_FW: Tensor | None = None
     layer_embed: LayerEmbedLinears | None = None
     xielu_4: Tensor | None = None
+    recurrent_o: FusedLinear | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The fused linears in execution order, without those of latents."""
         of_mixture = (self.shared_gate, self.latent_in, self.latent_out)
-        linears = (self.qkv, self.head_gate, self.o, *of_mixture, self.gate_up, self.down)
+        of_mixer = (self.qkv, self.head_gate, self.o, self.recurrent_o)
+        linears = (*of_mixer, *of_mixture, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
     def bytes_read(self, experts_hit: float | None = None) -> int:
@@ -273,6 +276,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         o=fused.o,
         gate_up=fused.gate_up,
         down=fused.down,
+        recurrent_o=fused.recurrent_o,
         sinks=_sinks(weights, deployment),
         experts=None if shape.experts is None else load_experts(arch, shape.experts, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
@@ -302,18 +306,20 @@ class FusedGroups:
     o: FusedLinear | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
+    recurrent_o: FusedLinear | None
 
 
 def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> FusedGroups:
     """Fuse the linear groups of a layer that all rows go through."""
-    if isinstance(shape.recurrence, Mamba2):
-        weights = with_padded_dt(shape.recurrence, weights)
     groups = {group.name: group for group in shape.groups}
+    if isinstance(shape.recurrence, Mamba2):
+        weights = with_padded_dt(groups["qkv"].linears, weights)
+    factors = dict(arch.linear_factors)
 
     def fused(name: str, activation: str | None = None) -> FusedLinear | None:
         if name not in groups:
             return None
-        return fuse(groups[name].linears, weights, deployment, activation=activation)
+        return fuse(groups[name].linears, weights, deployment, activation=activation, factors=factors)
 
     prefix = "" if shape.experts is None else "shared."
     return FusedGroups(
@@ -321,6 +327,7 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
         fused("o"),
         fused(f"{prefix}gate_up", arch.activation if shape.gated else None),
         fused(f"{prefix}down"),
+        fused("recurrent_o"),
     )
 
 

@@ -1,5 +1,6 @@
 """The parameters of a Mamba-2 mixer in serving: its first linears as one product, and the others."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -7,17 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import MambaWeights, padded_rows
-from compress.models.mamba2 import Mamba2
+from compress.models.mamba2 import NORM, Mamba2
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 
 
-def with_padded_dt(mamba: Mamba2, weights: Weights) -> Weights:
+def with_padded_dt(linears: Sequence[str], weights: Weights) -> Weights:
     """Return the weights of a layer with zero rows at the end of `mamba.dt`, the last of its first linears,
     whose rows are few and of any number."""
-    rows = sum(weights[f"{linear}.weight"].shape[0] for linear in mamba.first_linears)
-    name = f"{mamba.first_linears[-1]}.weight"
+    rows = sum(weights[f"{linear}.weight"].shape[0] for linear in linears)
+    name = f"{linears[-1]}.weight"
     return {**weights, name: _padded(weights[name], padded_rows(rows) - rows)}
 
 
@@ -38,7 +39,7 @@ def mamba_weights(mamba: Mamba2, weights: Weights, norm_eps: float, deployment: 
         -in_float32("mamba.A_log").exp(),
         in_float32("mamba.dt_bias"),
         in_float32("mamba.D"),
-        deployment.placed(dense(weights["mamba.norm.weight"])),
+        deployment.placed(dense(weights[NORM])) if mamba.normed else None,
         mamba.num_key_heads,
         norm_eps,
     )

@@ -17,7 +17,7 @@ from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
-from compress.runtime.kv_cache import Kept, KVCache
+from compress.runtime.kv_cache import JointKept, Kept, KVCache
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
 
@@ -79,14 +79,22 @@ class _ScratchPages:
         self._states: dict[Recurrence, RecurrentStates] = {}
 
     def layer(self, layer_idx: int) -> Kept:
-        """Return the pages of a layer, or its states."""
+        """Return the pages of a layer, its states, or both."""
         like = self._cache.layer(layer_idx)
         if like is None:
             return None
+        if isinstance(like, JointKept):
+            return JointKept(self._pages(layer_idx, like.pages), self._states_like(like.states))
         if isinstance(like, RecurrentStates):
-            if like.recurrence not in self._states:
-                self._states[like.recurrence] = like.scratch(self._num_sequences)
-            return self._states[like.recurrence]
+            return self._states_like(like)
+        return self._pages(layer_idx, like)
+
+    def _states_like(self, like: RecurrentStates) -> RecurrentStates:
+        if like.recurrence not in self._states:
+            self._states[like.recurrence] = like.scratch(self._num_sequences)
+        return self._states[like.recurrence]
+
+    def _pages(self, layer_idx: int, like: Pages) -> Pages:
         key = like.heads_and_width, self._cache.shared.get(layer_idx)
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)

@@ -102,6 +102,37 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
         )
     },
+    "mamba mixers that join attention": {
+        "layers": (
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True, normed=False), joint=True),
+            tiny_shape(recurrence=Mamba2(6, 2, 20, 8, 3, conv_bias=False), joint=True, window=None),
+            tiny_shape(),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True, normed=False), rope=None),
+        ),
+        "qkv_bias": True,
+        "linear_factors": (
+            ("attn.o", 0.9),
+            ("mamba.gate", 0.4),
+            ("mamba.x", 0.6),
+            ("mamba.B", 1.5),
+            ("mamba.C", 0.5),
+            ("mamba.dt", 0.7),
+            ("mamba.o", 0.75),
+        ),
+    },
+    "recurrences that join attention between two norms": {
+        "block": "sandwich",
+        "qk_norm": True,
+        "layers": (
+            tiny_shape(recurrence=ShortConv.of(64, 3), joint=True, experts=Experts(6, 2, 48)),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), joint=True, rope=None),
+        ),
+    },
+    "factors of linears": {
+        "linear_factors": (("attn.q", 1.5), ("attn.o", 0.3), ("ffn.gate", 0.4), ("ffn.down", 0.6)),
+        "ffn_bias": True,
+        "o_bias": True,
+    },
     "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
     "an ffn with xielu": {
         "activation": "xielu",

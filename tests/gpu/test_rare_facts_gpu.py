@@ -201,6 +201,26 @@ FACTS: dict[str, dict[str, Any]] = {
         "norm_bias": True,
         "layers": (replace(LAYER, gated=False),),
     },
+    "falcon h1": {
+        "attn_scale": 0.04,
+        "embed_scale": 5.7,
+        "logit_scale": 0.1,
+        "linear_factors": (
+            ("attn.o", 0.9),
+            ("mamba.gate", 0.44),
+            ("mamba.x", 0.31),
+            ("mamba.B", 0.44),
+            ("mamba.C", 0.62),
+            ("mamba.dt", 0.44),
+            ("mamba.o", 0.24),
+            ("ffn.gate", 0.88),
+            ("ffn.down", 0.59),
+        ),
+        "layers": (
+            replace(LAYER, joint=True, recurrence=Mamba2(12, 1, 256, 64, 4, conv_bias=True, normed=False)),
+            replace(LAYER, joint=True, recurrence=Mamba2(8, 2, 128, 32, 4, conv_bias=True)),
+        ),
+    },
     "nemotron h": {
         "activation": "relu2",
         "layers": (

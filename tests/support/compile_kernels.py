@@ -226,7 +226,7 @@ def compile_delta_net() -> None:
 
 def compile_mamba2() -> None:
     """Compile the kernels of Mamba-2 mixers with the widths of Granite 4 and Nemotron Nano 2, for a step and
-    for prompts, with a norm of all heads and of groups."""
+    for prompts, with a norm of all heads and of groups, and without one."""
     wide = Mamba2(128, 1, 128, 64, 4, conv_bias=True), Mamba2(128, 8, 128, 80, 4, conv_bias=True)
     for facts in (*wide, Mamba2(24, 1, 24, 16, 4, conv_bias=True)):
         compile_mamba2_of(facts)
@@ -251,6 +251,7 @@ def compile_mamba2_of(facts: Mamba2) -> None:
             rows_TF = torch.zeros(num_rows, width, dtype=dtype)
             mamba2.mamba2(rows_TF, weights, states, prompt)
             mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
+            mamba2.mamba2(rows_TF, replace(weights, norm_Z=None), states, prompt)
 
 
 def compile_short_conv() -> None:

@@ -56,6 +56,7 @@ CONFIGS: dict[str, Any] = {
     "vaultgemma": transformers.VaultGemmaConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "bamba": transformers.BambaConfig,
+    "falcon_h1": transformers.FalconH1Config,
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
     "nemotron": transformers.NemotronConfig,
@@ -373,6 +374,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
     "bamba": {"mamba_n_heads": 2},
+    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "internvl": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
@@ -492,6 +494,17 @@ OTHER_MAMBA = {
     "mamba_expand": 1,
     "mamba_conv_bias": False,
     "mamba_chunk_size": 16,
+}
+FALCON_FACTORS = {
+    "embedding_multiplier": 5.7,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.35, 0.6, 0.8, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
 }
 # Its class bounds the steps of time of prompts, and not those of decode.
 NEMOTRON = {
@@ -1292,6 +1305,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bamba",
         {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
+    "falcon_h1": ("falcon_h1", {**MAMBA, **FALCON_FACTORS, "mamba_d_ssm": 48, "mamba_d_head": 12}),
+    "falcon_h1-norm-biases": (
+        "falcon_h1",
+        {
+            **OTHER_MAMBA,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 12,
+            "key_multiplier": 0.4,
+            "attention_out_multiplier": 0.9,
+            "mlp_multipliers": [0.9, 0.6],
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         {**NEMOTRON, "layers_block_type": ["full_attention", "mlp", "linear_attention"]},
@@ -1874,7 +1904,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, of a
-    delta net, of the FFN of Granite 4 H, or of experts that act on latents reads; none for a case without."""
+    delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H, or of experts that act on latents reads;
+    none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
@@ -1883,6 +1914,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         shared = {"moe_shared_expert_intermediate_size": size} if "n_routed_experts" in changes else {}
         latents = {"moe_latent_size": size} if "moe_latent_size" in changes else {}
         return {"mamba_num_heads": 4, "mamba_head_dim": of_head, **shared, **latents}
+    if "mamba_d_ssm" in changes:
+        return {"mamba_d_ssm": 2 * size, "mamba_d_head": "auto"}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:

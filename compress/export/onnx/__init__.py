@@ -227,7 +227,11 @@ class Onnx:
                 Rule("experts", "layers have a mixture of experts, and the graph has one FFN a layer.")
             )
         if arch.has_recurrences:
-            rules.append(Rule("recurrences", "layers have recurrences, and the graph has attention in each."))
+            rules.append(Rule("recurrences", "layers have recurrences, and the graph has attention alone."))
+        if arch.linear_factors:
+            rules.append(
+                Rule("linear-factors", "linears have factors of their outputs, and the graph has none.")
+            )
         if any(layer.only_half is not None for layer in arch.layers):
             rules.append(
                 Rule("half-layers", "layers have attention or an FFN, and the graph has both in each.")

@@ -53,22 +53,27 @@ def _norm(
     V: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
+    NORMED: tl.constexpr,
 ) -> None:
-    """Gate and norm the part of a row that begins at a channel; all but the weights are pointers to the
-    row."""
+    """Gate the part of a row that begins at a channel, and norm it if there is a norm; all but the weights
+    are pointers to the row."""
     d = tl.arange(0, TILE)
-    square = tl.zeros([TILE], tl.float32)
-    for begin in tl.static_range(0, PART, TILE):
-        channel = first_channel + begin + d
-        gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, begin + d < PART, V)
-        square += gated * gated
-    scale = tl.rsqrt(tl.sum(square, axis=0) / PART + eps)
+    scale = 1.0
+    if NORMED:
+        square = tl.zeros([TILE], tl.float32)
+        for begin in tl.static_range(0, PART, TILE):
+            channel = first_channel + begin + d
+            gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, begin + d < PART, V)
+            square += gated * gated
+        scale = tl.rsqrt(tl.sum(square, axis=0) / PART + eps)
     for begin in tl.static_range(0, PART, TILE):
         channel = first_channel + begin + d
         real = begin + d < PART
         gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, real, V)
-        weight = tl.load(norm_ptr + channel, mask=real, other=0.0).to(tl.float32)
-        tl.store(out_ptr + channel, (weight * (gated * scale)).to(out_ptr.dtype.element_ty), mask=real)
+        if NORMED:
+            weight = tl.load(norm_ptr + channel, mask=real, other=0.0).to(tl.float32)
+            gated = weight * (gated * scale)
+        tl.store(out_ptr + channel, gated.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @jit()
@@ -141,10 +146,11 @@ def _norm_and_keep(
     TILE: tl.constexpr,
     KEPT_TILE: tl.constexpr,
     SAVES: tl.constexpr,
+    NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Gate and norm one part of a row. The programs after those of all rows each keep some channels of the
-    last inputs of a sequence."""
+    """Gate one part of a row, and norm it if there is a norm. The programs after those of all rows each keep
+    some channels of the last inputs of a sequence."""
     launch_dependents(PDL)
     program = tl.program_id(0)
     keeper = program - num_rows * PARTS
@@ -163,6 +169,7 @@ def _norm_and_keep(
             V,
             PART,
             TILE,
+            NORMED,
         )
     else:
         _keep(
@@ -208,7 +215,7 @@ def norm_and_keep(
         mixed_TF,
         found_TZ,
         weights.skip_H,
-        weights.norm_Z,
+        weights.skip_H if weights.norm_Z is None else weights.norm_Z,
         states.inputs,
         *states.saved_inputs,
         sequences.context_lens_R,
@@ -229,6 +236,7 @@ def norm_and_keep(
         TILE=tile,
         KEPT_TILE=KEPT_TILE,
         SAVES=sequences.chunks_C4 is not None and states.saving is not None,
+        NORMED=weights.norm_Z is not None,
         num_warps=max(1, min(NORM_WARPS, tile // WARP_NUMBERS)),
         **options,
     )

@@ -44,9 +44,11 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
 
 
 def gated_norm(out_TZ: Tensor, gate_TZ: Tensor, weights: MambaWeights) -> Tensor:
-    """Return float32 outputs times the silu of their gates, of which each part is then normed, in the dtype
-    of the gates."""
+    """Return float32 outputs times the silu of their gates, of which each part is then normed if there is a
+    norm, in the dtype of the gates."""
     gated_TZ = out_TZ * F.silu(gate_TZ.to(torch.float32))
+    if weights.norm_Z is None:
+        return gated_TZ.to(gate_TZ.dtype)
     parts_TGZ = gated_TZ.unflatten(1, (weights.norm_groups, -1))
     normed = parts_TGZ * torch.rsqrt(parts_TGZ.square().mean(-1, keepdim=True) + weights.norm_eps)
     return (weights.norm_Z.to(torch.float32) * normed.flatten(1)).to(gate_TZ.dtype)

@@ -69,14 +69,14 @@ def padded_rows(num_rows: int) -> int:
 class MambaWeights:
     """The parameters of a Mamba-2 mixer other than its linears: weights [F, W] and bias [F] of the
     convolution, whose channels are C, B and x, -exp(A_log), dt_bias and D [H], float32, and the weight of the
-    norm [Z], of whose `norm_groups` equal parts each is normed for itself."""
+    norm [Z], of whose `norm_groups` equal parts each is normed for itself; None where there is no norm."""
 
     conv_FW: Tensor
     conv_bias_F: Tensor | None
     decay_rate_H: Tensor
     dt_bias_H: Tensor
     skip_H: Tensor
-    norm_Z: Tensor
+    norm_Z: Tensor | None
     norm_groups: int
     norm_eps: float
 

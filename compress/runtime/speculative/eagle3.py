@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.operands.paged import DENSE_FORMATS
-from compress.kernels.operands.recurrent_states import RecurrentStates
+from compress.kernels.operands.paged import DENSE_FORMATS, PagedKV
+from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
@@ -180,8 +180,7 @@ class Eagle3Proposer:
             device=device,
         )
         pages = cache.layer(0)
-        assert pages is not None
-        assert not isinstance(pages, RecurrentStates)
+        assert isinstance(pages, (PagedKV, PagedLatents))
         self._kv = pages
         self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=sizes.max_model_len)
         self._max_rows = max(deployment.max_decode_rows, SHORT_PROMPT_ROWS)

@@ -10,6 +10,7 @@ with checks; this is quick enough to be a step of a stage.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ of L2."""
 MAX_COPIES = 32
 LAUNCHES = 32
 REPLAYS = 15
-_ADDS_RESIDUAL = ("o", "down")
+_ADDS_RESIDUAL = ("o", "recurrent_o", "down")
 
 
 def measure_linear_us(
@@ -55,10 +56,13 @@ def measure_linear_us(
         for each, shape in shapes.items()
     }
     gate = arch.activation if group.name == "gate_up" and layer.gated else None
-    copies = [fuse(group.linears, weights, deployment, activation=gate)]
+    fused = partial(
+        fuse, group.linears, weights, deployment, activation=gate, factors=dict(arch.linear_factors)
+    )
+    copies = [fused()]
     cold = COLD_BYTES[deployment.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
-        copies.append(fuse(group.linears, weights, deployment, activation=gate))
+        copies.append(fused())
     n, k = layer.group_shape(group, arch.hidden_size)
     x_TI = torch.randn(rows, k, dtype=deployment.dtype, device=deployment.device, generator=generator)
     residual_TO = None

@@ -36,12 +36,13 @@ HALVES = {
 }
 CONVOLUTION = tiny_shape(recurrence=ShortConv.of(56, 3), rope=None)
 CONVOLUTIONS = {"layers": (CONVOLUTION, CONVOLUTION, tiny_shape())}
+JOINT = {"layers": (CONVOLUTION, CONVOLUTION, tiny_shape(joint=True, recurrence=MAMBA))}
 ATTENDS = 2
 """The layer of both models that has attention."""
 
 
 @pytest.mark.parametrize("true_sequential", [False, True])
-@pytest.mark.parametrize("facts", [HALVES, CONVOLUTIONS], ids=["halves", "convolutions"])
+@pytest.mark.parametrize("facts", [HALVES, CONVOLUTIONS, JOINT], ids=["halves", "convolutions", "joint"])
 def test_layers_with_attention_alone_have_scales_and_the_cache_is_served_by_them(
     facts: dict[str, Any], true_sequential: bool, tmp_path: Path
 ) -> None:

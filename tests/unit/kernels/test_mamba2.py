@@ -32,6 +32,7 @@ SHAPES = {
     "two groups, normed each": Mamba2(4, 2, 8, 12, 4, conv_bias=True),
     "three heads of a wide state": Mamba2(3, 1, 24, 8, 2, conv_bias=False),
     "as Granite 4": Mamba2(2, 1, 128, 64, 4, conv_bias=True),
+    "two groups without a norm": Mamba2(4, 2, 8, 12, 4, conv_bias=True, normed=False),
 }
 each_shape = pytest.mark.parametrize("mamba", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("mamba2")
@@ -57,7 +58,7 @@ class Case(recurrences.Case):
             -randn(heads).exp().to(device),
             (randn(heads) - 2).to(device),
             randn(heads).to(device),
-            (1 + 0.1 * randn(mamba.value_size)).to(device, dtype),
+            (1 + 0.1 * randn(mamba.value_size)).to(device, dtype) if mamba.normed else None,
             mamba.num_key_heads,
             1e-5,
         )
@@ -78,6 +79,8 @@ class Case(recurrences.Case):
         dt = F.softplus(dt + weights.dt_bias_H).unsqueeze(0)
         out, _ = state_space_scan(c, b, x * dt.unsqueeze(-1), weights.decay_rate_H * dt)
         out = (out + weights.skip_H.unsqueeze(-1) * x)[0].flatten(1) * F.silu(gate)
+        if weights.norm_Z is None:
+            return out
         groups = weights.norm_groups
         norm = Norm(mamba.value_size, weights.norm_eps, heads=groups)
         norm.weight = torch.nn.Parameter(weights.norm_Z.float())

@@ -65,6 +65,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-windows": {"model_type": "qwen2", **WINDOWED},
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_n_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_d_ssm": 48,
+        "key_multiplier": 0.5,
+        "attention_out_multiplier": 0.9,
+        "mlp_multipliers": [0.8, 0.7],
+    },
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
     "laguna": {
         "model_type": "laguna",
@@ -172,7 +181,8 @@ def test_what_does_nothing_goes_without_changing_a_logit(family: str, unit: Head
 def test_layers_that_add_nothing_go_without_changing_a_logit(family: str) -> None:
     decoder = decoder_of(arch_of(family))
     idle = decoder.layers[1]
-    for linear in (idle.attn.o, idle.ffn.down):  # type: ignore[union-attr]
+    of_mixer = (idle.mamba.o,) if hasattr(idle, "mamba") else ()  # type: ignore[union-attr]
+    for linear in (idle.attn.o, *of_mixer, idle.ffn.down):  # type: ignore[union-attr]
         for parameter in linear.parameters():  # type: ignore[union-attr]
             parameter.zero_()
     source = MemorySource(decoder, dtype=torch.float32)
