@@ -273,8 +273,8 @@ class DecoderLayer(nn.Module):
         which would undo a part of the scale, or are the keys, too, which would be scaled with them, or are
         those of another layer, too, or are remembered by a delta net, whose heads share the weights of their
         norm, or by a mixer without a norm."""
-        o, own_o = self.shape.attention_groups[1], self.shape.attention_groups[-1]
-        pairs = [] if self.shape.recurrence is None else self._recurrent_pairs(own_o)
+        _, o, *_ = self.shape.attention_groups
+        pairs = self._recurrent_pairs(self.shape.attention_groups[-1])
         if not self.shape.attends:
             return pairs
         is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources

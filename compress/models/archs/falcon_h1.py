@@ -17,15 +17,18 @@ from compress.models.mamba2_config import (
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
 from compress.untrusted.fields import Fields
 
-_IN, _OUT = "attention_in_multiplier", "attention_out_multiplier"
-_MIXER_IN, _MIXER_OUT = "ssm_in_multiplier", "ssm_out_multiplier"
+_IN = "attention_in_multiplier"
+_OUT = "attention_out_multiplier"
+_MIXER_IN = "ssm_in_multiplier"
+_MIXER_OUT = "ssm_out_multiplier"
 _KEY = "key_multiplier"
 _NUMBERS = (_IN, _OUT, _MIXER_IN, _MIXER_OUT, _KEY, "embedding_multiplier", "lm_head_multiplier")
 _OF_MIXER = ("mamba.gate", "mamba.x", "mamba.B", "mamba.C", "mamba.dt")
 _OF_FFN = ("ffn.gate", "ffn.down")
 """The linears of which `ssm_multipliers` and `mlp_multipliers` have a factor each, in order."""
 _LISTS = {"ssm_multipliers": _OF_MIXER, "mlp_multipliers": _OF_FFN}
-_NORMED, _NORM_FIRST = "mamba_rms_norm", "mamba_norm_before_gate"
+_NORMED = "mamba_rms_norm"
+_NORM_FIRST = "mamba_norm_before_gate"
 
 
 def _facts(config: Fields) -> dict[str, Any]:

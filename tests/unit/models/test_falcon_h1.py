@@ -152,7 +152,7 @@ def test_a_joint_layer_computes_the_sum_of_both_parts() -> None:
 
 
 def test_vllm_finds_codes_where_one_scheme_is_for_all_linears() -> None:
-    arch = arch_of()
+    arch = arch_of(mamba_d_ssm=64, intermediate_size=64)
     w4, w8 = SCHEMES["W4A16_G32"], SCHEMES["W8A16"]
 
     def loads(form: str, scheme: ModelScheme) -> bool:
