@@ -225,10 +225,14 @@ def compile_delta_net() -> None:
 
 
 def compile_mamba2() -> None:
-    """Compile the kernels of Mamba-2 mixers with the widths of Granite 4 and Nemotron Nano 2, for a step and
-    for prompts, with a norm of all heads and of groups, and without one."""
+    """Compile the kernels of Mamba-2 mixers with the widths of Granite 4, Nemotron Nano 2 and Falcon-H1 34B,
+    for a step and for prompts, with a norm of all heads and of groups, and without one."""
     wide = Mamba2(128, 1, 128, 64, 4, conv_bias=True), Mamba2(128, 8, 128, 80, 4, conv_bias=True)
-    for facts in (*wide, Mamba2(24, 1, 24, 16, 4, conv_bias=True)):
+    for facts in (
+        *wide,
+        Mamba2(24, 1, 24, 16, 4, conv_bias=True),
+        Mamba2(32, 2, 256, 128, 4, conv_bias=True),
+    ):
         compile_mamba2_of(facts)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import SavedState
 from compress.models.delta_net import DeltaNet
+from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -27,6 +28,10 @@ HYBRID = tiny_shape(recurrence=WIDE, rope=None), tiny_shape(), tiny_shape(recurr
 LAYERS = {
     "hybrid": HYBRID,
     "two kinds": (*HYBRID, tiny_shape(recurrence=DeltaNet(3, 1, 16, 8, 2), rope=None)),
+    "joined to attention": (
+        tiny_shape(recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), joint=True),
+        tiny_shape(recurrence=WIDE, joint=True),
+    ),
     "delta nets alone": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
 }
 
