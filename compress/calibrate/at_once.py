@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import gather_layer, observe
 from compress.models.arch import Arch
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 
 
 def compress_at_once(

@@ -33,7 +33,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, capped
 from compress.models.embedding import embedded
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.norms import Norm, final_norm
 from compress.models.weights import (
     Weights,

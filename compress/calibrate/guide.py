@@ -40,7 +40,7 @@ from compress.calibrate.gradients import EmbedAndHead, GradientVisitor, visit_gr
 from compress.calibrate.stats import InputStats
 from compress.context import Context
 from compress.models.decoder import DecoderLayer
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import WeightSource
 from compress.recipe import Spec
 

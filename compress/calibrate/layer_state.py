@@ -13,7 +13,7 @@ from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
 from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer, SmoothingPair
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import Weights, stored_as
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 

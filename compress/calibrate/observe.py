@@ -42,7 +42,7 @@ from compress.context import OneRank, Ranks
 from compress.models.attention import AttentionFn, FullAttention
 from compress.models.decoder import DecoderLayer
 from compress.models.experts import ALL_TOKENS
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.moe import TOKENS
 from compress.models.tap import no_tap
 

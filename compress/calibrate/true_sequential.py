@@ -34,7 +34,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer
 from compress.models.half_layer import HalfLayer, StagedHalf
 from compress.models.latent import KV_LATENT
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.models.weights import refill_
 
 

@@ -60,7 +60,7 @@ from compress.export.own_code import why_no_class
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.models.recurrences import RECURRENCES
 from compress.quant.codec import (
     ForeignCodec,

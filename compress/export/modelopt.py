@@ -43,7 +43,7 @@ from compress.export.rules import exact_scales, layout_rules, quantized_shapes, 
 from compress.export.vllm import LATENTS, why_vllm_refuses
 from compress.models.arch import Arch
 from compress.models.config_file import QUANT_CONFIG_NAME
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme

@@ -16,7 +16,8 @@ from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import LINEAR_GROUPS, UNGATED, LayerShape, LinearGroup
+from compress.models.layer_shape import UNGATED, LayerShape
+from compress.models.linear_groups import LINEAR_GROUPS, LinearGroup
 from compress.quant.kv import (
     FP8_TOKEN_HEAD,
     HADAMARD_HEAD_DIMS,

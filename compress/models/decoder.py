@@ -36,7 +36,8 @@ from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
 from compress.models.latent import Q_LATENT
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
-from compress.models.layer_shape import RECURRENT_OUT, LayerShape, LinearGroup
+from compress.models.layer_shape import LayerShape
+from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
 from compress.models.mamba2_mixer import Mamba2Mixer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from compress.models.attention import AttentionFn
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.moe import Moe
 from compress.models.tap import Tap
 

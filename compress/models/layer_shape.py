@@ -1,12 +1,24 @@
-"""The shape of a decoder layer: widths, rope, and the groups of linears that read one input. Data only."""
+"""The shape of a decoder layer: widths, rope, and its groups of linears. Data only."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from compress.models.experts import ALL_TOKENS, SHARED_IN, SHARED_MID, Experts
-from compress.models.latent import KV_LATENT, Q_LATENT, Latent
+from compress.models.experts import ALL_TOKENS, SHARED_IN, Experts
+from compress.models.latent import Latent
+from compress.models.linear_groups import (
+    GATED_HEADS,
+    KEYS_ONLY,
+    LATENTS,
+    LINEAR_GROUPS,
+    OF_LATENTS,
+    Q_AND_LATENT,
+    QUERIES_ONLY,
+    RECURRENT_OUT,
+    UNGATED_FFN,
+    LinearGroup,
+    expert_groups,
+)
 from compress.models.recurrence import Recurrence
 
 
@@ -39,30 +51,6 @@ class Rope:
     long_factors: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class LinearGroup:
-    """Linears of a layer that read one input; a runtime stacks their rows, in this order, into one product.
-
-    `tap` names the point of the forward where that input is observed.
-    """
-
-    name: str
-    tap: str
-    linears: tuple[str, ...]
-
-
-LINEAR_GROUPS: Mapping[str, LinearGroup] = {
-    group.name: group
-    for group in (
-        LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v")),
-        LinearGroup("o", "attn_out", ("attn.o",)),
-        LinearGroup("gate_up", "ffn_in", ("ffn.gate", "ffn.up")),
-        LinearGroup("down", "ffn_mid", ("ffn.down",)),
-    )
-}
-"""The linear groups of a dense layer by name, in execution order."""
-
-
 Half = Literal["mixer", "ffn"]
 """A half of a layer: attention or what takes its place, and the FFN or the experts."""
 HALVES: tuple[Half, ...] = ("mixer", "ffn")
@@ -71,41 +59,9 @@ XIELU = "xielu"
 UNGATED = ("relu2", XIELU)
 """The activations of FFNs without gates, `down(act(up(x)))`, by their names in `transformers`; the others are
 those of gates."""
-_UNGATED = LinearGroup("gate_up", "ffn_in", ("ffn.up",))
-"""The first group of an FFN without gates."""
-_KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
-"""The first group of a layer whose values are its keys."""
-_QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
-"""The first group of a layer that reads the keys and values of an earlier one."""
-_GATED = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
-"""The first group of a layer with an output gate."""
-RECURRENT_OUT = "recurrent_out"
-"""The tap of the outputs of a recurrence in a joint layer."""
 HeadGate = Literal["sigmoid", "softplus"]
 """The function of a gate that attention has for each head."""
 HEAD_GATES: tuple[HeadGate, ...] = ("sigmoid", "softplus")
-_LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
-_Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
-"""The first group of a layer with latent attention, with and without a latent of queries."""
-_OF_LATENTS = (
-    LinearGroup("q_up", Q_LATENT, ("attn.q_up",)),
-    LinearGroup("kv_up", KV_LATENT, ("attn.kv_up",)),
-)
-"""The linears that read latents."""
-
-
-def expert_groups(name: str, shared_tap: str, *, gated: bool = True) -> tuple[LinearGroup, LinearGroup]:
-    """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate, where it has one, and
-    up; and down. The taps of an expert see only its tokens, those of the shared one see all; `shared_tap` is
-    its first."""
-    short = name.removeprefix("moe.").replace("experts", "expert")
-    suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
-    taps = ("moe_in", "moe_mid") if suffix else (shared_tap, SHARED_MID)
-    first = (f"{name}.gate", f"{name}.up") if gated else (f"{name}.up",)
-    return (
-        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", first),
-        LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
-    )
 
 
 @dataclass(frozen=True)
@@ -179,14 +135,14 @@ class LayerShape:
                 LinearGroup("o", "attn_out", (f"{self.recurrence.module}.o",)),
             )
         if self.output_gate:
-            return _GATED, LINEAR_GROUPS["o"]
+            return GATED_HEADS, LINEAR_GROUPS["o"]
         if self.kv_source is not None:
-            return _QUERIES_ONLY, LINEAR_GROUPS["o"]
+            return QUERIES_ONLY, LINEAR_GROUPS["o"]
         if self.latent is None:
-            return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
+            return KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
         if not self.latent.q_rank:
-            return _Q_AND_LATENT, _OF_LATENTS[1], LINEAR_GROUPS["o"]
-        return _LATENTS, *_OF_LATENTS, LINEAR_GROUPS["o"]
+            return Q_AND_LATENT, OF_LATENTS[1], LINEAR_GROUPS["o"]
+        return LATENTS, *OF_LATENTS, LINEAR_GROUPS["o"]
 
     def why_unfit(self) -> str | None:
         """Return why the facts of the layer do not fit one another, None where they do."""
@@ -292,7 +248,7 @@ class LayerShape:
     @property
     def _ffn_groups(self) -> tuple[LinearGroup, ...]:
         if self.experts is None:
-            return LINEAR_GROUPS["gate_up"] if self.gated else _UNGATED, LINEAR_GROUPS["down"]
+            return LINEAR_GROUPS["gate_up"] if self.gated else UNGATED_FFN, LINEAR_GROUPS["down"]
         shared_tap = SHARED_IN if self.experts.branch_norms else ALL_TOKENS
         pairs = [expert_groups(name, shared_tap, gated=self.gated) for name in self.experts.names]
         return (*(first for first, _ in pairs), *(second for _, second in pairs))

@@ -32,7 +32,6 @@ from compress.quant.kv import KV_DENSE
 from compress.runtime.batching import Batching
 from compress.runtime.block_pool import BlockPool
 from compress.runtime.cache_plan import plan_cache
-from compress.runtime.deadlines import Deadlines
 from compress.runtime.decode import PlainDecoding
 from compress.runtime.decode_run import Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
@@ -52,6 +51,7 @@ from compress.runtime.step_budget import StepBudget
 from compress.runtime.step_queue import LaunchedStep, StepQueue
 from compress.runtime.swap import HostSwap
 from compress.runtime.token_reader import Observer, TokenReader
+from compress.runtime.unfinished import Unfinished
 from compress.runtime.waiting_queue import WaitingQueue
 
 
@@ -146,7 +146,6 @@ class Engine:
             chunk_multiple=math.lcm(chunk_multiple(self.kv_format), self._prefixes.chunk_multiple),
         )
         self._budget = StepBudget(None if config.itl_target_ms is None else config.itl_target_ms / 1e3)
-        self._deadlines = Deadlines()
         self._speculation: SpeculativeDecoding | None = None
         if speculative is not None and proposer is not None:
             sizes = CacheSizes(plan.num_blocks, self._block_size, plan.max_model_len, plan.num_slots)
@@ -170,7 +169,7 @@ class Engine:
         self._decoding = decoding
         self._launched = StepQueue(decoding, prefill, cache)
         self._reader = TokenReader(self.arch.eos_token_ids)
-        self._unfinished: dict[str, Generation] = {}
+        self._unfinished = Unfinished()
 
     @property
     def observer(self) -> Observer | None:
@@ -238,15 +237,11 @@ class Engine:
             QueueFull: `max_waiting` requests wait.
         """
         request.check(max_model_len=self.max_model_len, vocab_size=self.arch.vocab_size)
-        if request.id in self._unfinished:
-            raise UsageError(
-                f"request id '{request.id}' is in use by an unfinished request; choose an id that is not."
-            )
+        self._unfinished.check_unused(request.id)
         generation = Generation(request, time.perf_counter(), list(request.prompt))
         self._scheduler.add(generation)
-        self._unfinished[request.id] = generation
+        self._unfinished.add(generation)
         self._batching.flush = False
-        self._deadlines.add(request)
 
     def flush(self) -> None:
         """Begin a static batch with the requests that wait, full or not. A request that is added later ends
@@ -260,7 +255,7 @@ class Engine:
         Raises:
             UsageError: no unfinished request has this id.
         """
-        return self._find(request_id).logprobs[start:]
+        return self._unfinished.find(request_id).logprobs[start:]
 
     def top_logprobs_of(self, request_id: str, *, start: int = 0) -> list[TopLogprobs]:
         """Return the likeliest tokens at the position of each of `tokens_of`, for a request that asked for
@@ -269,7 +264,7 @@ class Engine:
         Raises:
             UsageError: no unfinished request has this id.
         """
-        return self._find(request_id).top_logprobs[start:]
+        return self._unfinished.find(request_id).top_logprobs[start:]
 
     def tokens_of(self, request_id: str, *, start: int = 0) -> list[int]:
         """Return the tokens generated so far for an unfinished request, without the first `start`.
@@ -280,7 +275,7 @@ class Engine:
         Raises:
             UsageError: no unfinished request has this id.
         """
-        generation = self._find(request_id)
+        generation = self._unfinished.find(request_id)
         return generation.tokens[len(generation.request.prompt) + start :]
 
     def cancel(self, request_id: str) -> Finished:
@@ -292,7 +287,7 @@ class Engine:
         Raises:
             UsageError: no unfinished request has this id.
         """
-        return self._finish(self._find(request_id), "cancelled")
+        return self._finish(self._unfinished.find(request_id), "cancelled")
 
     def generate(self, requests: Sequence[Request]) -> list[Finished]:
         """Serve requests until all are finished; return results in the order of the requests.
@@ -318,7 +313,7 @@ class Engine:
         group of a static or dynamic batch gathers.
         """
         now_s = time.perf_counter()
-        finished = self._end_overdue(now_s)
+        finished = [self._finish(each, "deadline") for each in self._unfinished.overdue(now_s)]
         if not self._launched:
             self._launch(now_s)
         if self._launched:
@@ -393,22 +388,7 @@ class Engine:
         if step.deferred:
             self._launched.launch_deferred(step)
 
-    def _end_overdue(self, now_s: float) -> list[Finished]:
-        """End the requests whose deadline has passed."""
-        ended = list[Finished]()
-        for deadline_s, request_id in self._deadlines.passed(now_s):
-            generation = self._unfinished.get(request_id)
-            if generation is not None and generation.request.deadline_s == deadline_s:
-                ended.append(self._finish(generation, "deadline"))
-        return ended
-
-    def _find(self, request_id: str) -> Generation:
-        generation = self._unfinished.get(request_id)
-        if generation is None:
-            raise UsageError(f"no unfinished request has the id '{request_id}'.")
-        return generation
-
     def _finish(self, generation: Generation, reason: Reason) -> Finished:
         self._scheduler.finish(generation)
-        del self._unfinished[generation.request.id]
+        self._unfinished.remove(generation)
         return generation.finished(reason)

@@ -21,7 +21,7 @@ from torch import Tensor
 from compress.kernels.coverage import Phase, linear_shape
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows, quantize
 from compress.models.ffn import activation
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.fused_linear import FusedLinear

@@ -10,7 +10,7 @@ import pytest
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_run import NUM_LAYERS, RECIPE

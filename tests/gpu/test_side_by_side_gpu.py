@@ -11,7 +11,7 @@ from compress.methods.quantize import passes
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 

@@ -28,7 +28,7 @@ from compress.calibrate.gradients import GradientVisitor
 from compress.calibrate.stats import InputStats
 from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 from compress.models.decoder import DecoderLayer
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.pruning import Units
 from compress.recipe import MAX_SAMPLES
 

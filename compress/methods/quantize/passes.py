@@ -24,7 +24,7 @@ from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.models.decoder import SmoothingPair
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
 from compress.quant.global_scale import with_one_global_scale

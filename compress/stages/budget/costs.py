@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.latent import ABSORBED_GROUP
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.quant.scheme import Scheme, name_of
 from compress.stages.budget.allocation import Option, allocate
 from compress.stages.budget.spec import Budget, Mixed, scheme_or_dense

@@ -32,7 +32,7 @@ from compress.calibrate.input_range import range_stats, static_input
 from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.kernels.operands.rows import ActivationQuant, activation_quant, quantize
 from compress.models.decoder import DecoderLayer
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import Scheme
 

@@ -17,7 +17,7 @@ from compress.context import Context
 from compress.digest import digest_json
 from compress.machine import environment_facts, measure_bandwidth
 from compress.models.arch import Arch
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
 from compress.stages.budget.tables import LatencyTable, Origin, latency_table

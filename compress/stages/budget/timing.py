@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.models.arch import Arch
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment

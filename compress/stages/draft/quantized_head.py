@@ -16,7 +16,7 @@ from compress.distill.eagle3 import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.quantize import Refiner, Rounder
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight

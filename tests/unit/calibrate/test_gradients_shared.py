@@ -16,7 +16,7 @@ from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.context import Context
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from tests.support.tiny_decoder import tiny_tokens
 from tests.support.tiny_source import LIKE_GEMMA4_E, tiny_source

@@ -19,7 +19,7 @@ from compress.kernels.select import refusals, select
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import nearest_weight, output_error
 from compress.quant.scheme import SCHEMES, QuantizedWeight

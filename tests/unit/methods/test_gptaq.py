@@ -22,7 +22,7 @@ from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.canonical import layer_name, load_weights
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes

@@ -21,7 +21,7 @@ from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named

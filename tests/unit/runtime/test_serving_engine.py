@@ -38,7 +38,6 @@ def test_a_request_ends_at_its_deadline_with_what_it_has_and_leaves_the_others_a
     assert ended[0].admitted_s is None
     for _ in range(5):
         engine.step()
-    engine._deadlines.add(replace(second, deadline_s=now_s))  # of an id whose deadline is another
     finished = {each.id: each for each in run(engine)}
     assert finished["1"].reason == "length"
     assert finished["0"].tokens == expected["0"]

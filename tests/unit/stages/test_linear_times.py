@@ -13,7 +13,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
-from compress.models.layer_shape import LINEAR_GROUPS
+from compress.models.linear_groups import LINEAR_GROUPS
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
 from compress.stages.budget.costs import GroupSchemes, costs_of

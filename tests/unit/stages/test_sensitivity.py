@@ -18,7 +18,7 @@ from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.rows import activation_quant, quantize
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.layer_shape import LinearGroup
+from compress.models.linear_groups import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.block_inputs import global_scale_of_inputs
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks

@@ -1,0 +1,55 @@
+"""The facts that few models have, as a manifest states them (`Arch` documents each)."""
+
+from typing import Any
+
+from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
+from compress.untrusted.fields import Fields
+
+NORMS = ("rms", "layer")
+BLOCKS = ("pre", "post", "sandwich", "parallel")
+_FLAGS = (
+    "whole_qk_norm",
+    "attn_sinks",
+    "v_norm",
+    "layer_scalar",
+    "growth_unrotated",
+    "unit_qk_norm",
+    "rotates_first",
+    "own_qk_norm",
+    "plain_final_norm",
+    "unit_norm_unrotated",
+    "embed_norm",
+    "norm_bias",
+)
+
+
+def rare_facts(model: Fields) -> dict[str, Any]:
+    """Return the facts with a default that a manifest states."""
+    rare: dict[str, Any] = {}
+    for name, known in (("norm", NORMS), ("block", BLOCKS)):
+        if model.has(name) and model.text(name) not in known:
+            raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
+    for name in _FLAGS:
+        if model.has(name):
+            model.flag(name)
+    for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
+        if model.has(name):
+            model.number(name, *SCALES)
+    for name in ("attn_scale", "attn_softcap"):
+        if model.has(name):
+            model.number(name, *SCALES)
+    if model.has("post_norm_eps"):
+        model.number("post_norm_eps", 0, 1)
+    if model.has("query_growth"):
+        growth = model.numbers("query_growth", 0, MAX_POSITIONS)
+        if len(growth) != 2 or growth[1] < 1:
+            raise model.wrong("query_growth", growth, "a factor and a number of positions")
+        rare["query_growth"] = (growth[0], int(growth[1]))
+    if model.has("linear_factors"):
+        factors = model.fields("linear_factors")
+        rare["linear_factors"] = tuple((name, factors.number(name, *SCALES)) for name in factors)
+    if model.has("growth_offset"):
+        model.integer("growth_offset", 0, MAX_POSITIONS)
+    if model.has("layer_embed_size"):
+        model.integer("layer_embed_size", 0, MAX_SIZE)
+    return rare
