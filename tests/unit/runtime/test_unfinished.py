@@ -4,12 +4,12 @@ import pytest
 
 from compress.errors import UsageError
 from compress.runtime.generation import Generation
-from compress.runtime.request import Request
+from compress.runtime.request import Request, SamplingParams
 from compress.runtime.unfinished import Unfinished
 
 
 def generation(request_id: str, deadline_s: float | None) -> Generation:
-    request = Request(request_id, (1, 2), max_tokens=3, deadline_s=deadline_s)
+    request = Request(request_id, (1, 2), SamplingParams(max_tokens=3), deadline_s=deadline_s)
     return Generation(request, 0.0, list(request.prompt))
 
 
