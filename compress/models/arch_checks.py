@@ -27,6 +27,8 @@ def check_arch(arch: "Arch") -> None:
         raise UnsupportedArch(
             f"activation '{arch.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}."
         )
+    if arch.attn_scale == 0:
+        raise UnsupportedArch("the factor of attention scores is 0; it must be another number.")
     if arch.rotates_first and (arch.whole_qk_norm or arch.unit_qk_norm):
         raise UnsupportedArch(
             "norms of q and k that follow the rotation are those of single heads, with weights."

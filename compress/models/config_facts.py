@@ -48,6 +48,13 @@ IDLE_FIELDS = frozenset(
         "label2id",
         "problem_type",
         "classifier_dropout",
+        "hidden_dropout",
+        "z_loss_coefficient",
+        "rescale_prenorm_residual",
+        "time_step_max",
+        "time_step_floor",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
         "quantization_config",
         "attn_implementation",
         "_attn_implementation",
@@ -56,8 +63,8 @@ IDLE_FIELDS = frozenset(
         "_experts_implementation",
     ]
 )
-"""Fields that programs read, but not for what a causal language model computes: for training, token ids,
-classifiers, the form of the output, the kernels of `transformers`, and the codes of the weights, which
+"""Fields that programs read, but not for what a causal language model computes: for training and the values
+that it begins with, token ids, classifiers, the form of the output, the kernels of `transformers`, and the codes of the weights, which
 `checkpoint.py` decodes."""
 TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
 """Fields of mixtures of experts that only training reads."""

@@ -43,9 +43,9 @@ GATE_AFTER_QUERY = {"attn.gate": "self_attn.q_proj"}
 """The output gate of attention in the tensor of the queries, whose rows take turns by head."""
 
 
-GATE_FIELDS = {"attn_output_gate": True, "output_gate_type": "swish"}
-"""Other programs read these of the gates of attention and of delta nets; `transformers` has their values for
-constants."""
+DELTA_FIXED = {"attn_output_gate": True, "output_gate_type": "swish", "hidden_act": "silu"}
+"""Other programs read the first two, of the gates of attention and of delta nets; `transformers` has their
+values for constants. The activation is that of the convolution, too."""
 
 
 def delta_net_of(config: Fields) -> DeltaNet:

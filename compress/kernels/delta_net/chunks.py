@@ -27,6 +27,8 @@ from compress.kernels.recurrence.chunking import few_rows, sequences_at_once
 from compress.kernels.recurrence.rounding import rounded
 from compress.kernels.recurrence.rows import rows_of
 
+MAX_KEY = 128
+"""Numbers of a key whose products fit a multiprocessor."""
 BOX = 64
 SOLVE_WARPS = 4
 """Columns that one product of the first launch has, and the warps of its programs."""

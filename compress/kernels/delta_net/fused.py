@@ -205,7 +205,7 @@ def delta_net(
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     counts = num_rows, num_sequences
     options = pdl_options(device)
-    by_chunks = is_prompt and num_rows > chunking.FEW_ROWS and chunking.fit(delta)
+    by_chunks = is_prompt and num_rows > chunking.FEW_ROWS and delta.key_dim <= chunks.MAX_KEY
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
     _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,

@@ -4,13 +4,8 @@ A few rows of a sequence go one after the other, so that their bits do not depen
 of it; and so do the last rows of more, which leave states of their own, as many as a slot keeps but one.
 """
 
-from compress.models.recurrence import Recurrence
-
 FEW_ROWS = 16
 """So few rows take longer in chunks than one after the other."""
-MAX_KEY = 128
-"""Numbers of a key whose products fit a multiprocessor."""
-
 MOST_PROGRAMS = 8192
 """So many programs keep any GPU busy; those of sequences without a row only cost time."""
 
@@ -25,11 +20,6 @@ def sequences_at_once(num_sequences: int, num_programs: int) -> int:
     """Return how many sequences of a pass over prompts a launch takes at once, at so many programs each. A
     graph has room for many more sequences than most passes have."""
     return max(1, min(num_sequences, MOST_PROGRAMS // num_programs))
-
-
-def fit(recurrence: Recurrence) -> bool:
-    """Return whether the products of a head fit a multiprocessor."""
-    return recurrence.key_dim <= MAX_KEY
 
 
 def parts(length: int, num_kept: int, wanted: int) -> list[tuple[int, int]]:

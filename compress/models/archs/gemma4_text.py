@@ -14,10 +14,11 @@ from compress.errors import UnsupportedArch
 from compress.models.config_writer import PER_LAYER
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
+from compress.models.layer_types import FULL, SLIDING, every_nth_full, windows_by_layer_type
 from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES, SANDWICH_NORMS
+from compress.models.rope_config import check_plain_ropes
 from compress.untrusted.fields import Fields, shown
 
 _PERIOD = 6
@@ -36,6 +37,7 @@ def layer_embed_modules(prefix: str) -> Mapping[str, str]:
 
 def _facts(config: Fields) -> dict[str, Any]:
     _check_causal(config)
+    check_plain_ropes(config, (FULL, SLIDING))
     cap = "final_logit_softcapping"
     return {
         "block": "sandwich",

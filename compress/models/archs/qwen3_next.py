@@ -9,9 +9,9 @@ from compress.models.archs.qwen2_moe import MIXTURE_FIELDS, QWEN2_MIXTURE, SHARE
 from compress.models.delta_net_config import (
     DELTA_DEFAULTS,
     DELTA_FIELDS,
+    DELTA_FIXED,
     DELTA_MODULES,
     GATE_AFTER_QUERY,
-    GATE_FIELDS,
     delta_net_of,
     linear_but_every_nth,
 )
@@ -50,7 +50,7 @@ QWEN3_NEXT = Family(
     },
     expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
     known_fields=DELTA_FIELDS | MIXTURE_FIELDS | {"partial_rotary_factor"},
-    fixed_fields={"attention_bias": False, **GATE_FIELDS},
+    fixed_fields={"attention_bias": False, **DELTA_FIXED},
     defaults={
         **DELTA_DEFAULTS,
         "hidden_act": "silu",

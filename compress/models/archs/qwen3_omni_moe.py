@@ -23,6 +23,7 @@ _TEXT = replace(
         **{name: value for name, value in QWEN3_MOE.defaults.items() if name not in _WINDOWS},
         "intermediate_size": 18944,
         "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
     },
 )
 

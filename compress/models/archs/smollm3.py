@@ -3,7 +3,7 @@
 from typing import Any
 
 from compress.models.family import FAMILIES, Family
-from compress.models.layer_types import FULL, SLIDING, one_window, windows_by_layer_type
+from compress.models.layer_types import FULL, SLIDING, layer_types, one_window, windows_by_layer_type
 from compress.models.limits import MAX_LAYERS
 from compress.untrusted.fields import Fields
 
@@ -13,9 +13,11 @@ def _implied(config: Fields) -> dict[str, Any]:
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     rotates = _rotated_layers(config, num_layers)
     implied: dict[str, Any] = {"no_rope_layers": [int(each) for each in rotates]}
+    slides = config.flag("use_sliding_window") and one_window(config) is not None
     if not config.has("layer_types"):
-        slides = config.flag("use_sliding_window") and one_window(config) is not None
         implied["layer_types"] = [SLIDING if slides and not each else FULL for each in rotates]
+    elif not slides and SLIDING in layer_types(config, num_layers):
+        raise config.wrong("use_sliding_window", False, f"true, as layer_types has {SLIDING}")
     return implied
 
 

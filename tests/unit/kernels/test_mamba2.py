@@ -34,6 +34,11 @@ SHAPES = {
     "as Granite 4": Mamba2(2, 1, 128, 64, 4, conv_bias=True),
     "two groups without a norm": Mamba2(4, 2, 8, 12, 4, conv_bias=True, normed=False),
 }
+PUBLISHED = {
+    **SHAPES,
+    "as Nemotron Nano 2": Mamba2(4, 2, 128, 80, 4, conv_bias=True),
+    "as Falcon-H1 34B": Mamba2(4, 2, 256, 128, 4, conv_bias=True, normed=False),
+}
 each_shape = pytest.mark.parametrize("mamba", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("mamba2")
 PADDING = 5
@@ -159,8 +164,12 @@ def of_chunks() -> pytest.MarkDecorator:
 @of_chunks()
 @pytest.mark.parametrize(
     "mamba",
-    [Mamba2(4, 2, 16, 80, 4, conv_bias=True), Mamba2(3, 1, 24, 64, 2, conv_bias=False)],
-    ids=["heads of 80", "heads of 64"],
+    [
+        Mamba2(4, 2, 16, 80, 4, conv_bias=True),
+        Mamba2(3, 1, 24, 64, 2, conv_bias=False),
+        Mamba2(2, 1, 256, 64, 4, conv_bias=True),
+    ],
+    ids=["heads of 80", "heads of 64", "states of 256"],
 )
 def test_chunks_have_the_same_bits_wherever_a_prompt_is_cut_and_in_any_company(
     kernel: Kernel, device: str, mamba: Mamba2
@@ -212,11 +221,11 @@ def test_states_before_chunks_have_places_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no products in bfloat16")
-@pytest.mark.parametrize("shape", [*SHAPES, "heads of 80"])
+@pytest.mark.parametrize("shape", PUBLISHED)
 @pytest.mark.parametrize("length", [45, 181])
 def test_outputs_in_bfloat16_are_those_of_the_decoder(length: int, shape: str) -> None:
     kernel = next(each for each in candidates("mamba2") if each.name == "fused")
-    mamba = SHAPES.get(shape, Mamba2(4, 2, 128, 80, 4, conv_bias=True))
+    mamba = PUBLISHED[shape]
     case = Case.of(mamba, "cuda", length, torch.bfloat16, 0)
     (out,) = run(kernel, [(case, 2, 0, length)], slots(mamba, 1, "cuda"))
     assert_close(out, case.law())
