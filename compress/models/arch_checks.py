@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped", *UNGATED)
 """The activations, by their names in `transformers`."""
 
+FACTORED = frozenset(
+    {"attn.o", "ffn.gate", "ffn.down", *(f"mamba.{name}" for name in ("gate", "x", "B", "C", "dt", "o"))}
+)
+"""The linears whose outputs may have a factor."""
 _OF_BIASES = ("pre", "parallel")
 """The blocks in which norms may have a bias."""
 _OF_RECURRENCES = ("pre", "sandwich")
@@ -56,7 +60,8 @@ def check_arch(arch: "Arch") -> None:
         )
     if other := sorted(name for name, _ in arch.linear_factors if not _may_have_factor(arch, name)):
         raise UnsupportedArch(
-            f"factors of {', '.join(other)}, which no layer of this model has, or which is one of experts."
+            f"factors of {', '.join(other)}, which no layer of this model has, or which the runtime computes "
+            "without one."
         )
     for idx, layer in enumerate(arch.layers):
         if arch.norms_rotated and layer.leading_dim:
@@ -102,7 +107,7 @@ def check_arch(arch: "Arch") -> None:
 
 def _may_have_factor(arch: "Arch", linear: str) -> bool:
     """Return whether the decoder and the runtime multiply the outputs of a linear."""
-    return not linear.startswith("moe.") and any(linear in layer.linears for layer in arch.layers)
+    return linear in FACTORED and any(linear in layer.linears for layer in arch.layers)
 
 
 def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:

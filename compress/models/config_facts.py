@@ -64,8 +64,8 @@ IDLE_FIELDS = frozenset(
     ]
 )
 """Fields that programs read, but not for what a causal language model computes: for training and the values
-that it begins with, token ids, classifiers, the form of the output, the kernels of `transformers`, and the codes of the weights, which
-`checkpoint.py` decodes."""
+that it begins with, token ids, classifiers, the form of the output, the kernels of `transformers`, and the
+codes of the weights, which `checkpoint.py` decodes."""
 TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
 """Fields of mixtures of experts that only training reads."""
 HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}

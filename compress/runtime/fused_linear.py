@@ -83,19 +83,18 @@ class SchemeSlice:
 @dataclass(frozen=True)
 class FusedLinear:
     """A linear group as one product. The outputs of its slices follow one another along O, and are multiplied
-    by `factors_O`, float32, where its linears have factors."""
+    by `factor`."""
 
     slices: tuple[SchemeSlice, ...]
-    factors_O: Tensor | None = None
+    factor: float = 1.0
 
     def __call__(
         self, x: Rows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return [T, O], or [T, O / 2] where the kernel applies the gate, plus `residual` if given."""
-        if self.factors_O is not None:
+        if self.factor != 1:
             plain = FusedLinear(self.slices)(x, phase, out_dtype=out_dtype)
-            y = torch.mul(plain, self.factors_O, out=plain)
-            return y if residual is None else residual + y
+            return plain * self.factor if residual is None else residual.add(plain, alpha=self.factor)
         if len(self.slices) == 1:
             return self.slices[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
         y = torch.cat([each(x, phase, out_dtype=out_dtype) for each in self.slices], dim=-1)

@@ -1,6 +1,6 @@
 """Fuse the linears of a group: stack them, choose a kernel for each phase, and repack their weights once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,6 +12,8 @@ from torch import Tensor
 from compress.kernels.operands.rows import input_quant
 from compress.kernels.problem import Phase
 from compress.kernels.select import candidates, refusals, select
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
@@ -38,29 +40,37 @@ def fuse(
     deployment: Deployment,
     *,
     activation: str | None = None,
-    factors: Mapping[str, float] | None = None,
+    factor: float = 1.0,
 ) -> FusedLinear:
     """Stack linears that read one input, choose their kernels and repack their weights.
 
     `activation` names the activation of gate and up: a decode kernel applies it if one can and both have the
-    same scheme, and no factor is between. `factors` multiply the outputs of linears.
+    same scheme. `factor` multiplies the outputs.
 
     Raises:
         EnvironmentUnfit: no kernel supports a linear.
     """
-    own = {linear: factor for linear, factor in (factors or {}).items() if linear in linears}
 
     def scheme_of(linear: str) -> str | None:
         weight = weights[f"{linear}.weight"]
         return weight.scheme.name if isinstance(weight, QuantizedWeight) else None
 
     runs = [(scheme, tuple(run)) for scheme, run in groupby(linears, key=scheme_of)]
-    activation = activation if len(runs) == 1 and not own else None
+    activation = activation if len(runs) == 1 else None
     slices = tuple(_bind_slice(run, scheme, weights, deployment, activation) for scheme, run in runs)
-    if not own:
-        return FusedLinear(slices)
-    of_rows = [torch.full((weights[f"{each}.weight"].shape[0],), own.get(each, 1.0)) for each in linears]
-    return FusedLinear(slices, torch.cat(of_rows).to(deployment.device))
+    return FusedLinear(slices, factor)
+
+
+def output_factor(arch: Arch, linears: Sequence[str]) -> float:
+    """Return the factor of the outputs of a group: that of its one linear. What reads the outputs of several
+    multiplies them itself."""
+    return arch.factor_of(linears[0]) if len(linears) == 1 else 1.0
+
+
+def fused_activation(arch: Arch, shape: LayerShape) -> str | None:
+    """Return the activation that the product of gate and up may apply; None where there is no gate, or it has
+    a factor."""
+    return arch.activation if shape.gated and arch.factor_of("ffn.gate") == 1 else None
 
 
 def _bind_slice(

@@ -33,7 +33,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
-from compress.runtime.fusing import fuse, fuse_padded
+from compress.runtime.fusing import fuse, fuse_padded, fused_activation, output_factor
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
@@ -314,18 +314,19 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
     groups = {group.name: group for group in shape.groups}
     if isinstance(shape.recurrence, Mamba2):
         weights = with_padded_dt(groups["qkv"].linears, weights)
-    factors = dict(arch.linear_factors)
 
     def fused(name: str, activation: str | None = None) -> FusedLinear | None:
         if name not in groups:
             return None
-        return fuse(groups[name].linears, weights, deployment, activation=activation, factors=factors)
+        linears = groups[name].linears
+        factor = output_factor(arch, linears)
+        return fuse(linears, weights, deployment, activation=activation, factor=factor)
 
     prefix = "" if shape.experts is None else "shared."
     return FusedGroups(
         fused("qkv"),
         fused("o"),
-        fused(f"{prefix}gate_up", arch.activation if shape.gated else None),
+        fused(f"{prefix}gate_up", fused_activation(arch, shape)),
         fused(f"{prefix}down"),
         fused("recurrent_o"),
     )
@@ -353,7 +354,7 @@ def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the Mamba-2 mixer of a layer, None where it has none."""
     if not isinstance(shape.recurrence, Mamba2):
         return None
-    return mamba_weights(shape.recurrence, weights, arch.norm_eps, deployment)
+    return mamba_weights(shape.recurrence, weights, arch, deployment)
 
 
 def _short_conv(shape: LayerShape, weights: Weights, deployment: Deployment) -> Tensor | None:

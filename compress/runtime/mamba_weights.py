@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import MambaWeights, padded_rows
+from compress.models.arch import Arch
 from compress.models.mamba2 import NORM, Mamba2
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
@@ -22,9 +23,9 @@ def with_padded_dt(linears: Sequence[str], weights: Weights) -> Weights:
     return {**weights, name: _padded(weights[name], padded_rows(rows) - rows)}
 
 
-def mamba_weights(mamba: Mamba2, weights: Weights, norm_eps: float, deployment: Deployment) -> MambaWeights:
+def mamba_weights(mamba: Mamba2, weights: Weights, arch: Arch, deployment: Deployment) -> MambaWeights:
     """Return the parameters other than the linears. The channels of the convolution, on disk x, B and C, take
-    the order of the linears."""
+    the order of the linears. Factors of these three multiply its weights, which then are in float32."""
 
     def in_float32(name: str) -> Tensor:
         return dense(weights[name]).to(device=deployment.device, dtype=torch.float32)
@@ -33,15 +34,23 @@ def mamba_weights(mamba: Mamba2, weights: Weights, norm_eps: float, deployment: 
         sizes = [mamba.value_size, mamba.key_size, mamba.key_size]
         return torch.cat(deployment.placed(dense(weights[name])).split(sizes)[::-1])
 
+    conv_FW = by_linear("mamba.conv.weight").squeeze(1).contiguous()
+    factors = [arch.factor_of(f"mamba.{name}") for name in ("C", "B", "x")]
+    if factors != [1, 1, 1]:
+        sizes = (mamba.key_size, mamba.key_size, mamba.value_size)
+        of_channels = [torch.full((size, 1), each) for size, each in zip(sizes, factors, strict=True)]
+        conv_FW = conv_FW.to(torch.float32) * torch.cat(of_channels).to(deployment.device)
     return MambaWeights(
-        by_linear("mamba.conv.weight").squeeze(1).contiguous(),
+        conv_FW,
         by_linear("mamba.conv.bias") if mamba.conv_bias else None,
         -in_float32("mamba.A_log").exp(),
         in_float32("mamba.dt_bias"),
         in_float32("mamba.D"),
         deployment.placed(dense(weights[NORM])) if mamba.normed else None,
         mamba.num_key_heads,
-        norm_eps,
+        arch.norm_eps,
+        arch.factor_of("mamba.gate"),
+        arch.factor_of("mamba.dt"),
     )
 
 

@@ -537,14 +537,15 @@ def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device:
 
 @each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str, factor: float) -> None:
     x = randn(9, 2 * 37, device=device, dtype=dtype)
-    gate = x.double()[:, :37]
+    gate = factor * x.double()[:, :37]
     up = x.double()[:, 37:]
     normal = 0.5 * (1 + torch.erf(gate / 2**0.5))
     tanh = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     share = {"silu": 1 / (1 + (-gate).exp()), "gelu": normal, "gelu_pytorch_tanh": tanh}[name]
-    assert_close(kernel.fn(x, name), gate * share * up, depth=4, dtype=dtype)
+    assert_close(kernel.fn(x, name, gate_factor=factor), gate * share * up, depth=4, dtype=dtype)
 
 
 @each_usable(usable("act_mul", n=37))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from compress.errors import CompressError
@@ -25,6 +26,16 @@ WITHIN = ("text_config", "thinker_config")
 """Fields that hold the config of a text model, or another config that does."""
 GONE = object()
 """The value of a field that is left out."""
+FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What the classes of `transformers` raise for values that nobody tried there."""
 OTHERWISE = {("nemotron_h", "time_step_min")}
 """Fields that the decoder reads in another way than `transformers`; the module of the family says why."""
 
@@ -94,7 +105,8 @@ def _changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[
 
 
 def logits_of_transformers(family: str, directory: Path, tokens_BS: Tensor) -> Tensor | None:
-    """Return the logits; None where `transformers` refuses the config, or finds other tensors than its own."""
+    """Return the logits; None where `transformers` fails with the config, or finds other tensors than its
+    own."""
     how = {"attn_implementation": "eager", "output_loading_info": True}
     try:
         found = auto_class(family).from_pretrained(directory, **how)
@@ -103,7 +115,7 @@ def logits_of_transformers(family: str, directory: Path, tokens_BS: Tensor) -> T
             return None
         with torch.no_grad():
             logits: Tensor = model.eval()(tokens_BS).logits
-    except Exception:  # whatever its classes raise for a value that nobody tried there
+    except FAILURES:
         return None
     return None if logits.isnan().any() else logits
 

@@ -129,10 +129,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         ),
     },
     "factors of linears": {
-        "linear_factors": (("attn.q", 1.5), ("attn.o", 0.3), ("ffn.gate", 0.4), ("ffn.down", 0.6)),
+        "linear_factors": (("attn.o", 0.3), ("ffn.gate", 0.4), ("ffn.down", 0.6)),
         "ffn_bias": True,
         "o_bias": True,
     },
+    "a factor of gates of rows in 8 bits": {"linear_factors": (("ffn.gate", 0.3),), "activation": "gelu"},
     "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
     "an ffn with xielu": {
         "activation": "xielu",

@@ -28,17 +28,18 @@ def _gated(
     numbers_ptr: tl.tensor,
     offsets: tl.tensor,
     mask: tl.tensor,
+    gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
 ) -> tl.tensor:
-    """Return the rounded activation(gate) * up at `offsets` of their rows, or that of up alone, which then is
-    `gate`; zero beyond the mask."""
+    """Return the rounded activation(factor * gate) * up at `offsets` of their rows, or that of up alone,
+    which then is `gate`; zero beyond the mask."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     if ACTIVATION == "xielu":  # which is not zero at zero
         return tl.where(mask, xielu(gate.to(tl.float32), numbers_ptr), 0.0).to(gate.dtype)
     if ACTIVATION == "relu2":
         return activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
-    x = gate.to(tl.float32)
+    x = (gate.to(tl.float32) * gate_factor).to(gate.dtype).to(tl.float32)
     return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
@@ -50,6 +51,7 @@ def _act_mul(
     out_ptr: tl.tensor,
     gate_stride: tl.tensor,
     up_stride: tl.tensor,
+    gate_factor: tl.tensor,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -60,7 +62,8 @@ def _act_mul(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     gate_at = gate_ptr + row * gate_stride
-    y = _gated(gate_at, up_ptr + row * up_stride, numbers_ptr, columns, columns < SIZE, ACTIVATION)
+    up_at = up_ptr + row * up_stride
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION)
     tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
 
 
@@ -76,6 +79,7 @@ def _act_mul_quantize(
     static_zero_ptr: tl.tensor,
     gate_stride: tl.tensor,
     up_stride: tl.tensor,
+    gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,7 +94,7 @@ def _act_mul_quantize(
     columns = tl.arange(0, BLOCK)
     gate_at = gate_ptr + row.to(tl.int64) * gate_stride
     up_at = up_ptr + row.to(tl.int64) * up_stride
-    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, ACTIVATION)
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -104,29 +108,30 @@ def act_mul(
     *,
     up_TF: Tensor | None = None,
     xielu_4: Tensor | None = None,
+    gate_factor: float = 1.0,
 ) -> Tensor | QuantizedRows:
     """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; without a gate, [T, F]. `xielu_4` are the
-    numbers of the activation xielu."""
+    numbers of the activation xielu, and `gate_factor` multiplies the gate."""
     if activation in UNGATED:
         up_TF = gate_up_TF  # which is not read
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     num_rows, size = gate.shape
     device = gate.device
     gate, up = (each if each.stride(1) == 1 else each.contiguous() for each in (gate, up))
-    strides = {"gate_stride": gate.stride(0), "up_stride": up.stride(0)}
+    scalars = {"gate_stride": gate.stride(0), "up_stride": up.stride(0), "gate_factor": gate_factor}
     assert (xielu_4 is not None) == (activation == XIELU)
     numbers = gate if xielu_4 is None else xielu_4
     if quant is None:
         out = torch.empty(num_rows, size, dtype=gate.dtype, device=device)
         grid = num_rows, -(-size // SPAN)
         _act_mul[grid](
-            gate, up, numbers, out, **strides, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
+            gate, up, numbers, out, **scalars, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
             **pdl_options(device),
         )  # fmt: skip
         return out
     rows, output = row_output(num_rows, size, gate.dtype, device, quant)
     _act_mul_quantize[(num_rows,)](
-        gate, up, numbers, **output, **strides, ACTIVATION=activation, **row_options(size, device)
+        gate, up, numbers, **output, **scalars, ACTIVATION=activation, **row_options(size, device)
     )
     return rows
 

@@ -40,7 +40,7 @@ def _gated(part: Part, weights: DeltaWeights, qkv_gate_TF: Tensor, beta_decay_TH
     """Return the gated outputs of a part [T, Z]."""
     delta = part.states.recurrence
     x_TF, gate_TZ = qkv_gate_TF.split([delta.num_channels, delta.value_size], dim=1)
-    mixed_TF = part.convolved(x_TF.to(torch.float32), weights.conv_FW)
+    mixed_TF = part.convolved(x_TF, weights.conv_FW)
     q_TF, k_TF, v_TF = mixed_TF.split([delta.key_size, delta.key_size, delta.value_size], dim=1)
     repeat = delta.num_heads // delta.num_key_heads
     q_THK, k_THK = (

@@ -57,6 +57,7 @@ def _convolve(
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
     row_stride: tl.tensor,
+    dt_factor: tl.tensor,
     H: tl.constexpr,
     F: tl.constexpr,
     Z: tl.constexpr,
@@ -104,7 +105,7 @@ def _convolve(
         head = tl.arange(0, H_TILE)[None, :]
         real = in_pass & (head < H)
         dt = tl.load(x_ptr + row.to(tl.int64) * row_stride + F + Z + head, mask=real, other=0.0)
-        dt = dt.to(tl.float32) + tl.load(dt_bias_ptr + head, mask=head < H, other=0.0)
+        dt = dt.to(tl.float32) * dt_factor + tl.load(dt_bias_ptr + head, mask=head < H, other=0.0)
         # log(1 + e), whose e is little where heads change slowly: divided by what 1 + e has lost of it.
         small = tl.exp(tl.minimum(dt, 20.0))
         above = 1 + small
@@ -151,6 +152,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
         mixed_TF,
         gates_TH,
         *counts,
+        weights.dt_factor,
         H=mamba.num_heads,
         BIAS=weights.conv_bias_F is not None,
         TILE=CHANNELS,

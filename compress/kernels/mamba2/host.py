@@ -35,7 +35,7 @@ def _gated(part: Part, weights: MambaWeights, rows_TF: Tensor) -> Tensor:
     mamba = part.states.recurrence
     sizes = [mamba.num_channels, mamba.value_size, mamba.num_heads]
     inputs_TF, gate_TZ, dt_TH = rows_TF[:, : sum(sizes)].split(sizes, dim=1)
-    mixed_TF = part.convolved(inputs_TF.to(torch.float32), weights.conv_FW, weights.conv_bias_F)
+    mixed_TF = part.convolved(inputs_TF, weights.conv_FW, weights.conv_bias_F)
     c_TF, b_TF, x_TF = mixed_TF.to(torch.float32).split(
         [mamba.key_size, mamba.key_size, mamba.value_size], dim=1
     )
@@ -44,7 +44,7 @@ def _gated(part: Part, weights: MambaWeights, rows_TF: Tensor) -> Tensor:
         each.unflatten(1, (-1, mamba.key_dim)).repeat_interleave(repeat, dim=1) for each in (c_TF, b_TF)
     )
     x_THV = x_TF.unflatten(1, (-1, mamba.value_dim))
-    dt_TH = F.softplus(dt_TH.to(torch.float32) + weights.dt_bias_H)
+    dt_TH = F.softplus(dt_TH.to(torch.float32) * weights.dt_factor + weights.dt_bias_H)
     operands = c_THK, b_THK, x_THV * dt_TH.unsqueeze(-1), weights.decay_rate_H * dt_TH
     out_THV = (_step if part.length == 1 else _chunks)(part, *operands)
     return gated_norm((out_THV + weights.skip_H.unsqueeze(-1) * x_THV).flatten(1), gate_TZ, weights)

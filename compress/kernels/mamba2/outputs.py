@@ -30,13 +30,14 @@ def _gated(
     skip_ptr: tl.tensor,
     channel: tl.tensor,
     real: tl.tensor,
+    gate_factor: tl.tensor,
     V: tl.constexpr,
 ) -> tl.tensor:
     """Return some outputs of a row, with what skips the recurrence, times silu of their gates."""
     out = tl.load(out_ptr + channel, mask=real, other=0.0)
     x = tl.load(mixed_ptr + channel, mask=real, other=0.0).to(tl.float32)
     out += tl.load(skip_ptr + channel // V, mask=real, other=0.0) * x
-    gate = tl.load(gate_ptr + channel, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + channel, mask=real, other=0.0).to(tl.float32) * gate_factor
     return out * (gate / (1 + tl.exp(-gate)))
 
 
@@ -50,6 +51,7 @@ def _norm(
     out_ptr: tl.tensor,
     first_channel: tl.tensor,
     eps: tl.tensor,
+    gate_factor: tl.tensor,
     V: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
@@ -63,13 +65,13 @@ def _norm(
         square = tl.zeros([TILE], tl.float32)
         for begin in tl.static_range(0, PART, TILE):
             channel = first_channel + begin + d
-            gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, begin + d < PART, V)
+            gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, begin + d < PART, gate_factor, V)
             square += gated * gated
         scale = tl.rsqrt(tl.sum(square, axis=0) / PART + eps)
     for begin in tl.static_range(0, PART, TILE):
         channel = first_channel + begin + d
         real = begin + d < PART
-        gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, real, V)
+        gated = _gated(found_ptr, mixed_ptr, x_ptr, skip_ptr, channel, real, gate_factor, V)
         if NORMED:
             weight = tl.load(norm_ptr + channel, mask=real, other=0.0).to(tl.float32)
             gated = weight * (gated * scale)
@@ -136,6 +138,7 @@ def _norm_and_keep(
     num_sequences: tl.tensor,
     row_stride: tl.tensor,
     eps: tl.tensor,
+    gate_factor: tl.tensor,
     V: tl.constexpr,
     F: tl.constexpr,
     Z: tl.constexpr,
@@ -166,6 +169,7 @@ def _norm_and_keep(
             out_ptr + row * Z,
             program % PARTS * PART,
             eps,
+            gate_factor,
             V,
             PART,
             TILE,
@@ -226,6 +230,7 @@ def norm_and_keep(
         num_sequences,
         rows_TF.stride(0),
         weights.norm_eps,
+        weights.gate_factor,
         V=mamba.value_dim,
         F=mamba.num_channels,
         Z=mamba.value_size,

@@ -33,7 +33,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
             position = first + offset
             inputs_F, gate_Z, dt_H = rows_TF[row, : sum(sizes)].split(sizes)
             states.keep(states.inputs, slot, position, inputs_F.to(torch.float32))
-            mixed_F = _convolved(weights, states, slot, position)
+            mixed_F = _convolved(weights, states, slot, position, rows_TF.dtype)
             out_HV, state_HVK = _step(states, mixed_F, dt_H, weights, state_HVK)
             states.keep(states.heads, slot, position, state_HVK)
             if saving is not None and position + 1 == saving.wanted_S2[slot.long(), 0]:
@@ -46,7 +46,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
 def gated_norm(out_TZ: Tensor, gate_TZ: Tensor, weights: MambaWeights) -> Tensor:
     """Return float32 outputs times the silu of their gates, of which each part is then normed if there is a
     norm, in the dtype of the gates."""
-    gated_TZ = out_TZ * F.silu(gate_TZ.to(torch.float32))
+    gated_TZ = out_TZ * F.silu(gate_TZ.to(torch.float32) * weights.gate_factor)
     if weights.norm_Z is None:
         return gated_TZ.to(gate_TZ.dtype)
     parts_TGZ = gated_TZ.unflatten(1, (weights.norm_groups, -1))
@@ -54,9 +54,11 @@ def gated_norm(out_TZ: Tensor, gate_TZ: Tensor, weights: MambaWeights) -> Tensor
     return (weights.norm_Z.to(torch.float32) * normed.flatten(1)).to(gate_TZ.dtype)
 
 
-def _convolved(weights: MambaWeights, states: RecurrentStates, slot: Tensor, position: Tensor) -> Tensor:
+def _convolved(
+    weights: MambaWeights, states: RecurrentStates, slot: Tensor, position: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return silu of the convolution that ends at a position [F], whose inputs are in the slot, in float32
-    after the rounding of the model's dtype."""
+    after a rounding to the model's dtype."""
     conv_FW = weights.conv_FW
     width = conv_FW.shape[1]
     total_F = torch.zeros_like(conv_FW[:, 0], dtype=torch.float32)
@@ -65,7 +67,7 @@ def _convolved(weights: MambaWeights, states: RecurrentStates, slot: Tensor, pos
         total_F = total_F + past_F * conv_FW[:, tap].to(torch.float32)
     if weights.conv_bias_F is not None:
         total_F = total_F + weights.conv_bias_F.to(torch.float32)
-    return F.silu(total_F.to(conv_FW.dtype)).to(torch.float32)
+    return F.silu(total_F.to(dtype)).to(torch.float32)
 
 
 def _step(
@@ -77,7 +79,7 @@ def _step(
     repeat = widths.num_heads // widths.num_key_heads
     c_HK, b_HK = (each.view(-1, widths.key_dim).repeat_interleave(repeat, dim=0) for each in (c_F, b_F))
     x_HV = x_F.view(-1, widths.value_dim)
-    dt_H = F.softplus(dt_H.to(torch.float32) + weights.dt_bias_H)
+    dt_H = F.softplus(dt_H.to(torch.float32) * weights.dt_factor + weights.dt_bias_H)
     kept_H = (weights.decay_rate_H * dt_H).exp()
     added_HV = x_HV * dt_H.unsqueeze(-1)
     state_HVK = state_HVK * kept_H.view(-1, 1, 1) + b_HK.unsqueeze(1) * added_HV.unsqueeze(-1)

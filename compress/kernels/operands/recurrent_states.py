@@ -69,7 +69,8 @@ def padded_rows(num_rows: int) -> int:
 class MambaWeights:
     """The parameters of a Mamba-2 mixer other than its linears: weights [F, W] and bias [F] of the
     convolution, whose channels are C, B and x, -exp(A_log), dt_bias and D [H], float32, and the weight of the
-    norm [Z], of whose `norm_groups` equal parts each is normed for itself; None where there is no norm."""
+    norm [Z], of whose `norm_groups` equal parts each is normed for itself; None where there is no norm.
+    `gate_factor` and `dt_factor` multiply the gates and dt."""
 
     conv_FW: Tensor
     conv_bias_F: Tensor | None
@@ -79,6 +80,8 @@ class MambaWeights:
     norm_Z: Tensor | None
     norm_groups: int
     norm_eps: float
+    gate_factor: float = 1.0
+    dt_factor: float = 1.0
 
 
 @dataclass(frozen=True)

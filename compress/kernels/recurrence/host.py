@@ -29,8 +29,9 @@ class Part:
     length: int
 
     def convolved(self, x_TF: Tensor, conv_FW: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """Return silu of the convolution of float32 inputs, in the dtype of its weights, and keep the last
-        inputs."""
+        """Return silu of the convolution of inputs, in their dtype, and keep the last of them."""
+        dtype = x_TF.dtype
+        x_TF = x_TF.to(torch.float32)
         inputs_MF = self.states.inputs[self.slot]
         width = conv_FW.shape[1]
         positions = torch.arange(self.first - width + 1, self.first)
@@ -45,7 +46,7 @@ class Part:
         num_left = min(self.length, len(inputs_MF))
         end = self.first + self.length
         inputs_MF[torch.arange(end - num_left, end) % len(inputs_MF)] = x_TF[-num_left:]
-        return F.silu(total_TF.to(conv_FW.dtype))
+        return F.silu(total_TF.to(dtype))
 
     @property
     def before(self) -> Tensor:

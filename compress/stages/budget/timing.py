@@ -21,7 +21,7 @@ from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.fusing import fuse
+from compress.runtime.fusing import fuse, fused_activation, output_factor
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """Bytes that the copies of the weights must exceed, so that every launch reads cold memory: an H200 has 50 MB
@@ -55,10 +55,9 @@ def measure_linear_us(
         f"{each}.weight": random_weight(shape, scheme, dtype=deployment.dtype, generator=generator)
         for each, shape in shapes.items()
     }
-    gate = arch.activation if group.name == "gate_up" and layer.gated else None
-    fused = partial(
-        fuse, group.linears, weights, deployment, activation=gate, factors=dict(arch.linear_factors)
-    )
+    gate = fused_activation(arch, layer) if group.name == "gate_up" else None
+    factor = output_factor(arch, group.linears)
+    fused = partial(fuse, group.linears, weights, deployment, activation=gate, factor=factor)
     copies = [fused()]
     cold = COLD_BYTES[deployment.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:

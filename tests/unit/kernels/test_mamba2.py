@@ -232,6 +232,20 @@ def test_outputs_in_bfloat16_are_those_of_the_decoder(length: int, shape: str) -
 
 
 @each_kernel
+@pytest.mark.parametrize("length", [1, 40])
+def test_factors_multiply_gates_and_dt(kernel: Kernel, device: str, length: int) -> None:
+    mamba = SHAPES["two groups without a norm"]
+    case = Case.of(mamba, device, length, torch.float16, 0)
+    weights = replace(case.weights, gate_factor=0.5, dt_factor=0.25)
+    (out,) = run(kernel, [(replace(case, weights=weights), 1, 0, length)], slots(mamba, 1, device))
+    first_dt = mamba.num_channels + mamba.value_size
+    case.rows[0][:, mamba.num_channels : first_dt] *= 0.5
+    case.rows[0][:, first_dt : first_dt + mamba.num_heads] *= 0.25
+    (expected,) = run(kernel, [(case, 1, 0, length)], slots(mamba, 1, device))
+    assert torch.equal(out, expected)
+
+
+@each_kernel
 @pytest.mark.parametrize("length", [9, 40])
 def test_products_of_c_and_b_may_be_beyond_the_range_of_float16(
     kernel: Kernel, device: str, length: int
