@@ -11,8 +11,9 @@ from compress.models.rope_config import YARN_FACTOR_NOTE, states_yarn_factor
 def unread_note(arch: Arch) -> str | None:
     """Return the sentences that name the fields of a model's `config.json` that change nothing, or that are
     read as none; None where there is none."""
-    names = family_of({"model_type": arch.family}).unread_fields(arch.config)
-    sentences = []
+    family = family_of({"model_type": arch.family})
+    names = family.unread_fields(arch.config)
+    sentences = [] if family.computed_otherwise is None else [family.computed_otherwise]
     if arch.stated_eos == NO_TOKEN:
         sentences.append(
             f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."

@@ -45,7 +45,7 @@ YARN_FACTOR_NOTE = (
 )
 _BLOCK_ROWS = SCHEMES["FP8_BLOCK"].block_rows
 _TURNS = (1e-6, 1e6)
-_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")
+_SECTIONS = ("mrope_section", "xdrope_section", "mrope_interleaved", "interleaved")
 _NAMES = ("rope_parameters", "rope_scaling")
 
 
@@ -62,12 +62,13 @@ def rope_of_text(config: Fields) -> dict[str, Any]:
 
 def rope_of_alpha(config: Fields, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` of families whose dynamic rope, where it states an `alpha` that is not 0,
-    stretches the base by a^(C / (C - 2)) for every length: the plain rope with another base."""
+    stretches the base by a^(C / (C - 2)) for every length: the plain rope with another base. Hunyuan-VL has
+    another name for it."""
     name = next((each for each in _NAMES if config.has(each)), None)
     rope = Fields({}, config.where, UnsupportedArch) if name is None else config.fields(name)
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     alpha = rope.number("alpha", 0, FACTORS[1], default=0.0)
-    if kind != DYNAMIC or not alpha:
+    if kind not in (DYNAMIC, "xdrope") or not alpha:
         return {}
     if head_dim < 4:
         raise config.wrong("head_dim", head_dim, "at least 4 with an alpha of the rope")

@@ -30,14 +30,19 @@ FAILURES = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    OSError,
     RuntimeError,
     StrictDataclassError,
     TypeError,
     ValueError,
 )
 """What the classes of `transformers` raise for values that nobody tried there."""
-OTHERWISE = {("nemotron_h", "time_step_min")}
-"""Fields that the decoder reads in another way than `transformers`; the module of the family says why."""
+OTHERWISE = {
+    ("nemotron_h", "time_step_min"),
+    ("aya_vision", "logit_scale"),
+    ("cohere2_vision", "logit_scale"),
+}
+"""Fields that the decoder reads in another way than `transformers` (`Family.computed_otherwise`)."""
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +59,8 @@ def other_values(name: str, value: Any) -> list[Any]:
         return [True, 2, 0.5]
     if isinstance(value, int):
         return [value + 1, value * 2, value // 2]
-    if isinstance(value, float):
-        return [value * 1.5 + 0.01, 0.0]
+    if isinstance(value, float):  # an eps of 0 magnifies roundings of heads that are near nothing
+        return [value * 1.5 + 0.01, *([] if name.endswith("eps") else [0.0])]
     if isinstance(value, str):
         return list(ACTIVATIONS) if value in ACTIVATIONS else ["nonsense"]
     if not isinstance(value, list) or not value:

@@ -38,7 +38,7 @@ WIDE: dict[str, Any] = {
     "head_dim": 32,
 }
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-RENAMED = ("kimi_k25", "lfm3_vl")
+RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl")
 """Families whose vision tower transformers has under other names."""
 NOT_GATHERED = (
     "gemma4-vision-experts",

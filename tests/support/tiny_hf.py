@@ -117,6 +117,19 @@ CONFIGS: dict[str, Any] = {
     "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
     "granite4_vision": transformers.Granite4VisionConfig,
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
+    "vipllava": transformers.VipLlavaConfig,
+    "llava_next_video": transformers.LlavaNextVideoConfig,
+    "video_llava": transformers.VideoLlavaConfig,
+    "aya_vision": transformers.AyaVisionConfig,
+    "cohere2_vision": transformers.Cohere2VisionConfig,
+    "ovis2": transformers.Ovis2Config,
+    "minicpmv4_6": transformers.MiniCPMV4_6Config,
+    "minicpmv4_7": transformers.MiniCPMV4_7Config,
+    "janus": transformers.JanusConfig,
+    "deepseek_vl": transformers.DeepseekVLConfig,
+    "granite_docling": transformers.GraniteDoclingConfig,
+    "hunyuan_vl": transformers.HunYuanVLConfig,
+    "glmga": transformers.GlmgaConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -294,6 +307,84 @@ AROUND: dict[str, dict[str, Any]] = {
         "video_token_id": 98,
         "audio_token_id": 99,
     },
+    "vipllava": {
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "projection_dim": 32,
+            **_VISION,
+        },
+        "vision_feature_layer": [-1, 0],
+        "image_token_index": 97,
+    },
+    "llava_next_video": {
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "image_token_index": 97,
+        "video_token_index": 98,
+    },
+    "video_llava": {
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "image_token_index": 97,
+        "video_token_index": 98,
+    },
+    "aya_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_index": 97,
+    },
+    "cohere2_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "alignment_intermediate_size": 64,
+        "image_token_id": 97,
+    },
+    "ovis2": {
+        "vision_config": {**_VISION, "vocab_size": 40, "num_visual_indicator_tokens": 5},
+        "image_token_id": 97,
+        "visual_indicator_token_ids": [98, 99, 100, 101, 102],
+    },
+    "minicpmv4_6": {
+        "vision_config": {**_VISION, "num_hidden_layers": 2, "insert_layer_id": 0},
+        "insert_layer_id": 0,
+        "image_size": 28,
+        "image_token_id": 97,
+    },
+    "minicpmv4_7": {
+        "vision_config": {**_VISION, "num_hidden_layers": 2, "insert_layer_id": 0},
+        "insert_layer_id": 0,
+        "image_size": 28,
+        "image_token_id": 97,
+    },
+    "janus": {
+        "vision_config": {**_VISION, "projection_dim": 48, "mlp_ratio": 1.0},
+        "vq_config": {
+            "num_embeddings": 16,
+            "embed_dim": 8,
+            "latent_channels": 32,
+            "base_channels": 32,
+            "channel_multiplier": [1],
+            "num_res_blocks": 1,
+            "num_patches": 2,
+            "projection_dim": 48,
+        },
+        "image_token_id": 97,
+    },
+    "deepseek_vl": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_id": 97,
+    },
+    "granite_docling": {
+        "vision_config": {**_VISION, "out_hidden_size": 48, "scale_factor": 2},
+        "image_token_id": 97,
+    },
+    "hunyuan_vl": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "out_hidden_size": 48,
+            "text_hidden_size": 48,
+            "max_image_size": 28,
+            "min_image_size": 14,
+        },
+        "image_token_id": 97,
+    },
+    "glmga": {**_GLM4V, "vision_config": {"model_type": "glm4v_vision", **_GLM4V["vision_config"]}},
     "exaone4_5": {
         "vision_config": {
             "depth": 1,
@@ -1886,6 +1977,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite4_vision",
         {"attention_multiplier": 0.4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "vipllava": ("vipllava", {"attention_bias": True}),
+    "llava_next_video": ("llava_next_video", {"model_type": "mistral", "sliding_window": 5}),
+    "video_llava": ("video_llava", {"tie_word_embeddings": True}),
+    "aya_vision": (
+        "aya_vision",
+        {
+            "model_type": "cohere2",
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "tie_word_embeddings": True,
+            "logit_scale": 1.0,
+        },
+    ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {"sliding_window": 4, "sliding_window_pattern": 2, "logit_scale": 1.0},
+    ),
+    "ovis2": ("ovis2", {"tie_word_embeddings": True}),
+    "minicpmv4_6": ("minicpmv4_6", OTHER_DELTA_NET),
+    "minicpmv4_7": ("minicpmv4_7", {**DELTA_NET, "tie_word_embeddings": True}),
+    "janus": ("janus", {"head_dim": 12}),
+    "deepseek_vl": ("deepseek_vl", {"tie_word_embeddings": True}),
+    "granite_docling": (
+        "granite_docling",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "hunyuan_vl": (
+        "hunyuan_vl",
+        {"head_dim": 8, "rope_parameters": STRETCHED},
+    ),
+    "glmga": ("glmga", {}),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
     "qwen3_omni_moe-some-dense": (
         "qwen3_omni_moe",
@@ -1930,6 +2052,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
+WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
+"""Families whose vision tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
 """Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope."""
 
@@ -1947,6 +2071,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
+    if family in WIDE_AS_TEXT:
+        around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
     if "depth" in around["vision_config"]:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
@@ -1955,6 +2081,11 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
+    if family == "hunyuan_vl":
+        num_pairs = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"]) // 2
+        sections = [num_pairs // 4] * 3
+        rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        rope["mrope_section"] = [*sections, num_pairs - sum(sections)]
     if family in OF_THINKERS:
         around["audio_config"]["output_dim"] = stated["hidden_size"]
         thinker = {"text_config": stated, **around}

@@ -57,19 +57,17 @@ def hunyuan_implied(config: Fields) -> dict[str, Any]:
     return rope_of_alpha(config, head_dim_of(config, *sizes))
 
 
-FAMILIES.add(
-    "hunyuan_v1_dense",
-    Family(
-        model_type="hunyuan_v1_dense",
-        architecture="HunYuanDenseV1ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        facts=lambda config: {"rotates_first": True},
-        implied=hunyuan_implied,
-        layer_modules=HUNYUAN_MODULES,
-        known_fields=HUNYUAN_FIELDS,
-        fixed_fields={**HUNYUAN_FIXED, "num_experts": 1},
-        defaults=HUNYUAN_DEFAULTS,
-    ),
+HUNYUAN_DENSE = Family(
+    model_type="hunyuan_v1_dense",
+    architecture="HunYuanDenseV1ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    facts=lambda config: {"rotates_first": True},
+    implied=hunyuan_implied,
+    layer_modules=HUNYUAN_MODULES,
+    known_fields=HUNYUAN_FIELDS,
+    fixed_fields={**HUNYUAN_FIXED, "num_experts": 1},
+    defaults=HUNYUAN_DEFAULTS,
 )
+FAMILIES.add("hunyuan_v1_dense", HUNYUAN_DENSE)

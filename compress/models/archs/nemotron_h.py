@@ -108,6 +108,8 @@ FAMILIES.add(
     Family(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
+        computed_otherwise="Steps of time have no lower bound, as in the model's first code and vLLM; the "
+        "class of transformers bounds those of prompts by time_step_min.",
         ffn_bias="mlp_bias",
         rotated_layers=_no_rotation,
         half_layers=True,

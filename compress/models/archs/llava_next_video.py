@@ -1,0 +1,20 @@
+"""LLaVA-NeXT-Video (2024): LLaVA 1.6 with frames of videos; the text model is `llama`, `mistral` or
+`qwen2`."""
+
+from compress.models.archs.llava import LLAMA_7B, MISTRAL_7B
+from compress.models.archs.qwen2 import DEFAULT_SIZES, QWEN2
+from compress.models.family import FAMILIES
+from compress.models.wrapper import LLAVA_NEXT_NAMES, sized, wrapper
+
+FAMILIES.add(
+    "llava_next_video",
+    wrapper(
+        "llava_next_video",
+        "LlavaNextVideoForConditionalGeneration",
+        LLAMA_7B,
+        MISTRAL_7B,
+        sized(QWEN2, **DEFAULT_SIZES),
+        text_ties=True,
+        **LLAVA_NEXT_NAMES,
+    ),
+)
