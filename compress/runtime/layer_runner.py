@@ -228,8 +228,12 @@ class LayerRunner:
         assert layer.down is not None
         mid_TF = layer.gate_up(rows, phase)
         if not layer.gate_up.applies_gate(phase):
-            numbers = {"xielu_4": layer.xielu_4, "gate_factor": self._arch.factor_of("ffn.gate")}
-            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **numbers)
+            facts = {
+                "xielu_4": layer.xielu_4,
+                "gate_factor": self._arch.factor_of("ffn.gate"),
+                "gated": layer.shape.gated,
+            }
+            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
         return layer.down(mid_TF, phase, residual=residual)
 
     def _mixture(

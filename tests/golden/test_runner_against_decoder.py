@@ -135,6 +135,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "a factor of gates of rows in 8 bits": {"linear_factors": (("ffn.gate", 0.3),), "activation": "gelu"},
     "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
+    "an ffn of gelu without gates": {
+        "activation": "gelu",
+        "ffn_bias": True,
+        "layers": (tiny_shape(gated=False), tiny_shape(gated=False, intermediate_size=1030)),
+    },
+    "an ffn of gelu without gates after one with gates": {
+        "activation": "gelu_pytorch_tanh",
+        "layers": (tiny_shape(), tiny_shape(gated=False)),
+    },
     "an ffn with xielu": {
         "activation": "xielu",
         "qk_norm": True,

@@ -201,6 +201,15 @@ FACTS: dict[str, dict[str, Any]] = {
         "norm_bias": True,
         "layers": (replace(LAYER, gated=False),),
     },
+    "starcoder 2": {
+        "activation": "gelu_pytorch_tanh",
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "layers": (replace(LOCAL, gated=False),),
+    },
     "falcon h1": {
         "attn_scale": 0.04,
         "embed_scale": 5.7,
