@@ -58,6 +58,11 @@ def check_arch(arch: "Arch") -> None:
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
             f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
+    if arch.own_ffn_norm and arch.block != "parallel":
+        raise UnsupportedArch(
+            f"the FFN has a norm of its own in a '{arch.block}' block; that is a fact of a 'parallel' block, "
+            "whose halves share one norm otherwise."
+        )
     if other := sorted(name for name, _ in arch.linear_factors if not _may_have_factor(arch, name)):
         raise UnsupportedArch(
             f"factors of {', '.join(other)}, which no layer of this model has, or which the runtime computes "

@@ -210,6 +210,17 @@ FACTS: dict[str, dict[str, Any]] = {
         "ffn_bias": True,
         "layers": (replace(LOCAL, gated=False),),
     },
+    "pythia": {
+        "activation": "gelu",
+        "norm": "layer",
+        "norm_bias": True,
+        "block": "parallel",
+        "own_ffn_norm": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "layers": (replace(LAYER, gated=False, num_kv_heads=8, rope=Rope(10000.0, rotary_dim=16)),),
+    },
     "falcon h1": {
         "attn_scale": 0.04,
         "embed_scale": 5.7,

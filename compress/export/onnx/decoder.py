@@ -76,9 +76,11 @@ class DecoderGraph:
         attended = self._attention(normed, idx)
         if has_post:
             attended = self._norm(attended, f"{name}.attn_post_norm")
+        read_TD = x_TD
         x_TD = graph.op("Add", x_TD, self._scaled(attended, arch.residual_scale))
-        if arch.block != "parallel":
-            normed = self._norm(x_TD, f"{name}.ffn_norm") if has_pre else x_TD
+        if not arch.shares_norm:
+            read_TD = read_TD if arch.block == "parallel" else x_TD
+            normed = self._norm(read_TD, f"{name}.ffn_norm") if has_pre else read_TD
         ffn = self._ffn(normed, f"{name}.ffn", gated=arch.layers[idx].gated)
         if has_post:
             ffn = self._norm(ffn, f"{name}.ffn_post_norm")

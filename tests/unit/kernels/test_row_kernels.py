@@ -31,7 +31,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
-    up_alone = {"SIZE": 21504, "GATED": False, "gate_stride": 21504, "up_stride": 21504}
+    up_alone = {"SIZE": 21504, "GATED": False, "gate_stride": 21504, "up_stride": 21504, "gate_factor": 1.0}
     cases = [
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 1}, 32),
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 3}, 32),
