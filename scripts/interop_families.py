@@ -235,6 +235,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_act": "relu2",
         "partial_rotary_factor": 0.5,
     },
+    "starcoder2": {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+    },
+    "gpt_neox": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_act": "gelu",
+        "num_key_value_heads": 4,
+        "use_parallel_residual": True,
+    },
+    "stablelm": {
+        "architectures": ["StableLmForCausalLM"],
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+    },
+    "jais2": {"architectures": ["Jais2ForCausalLM"], "hidden_act": "relu2"},
     "apertus": {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},

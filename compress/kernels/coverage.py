@@ -16,7 +16,7 @@ from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.experts import Experts
 from compress.models.latent import Latent
-from compress.models.layer_shape import UNGATED, LayerShape
+from compress.models.layer_shape import LayerShape
 from compress.models.linear_groups import LINEAR_GROUPS, LinearGroup
 from compress.quant.kv import (
     FP8_TOKEN_HEAD,
@@ -100,7 +100,7 @@ def linear_problems(
     """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first
     with its activation."""
     n, k = shape
-    gated = name.endswith("gate_up") and phase == "decode" and arch.activation not in UNGATED
+    gated = name.endswith("gate_up") and phase == "decode" and any(layer.gated for layer in arch.layers)
     gated &= arch.factor_of("ffn.gate") == arch.factor_of("ffn.up") == 1
     activations = (arch.activation, None) if gated else (None,)
     return [

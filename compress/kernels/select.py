@@ -19,10 +19,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        -> (s, rows or None, others); norms are `RowNorm`
                        s = scale (x + norm(y)), rows = following(s), others = each of `also` of s
                        y may be two `Branch`, which are normed and added
-    act_mul            fn(gate_up_TF, activation, quant=None, *, up_TF=None, xielu_4=None, gate_factor=1.0)
-                          -> rows [T, F / 2]
+    act_mul            fn(gate_up_TF, activation, quant=None, *, up_TF=None, xielu_4=None, gate_factor=1.0,
+                          gated=True) -> rows [T, F / 2]
                        with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
-                       without a gate (`UNGATED`) rows are [T, F], of the activation of the first
+                       where they are not `gated`, or of an activation of `UNGATED`, rows are [T, F], of the
+                       activation of the first
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,

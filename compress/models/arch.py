@@ -46,6 +46,7 @@ class Arch:
             `norm_eps`.
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`).
+        own_ffn_norm: in a `parallel` block the FFN has a norm of its own, of the input of the layer.
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
         own_qk_norm: those norms have a weight of its own for each head.
         rotates_first: each head of q and k is normed after it is rotated, and not before.
@@ -106,6 +107,7 @@ class Arch:
     unit_norm_unrotated: bool = False
     embed_norm: bool = False
     norm_bias: bool = False
+    own_ffn_norm: bool = False
     linear_factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -258,7 +260,13 @@ class Arch:
     def num_norms(self, layer: LayerShape) -> int:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
         absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
-        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block] - absent
+        norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1 + self.own_ffn_norm}
+        return norms[self.block] - absent
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether both halves of a layer read the output of one norm."""
+        return self.block == "parallel" and not self.own_ffn_norm
 
     def qk_norm_sizes(self, layer: LayerShape) -> tuple[int, int]:
         """Return the sizes of the norms of q and of k: those of a head, or of all heads."""

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
-from compress.models.layer_shape import UNGATED, XIELU
+from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped", *UNGATED)
+ACTIVATIONS = ("silu", *GATED_OR_NOT, "swiglu_clamped", *UNGATED)
 """The activations, by their names in `transformers`."""
 
 FACTORED = frozenset(
@@ -58,6 +58,11 @@ def check_arch(arch: "Arch") -> None:
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
             f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
+    if arch.own_ffn_norm and arch.block != "parallel":
+        raise UnsupportedArch(
+            f"the FFN has a norm of its own in a '{arch.block}' block; that is a fact of a 'parallel' block, "
+            "whose halves share one norm otherwise."
+        )
     if other := sorted(name for name, _ in arch.linear_factors if not _may_have_factor(arch, name)):
         raise UnsupportedArch(
             f"factors of {', '.join(other)}, which no layer of this model has, or which the runtime computes "
@@ -71,11 +76,11 @@ def check_arch(arch: "Arch") -> None:
             )
         if (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
-        if layer.gated == (arch.activation in UNGATED):
-            known = [each for each in ACTIVATIONS if layer.gated != (each in UNGATED)]
+        if arch.activation not in (known := _activations_of(layer)):
+            what = "the FFN has" if layer.experts is None else "the experts have"
             raise UnsupportedArch(
-                f"layer {idx}: the FFN has {'a' if layer.gated else 'no'} gate and the activation "
-                f"'{arch.activation}'; such FFNs have {', '.join(known)}."
+                f"layer {idx}: {what} {'a' if layer.gated else 'no'} gate and the activation "
+                f"'{arch.activation}'; the decoder computes these with {', '.join(known)}."
             )
         if layer.experts is not None and arch.activation == XIELU:
             raise UnsupportedArch(
@@ -103,6 +108,13 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: the branches of a mixture are normed apart in a '{arch.block}' block; the "
                 "decoder computes them in a 'sandwich' block."
             )
+
+
+def _activations_of(layer: LayerShape) -> tuple[str, ...]:
+    """Return the activations that the decoder computes in the FFN, or the experts, of a layer."""
+    if layer.gated:
+        return tuple(each for each in ACTIVATIONS if each not in UNGATED)
+    return UNGATED if layer.experts is not None else (*GATED_OR_NOT, *UNGATED)
 
 
 def _may_have_factor(arch: "Arch", linear: str) -> bool:

@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
-            self.ffn_norm = norm("ffn_norm", has_pre and not self.is_parallel and not norms_apart)
+            self.ffn_norm = norm("ffn_norm", has_pre and not arch.shares_norm and not norms_apart)
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
@@ -129,11 +129,12 @@ class DecoderLayer(nn.Module):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether both halves read the same input."""
+        """Whether both halves read the input of the layer."""
         return self.arch.block == "parallel"
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         scale = self.arch.residual_scale
+        before_BSD = x_BSD
         normed_BSD = x_BSD
         if self.shape.has_mixer:
             normed_BSD = self.attn_norm(x_BSD)
@@ -142,7 +143,8 @@ class DecoderLayer(nn.Module):
             x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
         if self.shape.has_ffn:
             ffn = self.ffn if self.shape.experts is None else self.moe
-            ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
+            read_BSD = before_BSD if self.is_parallel else x_BSD
+            ffn_BSD = ffn(normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD), tap)
             x_BSD = add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
         return self._end(x_BSD, attention)
 
@@ -238,7 +240,7 @@ class DecoderLayer(nn.Module):
         nothing else reads it, and up with down, where a gate has the activation."""
         gate_up, down = self.shape.groups[-2:]
         pairs = []
-        if self.arch.block not in ("post", "parallel"):
+        if self.arch.block != "post" and not self.arch.shares_norm:
             offset = self.arch.norm_offset
             pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
         if self.shape.gated:
@@ -250,7 +252,7 @@ class DecoderLayer(nn.Module):
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
         heads, or an indexer."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        if is_shared or self._has_indexer or self.arch.block in ("post", "parallel"):
+        if is_shared or self._has_indexer or self.arch.block == "post" or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]

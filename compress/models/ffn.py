@@ -1,5 +1,5 @@
 """The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
-without one, and then with the squared relu (arXiv 2109.08668) or xIELU (`xielu.py`)."""
+without one, and then with gelu, the squared relu (arXiv 2109.08668) or xIELU (`xielu.py`)."""
 
 import torch
 import torch.nn.functional as F

@@ -57,8 +57,9 @@ HALVES: tuple[Half, ...] = ("mixer", "ffn")
 XIELU = "xielu"
 """The activation that has parameters (`xielu.py`)."""
 UNGATED = ("relu2", XIELU)
-"""The activations of FFNs without gates, `down(act(up(x)))`, by their names in `transformers`; the others are
-those of gates."""
+"""The activations of FFNs that have no gate, `down(act(up(x)))`, by their names in `transformers`."""
+GATED_OR_NOT = ("gelu", "gelu_pytorch_tanh")
+"""The activations of FFNs with gates and of FFNs without; all others but `UNGATED` are those of gates."""
 HeadGate = Literal["sigmoid", "softplus"]
 """The function of a gate that attention has for each head."""
 HEAD_GATES: tuple[HeadGate, ...] = ("sigmoid", "softplus")
@@ -79,7 +80,8 @@ class LayerShape:
     added. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it
     attends to the keys and values of the layer with this index (arXiv 2405.12981). A layer has both halves,
     or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
-    or an expert, that is not `gated` has no gate, and one of the activations `UNGATED`."""
+    or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that of an FFN one
+    of `GATED_OR_NOT`."""
 
     num_heads: int
     num_kv_heads: int

@@ -20,6 +20,7 @@ _FLAGS = (
     "unit_norm_unrotated",
     "embed_norm",
     "norm_bias",
+    "own_ffn_norm",
 )
 
 

@@ -14,8 +14,8 @@ Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an 
 and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
 Where tokens have embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own.
-Where both halves read one input, it is normed once. The stream x may be a fraction of the hidden states
-(`loader.py`).
+Where both halves read one input, it is normed once, or by a norm of each. The stream x may be a fraction of
+the hidden states (`loader.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
@@ -108,8 +108,12 @@ class LayerRunner:
         """
         if layer.qkv is None or kv is None:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
-        if self._arch.block == "parallel":
+        if self._arch.shares_norm:
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
+        elif self._arch.block == "parallel":
+            qkv_rows, ffn_rows = (
+                self.rows(Stream(stream.x_TD), each(layer), phase) for each in (mixer_reader, ffn_reader)
+            )
         else:
             qkv_rows = self.rows(stream, mixer_reader(layer), phase)
             ffn_rows = None
@@ -228,8 +232,12 @@ class LayerRunner:
         assert layer.down is not None
         mid_TF = layer.gate_up(rows, phase)
         if not layer.gate_up.applies_gate(phase):
-            numbers = {"xielu_4": layer.xielu_4, "gate_factor": self._arch.factor_of("ffn.gate")}
-            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **numbers)
+            facts = {
+                "xielu_4": layer.xielu_4,
+                "gate_factor": self._arch.factor_of("ffn.gate"),
+                "gated": layer.shape.gated,
+            }
+            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
         return layer.down(mid_TF, phase, residual=residual)
 
     def _mixture(

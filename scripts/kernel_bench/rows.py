@@ -17,7 +17,7 @@ from compress.kernels.operands.paged import PagedKV, empty_pages
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Op
 from compress.kernels.select import KERNELS, Kernel, select
-from compress.models.layer_shape import UNGATED, XIELU
+from compress.models.layer_shape import XIELU
 from compress.models.rope import cos_sin
 from compress.models.xielu import initial_parameters, xielu_numbers
 from compress.runtime.request import SamplingParams
@@ -43,7 +43,7 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     hidden_size = arch.hidden_size
     ffn_size = layer.intermediate_size
     x_TD = bench.randn(most, hidden_size)
-    reads = 1 if arch.activation in UNGATED else 2
+    reads = 2 if layer.gated else 1
     gate_up_TF = bench.randn(most, reads * ffn_size)
     parameters = [each.to(bench.device) for each in initial_parameters().values()]
     numbers = {"xielu_4": xielu_numbers(*parameters)} if arch.activation == XIELU else {}
@@ -113,7 +113,7 @@ def row_cases(bench: Bench) -> Iterator[Case]:
     for op, size, scheme, arguments, row_bytes in calls:
         kernel = select(bench.target.kernel_device.problem(op, n=size))
         reference = KERNELS[op].get("reference")
-        named = numbers if op == "act_mul" else {}
+        named = {**numbers, "gated": layer.gated} if op == "act_mul" else {}
         for m in bench.rows:
             expected = _dense_f64(reference.fn(*arguments(m), **named))
             for tool, each in _beside(kernel, reference):

@@ -546,6 +546,8 @@ def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str, factor: flo
     tanh = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     share = {"silu": 1 / (1 + (-gate).exp()), "gelu": normal, "gelu_pytorch_tanh": tanh}[name]
     assert_close(kernel.fn(x, name, gate_factor=factor), gate * share * up, depth=4, dtype=dtype)
+    if factor == 1 and name != "silu":
+        assert_close(kernel.fn(x[:, :37], name, gated=False), gate * share, depth=4, dtype=dtype)
 
 
 @each_usable(usable("act_mul", n=37))

@@ -343,6 +343,9 @@ STATED: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},
     "nemotron": {"num_key_value_heads": 64},  # its class computes nothing without
+    # of heads as narrow as these, two dimensions rotate
+    "gpt_neox": {"rotary_pct": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.5},
 }
 
 
@@ -372,7 +375,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
     assert arch.tied_head == stated.tie_word_embeddings
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
-        assert layer.num_kv_heads == theirs.num_key_value_heads
+        assert layer.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert layer.head_dim == (getattr(theirs, "qk_head_dim", None) or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers

@@ -20,6 +20,7 @@ from compress.errors import CompressError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.checkpoint import arch_of
 from compress.models.config_notes import unread_note
+from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
@@ -94,7 +95,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     if arch.family == "gpt_oss":
         assert arch.activation == "swiglu_clamped"
     else:
-        assert arch.activation == getattr(theirs, spelled.get("hidden_act", "hidden_act"), "silu")
+        stated_act = getattr(theirs, spelled.get("hidden_act", "hidden_act"), "silu")
+        assert arch.activation == SAME_ACTIVATIONS.get(stated_act, stated_act)
     unstated = "tie_word_embeddings" not in config and config["model_type"] == "mistral3"  # see `wrapper.py`
     # transformers takes a flat config for one that ties, and leaves a head of other numbers as it is.
     flat = "text_config" not in config and config["model_type"] == "paddleocr_vl"
@@ -102,7 +104,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        assert layer.num_kv_heads == own.num_key_value_heads
+        assert layer.num_kv_heads == getattr(own, "num_key_value_heads", own.num_attention_heads)
         assert layer.head_dim == (getattr(own, "qk_head_dim", None) or head_dim)
         if layer.rope is None:
             continue

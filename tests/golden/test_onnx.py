@@ -213,6 +213,7 @@ def logprobs(logits: Tensor) -> Tensor:
         ("glm", "W4A16_G128_ASYM"),
         ("gemma3_text", "W8A16"),
         ("glm", "W8A16"),
+        ("gpt_neox", "W4A16_G128_ASYM"),
     ],
 )
 def test_weight_only_codes_give_the_logprobs_of_the_artifact(
@@ -241,6 +242,7 @@ def test_weight_only_codes_give_the_logprobs_of_the_artifact(
     [
         ("llama", "INT8_DYNAMIC", "onnx"),
         ("glm", "INT8_DYNAMIC", "onnx"),
+        ("gpt_neox", "INT8_DYNAMIC", "onnx"),
         ("llama", "W4A16_G128_ASYM", "onnx-float16"),
         ("gemma3_text", "W8A16", "onnx-float16"),
         ("phi3", "W4A16_G64", "onnx-float16"),

@@ -135,6 +135,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "a factor of gates of rows in 8 bits": {"linear_factors": (("ffn.gate", 0.3),), "activation": "gelu"},
     "an ffn without gates": {"activation": "relu2", "layers": (tiny_shape(gated=False),) * 2},
+    "an ffn of gelu without gates": {
+        "activation": "gelu",
+        "ffn_bias": True,
+        "layers": (tiny_shape(gated=False), tiny_shape(gated=False, intermediate_size=1030)),
+    },
+    "an ffn of gelu without gates after one with gates": {
+        "activation": "gelu_pytorch_tanh",
+        "layers": (tiny_shape(), tiny_shape(gated=False)),
+    },
     "an ffn with xielu": {
         "activation": "xielu",
         "qk_norm": True,
@@ -296,6 +305,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "norms with an offset": {"norm_offset": 1.0},
     "layer norms": {"norm": "layer"},
     "layer norms with a bias": {"norm": "layer", "norm_bias": True, "norm_offset": 1.0, "logit_scale": 0.5},
+    "parallel halves after a norm of each": {"block": "parallel", "own_ffn_norm": True, "qkv_bias": True},
+    "parallel halves after a norm with a bias of each": {
+        "norm": "layer",
+        "norm_bias": True,
+        "block": "parallel",
+        "own_ffn_norm": True,
+        "residual_scale": 0.5,
+        "activation": "gelu",
+        "layers": (tiny_shape(gated=False), tiny_shape(gated=False, window=5)),
+    },
     "parallel halves after a norm with a bias": {"norm": "layer", "norm_bias": True, "block": "parallel"},
     "layer norms with an offset": {"norm": "layer", "norm_offset": 1.0},
     "post norms": {"block": "post"},

@@ -60,6 +60,10 @@ CONFIGS: dict[str, Any] = {
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
     "nemotron": transformers.NemotronConfig,
+    "starcoder2": transformers.Starcoder2Config,
+    "gpt_neox": transformers.GPTNeoXConfig,
+    "stablelm": transformers.StableLmConfig,
+    "jais2": transformers.Jais2Config,
     "apertus": transformers.ApertusConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
@@ -448,6 +452,7 @@ SMALL: dict[str, Any] = {
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
+    "gpt_neox": {"num_key_value_heads": 6},
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
@@ -1465,6 +1470,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-biases": (
         "nemotron",
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF_ROTATED},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 5, "tie_word_embeddings": True}),
+    "starcoder2-without-biases": (
+        "starcoder2",
+        {"use_bias": False, "hidden_act": "gelu", "num_key_value_heads": 1},
+    ),
+    "gpt_neox": ("gpt_neox", {"rope_parameters": HALF_ROTATED}),
+    "gpt_neox-one-half-after-the-other": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
+    ),
+    "gpt_neox-heads-above-a-block": (
+        "gpt_neox",
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+            "attention_bias": False,
+        },
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-halves-side-by-side": (
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+            "rope_parameters": HALF_ROTATED,
+        },
+    ),
+    "jais2": ("jais2", {"head_dim": 12}),
+    "jais2-tied-without-biases": (
+        "jais2",
+        {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+        },
     ),
     "apertus": ("apertus", {"rope_parameters": LLAMA3}),
     "apertus-tied-biases": (

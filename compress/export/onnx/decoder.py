@@ -76,10 +76,12 @@ class DecoderGraph:
         attended = self._attention(normed, idx)
         if has_post:
             attended = self._norm(attended, f"{name}.attn_post_norm")
+        read_TD = x_TD
         x_TD = graph.op("Add", x_TD, self._scaled(attended, arch.residual_scale))
-        if arch.block != "parallel":
-            normed = self._norm(x_TD, f"{name}.ffn_norm") if has_pre else x_TD
-        ffn = self._ffn(normed, f"{name}.ffn")
+        if not arch.shares_norm:
+            read_TD = read_TD if arch.block == "parallel" else x_TD
+            normed = self._norm(read_TD, f"{name}.ffn_norm") if has_pre else read_TD
+        ffn = self._ffn(normed, f"{name}.ffn", gated=arch.layers[idx].gated)
         if has_post:
             ffn = self._norm(ffn, f"{name}.ffn_post_norm")
         x_TD = graph.op("Add", x_TD, self._scaled(ffn, arch.residual_scale))
@@ -87,19 +89,24 @@ class DecoderGraph:
             x_TD = graph.op("Mul", x_TD, self._linear.weight(f"{name}.layer_scalar"))
         return x_TD
 
-    def _ffn(self, x_TD: str, name: str) -> str:
+    def _ffn(self, x_TD: str, name: str, *, gated: bool) -> str:
         graph = self._graph
         up = self._linear(x_TD, f"{name}.up")
-        if self._arch.activation == "relu2":
-            positive = graph.op("Relu", up)
-            return self._linear(graph.op("Mul", positive, positive), f"{name}.down")
-        gate = self._linear(x_TD, f"{name}.gate")
-        if self._arch.activation == "silu":
-            gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
-        else:
-            form = "tanh" if self._arch.activation == "gelu_pytorch_tanh" else "none"
-            gate = graph.op("Gelu", gate, approximate=form)
+        if not gated:
+            return self._linear(self._activated(up), f"{name}.down")
+        gate = self._activated(self._linear(x_TD, f"{name}.gate"))
         return self._linear(graph.op("Mul", gate, up), f"{name}.down")
+
+    def _activated(self, x_TF: str) -> str:
+        """Return the activation of the model of each number."""
+        graph = self._graph
+        if self._arch.activation == "relu2":
+            positive = graph.op("Relu", x_TF)
+            return graph.op("Mul", positive, positive)
+        if self._arch.activation == "silu":
+            return graph.op("Mul", x_TF, graph.op("Sigmoid", x_TF))
+        form = "tanh" if self._arch.activation == "gelu_pytorch_tanh" else "none"
+        return graph.op("Gelu", x_TF, approximate=form)
 
     def _attention(self, x_TD: str, idx: int) -> str:
         """Add attention of a layer; return the output of its `o` [T, D]."""

@@ -10,6 +10,9 @@ unsigned codes on both sides, with 128 as their zero point: sums of products of 
 saturate at 16 bits on CPUs with AVX2 and without VNNI, those of unsigned with unsigned do not, so that the
 integers are exact on every CPU.
 
+Linears that a tensor holds one below the other are ranges of its rows. Where their rows take turns, the graph
+computes all of them in one product of the tensor, and each linear is some columns of it.
+
 Shapes: T tokens, I in, O out.
 """
 
@@ -48,6 +51,7 @@ class Linears:
         self._arch = arch
         self._family = family
         self._scheme = scheme
+        self._products: dict[tuple[str, str], str] = {}
 
     def weight(self, name: str) -> str:
         """Return the initializer of a dense parameter, by its canonical name."""
@@ -57,11 +61,23 @@ class Linears:
         """Return, for each canonical output of a rotated module, its place among the outputs of the stored
         one; None where both are the same."""
         place = self._place(f"{module}.weight")
-        return None if place is None else place.order
+        return None if place is None or self._takes_turns(module) else place.order
 
     def __call__(self, x: str, module: str) -> str:
         """Add the linear of that canonical name to inputs [T, I]; return outputs [T, O], in the order of the
-        stored rows."""
+        stored rows, or in canonical order where they take turns with others."""
+        if not self._takes_turns(module):
+            return self._product(x, module)
+        key = x, self._family.to_disk(module)
+        if key not in self._products:
+            self._products[key] = self._product(x, module)
+        place = self._place(f"{module}.weight")
+        assert place is not None
+        columns = self._graph.constant(place.rows, torch.int64)
+        return self._graph.op("Gather", self._products[key], columns, axis=-1)
+
+    def _product(self, x: str, module: str) -> str:
+        """Add the product of inputs [T, I] with a linear, or with all those that it takes turns with."""
         scheme = None if self._scheme is None else self._scheme.for_linear(module)
         bias = self.weight(f"{module}.bias") if self._has_bias(module) else ""
         if scheme is None:
@@ -149,19 +165,30 @@ class Linears:
         return f"{module}.bias" in self._shapes
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        """Return the shape of a parameter, or of the tensor in which its rows take turns with others."""
+        num_rows, *others = self._shapes[name]
+        if self._takes_turns(name.rpartition(".")[0]):
+            num_rows = sum(self._shapes[each][0] for each in members_of(self._family, self._arch, name))
+        return (num_rows, *others)
+
+    def _takes_turns(self, module: str) -> bool:
+        """Return whether the rows of a linear take turns with those of others in one tensor."""
+        *_, of_layer = module.split(".", 2)
+        return self._family.layer_modules.get(of_layer) in self._family.rows_in_turns
 
     def _place(self, name: str) -> Place | None:
         """Return where a parameter lies in the tensor that holds it; None for all of it."""
         members = members_of(self._family, self._arch, name)
         if len(members) == 1 and not name.rpartition(".")[0].endswith(ROTATED):
             return None
-        sizes = [self._shape(each)[0] for each in members]
+        sizes = [self._shapes[each][0] for each in members]
         places = dict(zip(members, places_of(self._family, self._arch, members, sizes), strict=True))
         return places[name]
 
     def _rows(self, name: str) -> tuple[int, int] | None:
         """Return the range of rows of a parameter in a tensor that holds several; None for all of them."""
+        if self._takes_turns(name.rpartition(".")[0]):
+            return None
         place = self._place(name)
         alone = len(members_of(self._family, self._arch, name)) == 1
         return None if place is None or alone else (place.start, place.stop)

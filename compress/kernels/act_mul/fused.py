@@ -30,13 +30,14 @@ def _gated(
     mask: tl.tensor,
     gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> tl.tensor:
     """Return the rounded activation(factor * gate) * up at `offsets` of their rows, or that of up alone,
     which then is `gate`; zero beyond the mask."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     if ACTIVATION == "xielu":  # which is not zero at zero
         return tl.where(mask, xielu(gate.to(tl.float32), numbers_ptr), 0.0).to(gate.dtype)
-    if ACTIVATION == "relu2":
+    if not GATED:
         return activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
     x = (gate.to(tl.float32) * gate_factor).to(gate.dtype).to(tl.float32)
@@ -55,6 +56,7 @@ def _act_mul(
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -63,7 +65,7 @@ def _act_mul(
     columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     gate_at = gate_ptr + row * gate_stride
     up_at = up_ptr + row * up_stride
-    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION)
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED)
     tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
 
 
@@ -81,6 +83,7 @@ def _act_mul_quantize(
     up_stride: tl.tensor,
     gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -94,7 +97,7 @@ def _act_mul_quantize(
     columns = tl.arange(0, BLOCK)
     gate_at = gate_ptr + row.to(tl.int64) * gate_stride
     up_at = up_ptr + row.to(tl.int64) * up_stride
-    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION)
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -109,30 +112,32 @@ def act_mul(
     up_TF: Tensor | None = None,
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
+    gated: bool = True,
 ) -> Tensor | QuantizedRows:
-    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; without a gate, [T, F]. `xielu_4` are the
-    numbers of the activation xielu, and `gate_factor` multiplies the gate."""
-    if activation in UNGATED:
+    """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; where rows are not `gated`, or the
+    activation is one of `UNGATED`, map [T, F] without a gate. `xielu_4` are the numbers of the activation
+    xielu, and `gate_factor` multiplies the gate."""
+    gated = gated and activation not in UNGATED
+    if not gated:
         up_TF = gate_up_TF  # which is not read
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     num_rows, size = gate.shape
     device = gate.device
     gate, up = (each if each.stride(1) == 1 else each.contiguous() for each in (gate, up))
     scalars = {"gate_stride": gate.stride(0), "up_stride": up.stride(0), "gate_factor": gate_factor}
+    how = {"ACTIVATION": activation, "GATED": gated}
     assert (xielu_4 is not None) == (activation == XIELU)
     numbers = gate if xielu_4 is None else xielu_4
     if quant is None:
         out = torch.empty(num_rows, size, dtype=gate.dtype, device=device)
         grid = num_rows, -(-size // SPAN)
         _act_mul[grid](
-            gate, up, numbers, out, **scalars, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4,
+            gate, up, numbers, out, **scalars, SIZE=size, SPAN=SPAN, **how, num_warps=4,
             **pdl_options(device),
         )  # fmt: skip
         return out
     rows, output = row_output(num_rows, size, gate.dtype, device, quant)
-    _act_mul_quantize[(num_rows,)](
-        gate, up, numbers, **output, **scalars, ACTIVATION=activation, **row_options(size, device)
-    )
+    _act_mul_quantize[(num_rows,)](gate, up, numbers, **output, **scalars, **how, **row_options(size, device))
     return rows
 
 

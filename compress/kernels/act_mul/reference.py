@@ -34,11 +34,14 @@ def act_mul_rows(
     up_TF: Tensor | None = None,
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
+    gated: bool = True,
 ) -> Tensor | QuantizedRows:
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
-    alone; without a gate, it is up. `xielu_4` are the numbers of the activation xielu, and `gate_factor`
-    multiplies the gate."""
-    product = act_mul(gate_up_TF, activation_name, up_TF=up_TF, xielu_4=xielu_4, gate_factor=gate_factor)
+    alone; where rows are not `gated`, or the activation is one of `UNGATED`, there is no gate, and it is up.
+    `xielu_4` are the numbers of the activation xielu, and `gate_factor` multiplies the gate."""
+    product = act_mul(
+        gate_up_TF, activation_name, up_TF=up_TF, xielu_4=xielu_4, gate_factor=gate_factor, gated=gated
+    )
     return product if quant is None else quantize(product, quant)
 
 
@@ -49,6 +52,7 @@ def act_mul(
     up_TF: Tensor | None = None,
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
+    gated: bool = True,
 ) -> Tensor:
     """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
     assert (xielu_4 is not None) == (activation_name == XIELU)
@@ -56,6 +60,8 @@ def act_mul(
         return _in_whole_vectors(partial(xielu, numbers_4=xielu_4), gate_up_TF).contiguous()
     if activation_name in UNGATED:  # exact, and rounded once
         return activation(activation_name, gate_up_TF)
+    if not gated:
+        return _in_whole_vectors(partial(activation, activation_name), gate_up_TF).contiguous()
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     if gate_factor != 1:
         gate = gate * gate_factor

@@ -31,7 +31,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
-    up_alone = {"SIZE": 21504, "ACTIVATION": "xielu", "gate_stride": 21504, "up_stride": 21504}
+    up_alone = {"SIZE": 21504, "GATED": False, "gate_stride": 21504, "up_stride": 21504, "gate_factor": 1.0}
     cases = [
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 1}, 32),
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 3}, 32),
@@ -49,19 +49,23 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             {**whole, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
             4,
         ),
-        (
-            act_mul._act_mul,
-            ["*bf16", "*bf16", "*fp32", "*bf16"],
-            {**up_alone, "SPAN": act_mul.SPAN},
-            4,
+        *(
+            (
+                act_mul._act_mul,
+                ["*bf16", "*bf16", "*fp32", "*bf16"],
+                {**up_alone, "ACTIVATION": activation, "SPAN": act_mul.SPAN},
+                4,
+            )
+            for activation in ("xielu", "gelu")
         ),
         *(
             (
                 act_mul._act_mul_quantize,
                 ["*bf16", "*bf16", "*fp32", "*u8", "*fp32", "*fp32"],
-                {**whole, **up_alone, "BLOCK": 32768, "QUANT": how},
+                {**whole, **up_alone, "ACTIVATION": activation, "BLOCK": 32768, "QUANT": how},
                 32,
             )
+            for activation in ("xielu", "gelu")
             for how in (1, 3)
         ),
         *(
@@ -414,6 +418,34 @@ if INTERPRETED:
         torch.testing.assert_close(
             act_mul(gate_up, activation), act_mul_rows(gate_up, activation), rtol=2e-6, atol=2e-6
         )
+
+    @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+    @pytest.mark.parametrize("size", [*SIZES, 1030])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_gelu_without_a_gate_is_its_definition_in_float64(
+        dtype: torch.dtype, size: int, activation: str
+    ) -> None:
+        """The share of x that is left is within some roundings of float32."""
+        x = randn(4, size, dtype=dtype) * 4
+        exact = x.double()
+        approximate = "none" if activation == "gelu" else "tanh"
+        expected = torch.nn.functional.gelu(exact, approximate=approximate)
+        atol = 8 * torch.finfo(torch.float32).eps * exact.abs() + 2**-24
+        atol = atol + torch.finfo(dtype).eps * expected.abs()
+        for columns in (x, torch.cat((x, x, x), dim=1)[:, size:-size]):
+            for fn in (act_mul, act_mul_rows):
+                actual = fn(columns, activation, gated=False)
+                assert isinstance(actual, Tensor)
+                assert actual.is_contiguous()
+                assert ((actual.double() - expected).abs() <= atol).all()
+
+    @pytest.mark.parametrize("quant", QUANTS)
+    @pytest.mark.parametrize("size", [65, 384])
+    def test_gelu_without_a_gate_is_rounded_before_it_is_quantized(quant: ActivationQuant, size: int) -> None:
+        x = extreme_rows(size, torch.float16)
+        product = act_mul(x, "gelu", gated=False)
+        assert isinstance(product, Tensor)
+        assert_same_rows(act_mul(x, "gelu", quant, gated=False), quantize(product, quant))
 
     # a_p, a_n, b and eps: of a layer that is not trained, of others, and without a part where x is negative.
     XIELU_NUMBERS = [

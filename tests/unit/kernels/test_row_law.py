@@ -214,6 +214,8 @@ def test_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> Non
     for size in (7, 32, 96, 1536):
         x = randn(17, 2 * size, dtype=dtype)
         assert not breaches(lambda x: kernel.fn(x, activation, **numbers), x)
+        if activation.startswith("gelu"):
+            assert not breaches(lambda x: kernel.fn(x, activation, gated=False), x)
 
 
 @pytest.mark.parametrize(

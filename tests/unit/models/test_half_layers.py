@@ -489,13 +489,24 @@ def arch_with(*layers: LayerShape, **changes: Any) -> Arch:
 @pytest.mark.parametrize("half", [None, "ffn", "mixer"])
 def test_a_gate_and_the_activation_fit_one_another_or_are_refused(half: Any) -> None:
     """As in the layers beside it, also where a layer has no FFN."""
-    for activation in ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped"):
+    for activation in ("silu", "swiglu_clamped"):
         with pytest.raises(UnsupportedArch, match=rf"layer 1: the FFN has no gate and .*'{activation}'"):
             arch_with(tiny_shape(), tiny_shape(gated=False, only_half=half), activation=activation)
         assert arch_with(tiny_shape(only_half=half), activation=activation).activation == activation
     with pytest.raises(UnsupportedArch, match=r"layer 0: the FFN has a gate and the activation 'relu2'"):
         arch_with(tiny_shape(only_half=half), tiny_shape(gated=False), activation="relu2")
     assert not arch_with(tiny_shape(gated=False, only_half=half), activation="relu2").layers[0].gated
+    for activation in ("gelu_pytorch_tanh", "gelu"):
+        both = (tiny_shape(only_half=half), tiny_shape(gated=False))
+        assert [layer.gated for layer in arch_with(*both, activation=activation).layers] == [True, False]
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu"])
+def test_experts_without_gates_have_an_activation_of_their_own(activation: str) -> None:
+    experts = Experts(4, 2, 32)
+    with pytest.raises(UnsupportedArch, match=rf"layer 0: the experts have no gate .*'{activation}'.*relu2"):
+        arch_with(tiny_shape(gated=False, experts=experts), activation=activation)
+    assert arch_with(tiny_shape(experts=experts), activation=activation).has_experts
 
 
 @pytest.mark.parametrize(
@@ -642,6 +653,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "attention": {"layers": (tiny_shape(window=5), tiny_shape()), "qk_norm": True, "ffn_bias": True},
     "scaled": {"layers": (tiny_shape(),) * 2, "residual_scale": 0.4, "layer_scalar": True},
     "without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "relu2"},
+    "gelu without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "gelu"},
     "with xielu": {"layers": (tiny_shape(gated=False),) * 2, "activation": "xielu"},
     "mixtures and recurrences": {
         "layers": (
@@ -673,6 +685,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "gated": {"layers": (tiny_shape(window=5), tiny_shape())},
     "experts": {"layers": (tiny_shape(), tiny_shape(experts=Experts(4, 2, 24, shared_size=40)))},
     "without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "relu2"},
+    "gelu without gates": {"layers": (tiny_shape(gated=False),) * 2, "activation": "gelu"},
     "with xielu": {"layers": (tiny_shape(gated=False),) * 2, "activation": "xielu"},
 }
 
