@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.errors import UnsupportedArch
+from compress.export import FORMATS
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import DecoderLayer
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.weights import build_decoder
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 from tests.support.tiny_decoder import tiny_decoder, tiny_tokens
 from tests.support.tiny_hf import CASES, saved, tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
@@ -130,3 +133,14 @@ def test_masks_in_older_checkpoints_are_no_parameters(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(decoder(tokens(1, 8)), plain(tokens(1, 8)))
+
+
+def test_vllm_loads_codes_of_stablelm_but_not_in_gptq() -> None:
+    arch, scheme = read(STABLELM), ModelScheme(SCHEMES["W4A16_G32"])
+
+    def note(form: str) -> str | None:
+        (vllm,) = [each for each in FORMATS.get(form).consumers(arch, scheme) if each.name == "vLLM"]
+        return None if vllm.loads else vllm.note
+
+    assert note("compressed-tensors") is None
+    assert "StableLM" in str(note("gptq"))
