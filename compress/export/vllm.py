@@ -26,8 +26,8 @@ KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have n
 """Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
 ...qkv_proj are quantized.'"""
 NO_GPTQ_OF_STABLELM = (
-    "its class of StableLM loads no codes of gate and up ('MergedColumnParallelLinear' object has no attribute "
-    "'data')"
+    "its class of StableLM loads no codes of gate and up ('MergedColumnParallelLinear' object has no "
+    "attribute 'data')"
 )
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1

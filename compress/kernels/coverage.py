@@ -100,9 +100,8 @@ def linear_problems(
     """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first
     with its activation."""
     n, k = shape
-    gated = name.endswith("gate_up") and phase == "decode" and any(layer.gated for layer in arch.layers)
-    gated &= arch.factor_of("ffn.gate") == arch.factor_of("ffn.up") == 1
-    activations = (arch.activation, None) if gated else (None,)
+    fuses = name.endswith("gate_up") and phase == "decode" and any(map(arch.fused_activation, arch.layers))
+    activations = (arch.activation, None) if fuses else (None,)
     return [
         device.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
         for each in activations

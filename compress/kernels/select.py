@@ -24,6 +24,7 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
                        where they are not `gated`, or of an activation of `UNGATED`, rows are [T, F], of the
                        activation of the first
+                       `gate_factor` multiplies the gate
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,

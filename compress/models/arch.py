@@ -45,8 +45,9 @@ class Arch:
         post_norm_eps: is added to the mean square by the norms of the outputs of half-layers; None for
             `norm_eps`.
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
-            one norm for the inputs of both halves, which run side by side (`parallel`).
-        own_ffn_norm: in a `parallel` block the FFN has a norm of its own, of the input of the layer.
+            one norm for the inputs of both halves, which run side by side (`parallel`), or one for each
+            with `own_ffn_norm`.
+        own_ffn_norm: in a `parallel` block the FFN has a norm of its own.
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
         own_qk_norm: those norms have a weight of its own for each head.
         rotates_first: each head of q and k is normed after it is rotated, and not before.
@@ -303,6 +304,11 @@ class Arch:
     def factor_of(self, linear: str) -> float:
         """Return the factor of the outputs of a linear of a layer, by its canonical name."""
         return dict(self.linear_factors).get(linear, 1.0)
+
+    def fused_activation(self, layer: LayerShape) -> str | None:
+        """Return the activation that one product of gate and up may apply in a layer; None where there is no
+        gate, or it has a factor."""
+        return self.activation if layer.gated and self.factor_of("ffn.gate") == 1 else None
 
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):

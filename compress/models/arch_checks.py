@@ -119,6 +119,8 @@ def _activations_of(layer: LayerShape) -> tuple[str, ...]:
 
 def _may_have_factor(arch: "Arch", linear: str) -> bool:
     """Return whether the decoder and the runtime multiply the outputs of a linear."""
+    if linear.startswith("ffn.") and arch.has_experts:  # a shared expert would be multiplied, too
+        return False
     return linear in FACTORED and any(linear in layer.linears for layer in arch.layers)
 
 

@@ -9,8 +9,8 @@ from compress.models.rope_config import YARN_FACTOR_NOTE, states_yarn_factor
 
 
 def unread_note(arch: Arch) -> str | None:
-    """Return the sentences that name the fields of a model's `config.json` that change nothing, or that are
-    read as none; None where there is none."""
+    """Return the notes on a model's `config.json`: what `transformers` computes otherwise, and the fields
+    that change nothing or are read as none; None where there is no note."""
     family = family_of({"model_type": arch.family})
     names = family.unread_fields(arch.config)
     sentences = [] if family.computed_otherwise is None else [family.computed_otherwise]

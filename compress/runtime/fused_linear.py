@@ -94,7 +94,10 @@ class FusedLinear:
         """Return [T, O], or [T, O / 2] where the kernel applies the gate, plus `residual` if given."""
         if self.factor != 1:
             plain = FusedLinear(self.slices)(x, phase, out_dtype=out_dtype)
-            return plain * self.factor if residual is None else residual.add(plain, alpha=self.factor)
+            if residual is None or not plain.is_cuda:  # where PyTorch rounds an alpha to the dtype
+                y = plain * self.factor
+                return y if residual is None else residual + y
+            return residual.add(plain, alpha=self.factor)
         if len(self.slices) == 1:
             return self.slices[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
         y = torch.cat([each(x, phase, out_dtype=out_dtype) for each in self.slices], dim=-1)

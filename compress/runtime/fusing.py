@@ -13,7 +13,6 @@ from compress.kernels.operands.rows import input_quant
 from compress.kernels.problem import Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch
-from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
@@ -65,12 +64,6 @@ def output_factor(arch: Arch, linears: Sequence[str]) -> float:
     """Return the factor of the outputs of a group: that of its one linear. What reads the outputs of several
     multiplies them itself."""
     return arch.factor_of(linears[0]) if len(linears) == 1 else 1.0
-
-
-def fused_activation(arch: Arch, shape: LayerShape) -> str | None:
-    """Return the activation that the product of gate and up may apply; None where there is no gate, or it has
-    a factor."""
-    return arch.activation if shape.gated and arch.factor_of("ffn.gate") == 1 else None
 
 
 def _bind_slice(

@@ -33,7 +33,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
-from compress.runtime.fusing import fuse, fuse_padded, fused_activation, output_factor
+from compress.runtime.fusing import fuse, fuse_padded, output_factor
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
@@ -326,7 +326,7 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
     return FusedGroups(
         fused("qkv"),
         fused("o"),
-        fused(f"{prefix}gate_up", fused_activation(arch, shape)),
+        fused(f"{prefix}gate_up", arch.fused_activation(shape)),
         fused(f"{prefix}down"),
         fused("recurrent_o"),
     )

@@ -19,6 +19,7 @@ of a chunk.
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
@@ -32,6 +33,7 @@ from compress.kernels.mamba2.states import (
     totals,
     wide_times,
 )
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.recurrent_states import LONG_CHUNK, RecurrentStates, Sequences
 from compress.kernels.recurrence.chunking import few_rows
 from compress.kernels.recurrence.rows import rows_of
@@ -45,6 +47,10 @@ HEADS = 4
 WARPS = 4
 STAGES = 2
 """The most heads that one program has, its warps and its stages."""
+ANYWHERE = 128
+SHARED_BYTES = 160 * 1024
+"""The size of a state whose products fit the shared memory of any GPU, and the bytes of shared memory that are
+enough for every size: sm_80 and sm_90 have more, sm_86 and sm_89 less."""
 LEAST_PROGRAMS = 256
 """Programs have fewer heads, and then one product, rather than that a pass has fewer of them."""
 MORE_CHUNKS = 8
@@ -168,6 +174,11 @@ def _find(
                         save(saved_at + inner, real, state, wanted == size)
         chunk += tl.num_programs(0)
         chunk_rows = tl.load(chunks_ptr + chunk * 4 + 1, mask=chunk < num_chunks, other=0)
+
+
+def fit(state_size: int, device: torch.device) -> bool:
+    """Return whether the products of a head fit a multiprocessor."""
+    return state_size <= ANYWHERE or device.type != "cuda" or gpu_of(device).shared_bytes >= SHARED_BYTES
 
 
 def recur(

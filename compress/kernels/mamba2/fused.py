@@ -138,7 +138,7 @@ def mamba2(rows_TF: Tensor, weights: MambaWeights, states: RecurrentStates, sequ
     counts = num_rows, num_sequences, rows_TF.stride(0)
     options = pdl_options(device)
     is_long = is_prompt and num_rows > chunking.FEW_ROWS
-    by_chunks = is_long and rows_TF.dtype != torch.float32
+    by_chunks = is_long and rows_TF.dtype != torch.float32 and chunks.fit(mamba.key_dim, device)
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, CONV_WARPS)
     _convolve[(triton.cdiv(num_rows, rows), triton.cdiv(mamba.num_channels, CHANNELS))](
         rows_TF,

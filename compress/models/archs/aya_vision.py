@@ -8,7 +8,7 @@ from compress.models.wrapper import LLAVA_NAMES, sized, wrapper
 _SIZES = {"vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40}
 SCALE_NOTE = (
     "Logits are multiplied by logit_scale, as in the text model alone and vLLM; the class of transformers "
-    "around it does not, so its probabilities are others."
+    "around it does not, so its probabilities are others where it is not 1."
 )
 COHERE2_SIZED = sized(COHERE2, **_SIZES, num_attention_heads=64)
 

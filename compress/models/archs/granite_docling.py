@@ -41,6 +41,6 @@ FAMILIES.add(
             "head": "lm_head",
         },
         layers_are_numbered=True,
-        untouched=("model.vision_model", "model.density_router"),
+        untouched=("model.vision_model", "model.density_router", "mtp"),
     ),
 )

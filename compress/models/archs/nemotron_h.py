@@ -109,7 +109,7 @@ FAMILIES.add(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
         computed_otherwise="Steps of time have no lower bound, as in the model's first code and vLLM; the "
-        "class of transformers bounds those of prompts by time_step_min.",
+        "class of transformers bounds those of prompts by time_step_min where it is not 0.",
         ffn_bias="mlp_bias",
         rotated_layers=_no_rotation,
         half_layers=True,

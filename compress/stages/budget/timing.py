@@ -21,7 +21,7 @@ from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.fusing import fuse, fused_activation, output_factor
+from compress.runtime.fusing import fuse, output_factor
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """Bytes that the copies of the weights must exceed, so that every launch reads cold memory: an H200 has 50 MB
@@ -55,7 +55,7 @@ def measure_linear_us(
         f"{each}.weight": random_weight(shape, scheme, dtype=deployment.dtype, generator=generator)
         for each, shape in shapes.items()
     }
-    gate = fused_activation(arch, layer) if group.name == "gate_up" else None
+    gate = arch.fused_activation(layer) if group.name == "gate_up" else None
     factor = output_factor(arch, group.linears)
     fused = partial(fuse, group.linears, weights, deployment, activation=gate, factor=factor)
     copies = [fused()]

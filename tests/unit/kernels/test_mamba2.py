@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.mamba2 import fused, outputs
+from compress.kernels.mamba2 import chunks, fused, outputs
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.recurrent_states import (
     LONG_CHUNK,
     MambaWeights,
@@ -189,6 +190,13 @@ def test_chunks_have_the_same_bits_wherever_a_prompt_is_cut_and_in_any_company(
             found.append(outs[1])
         assert torch.equal(torch.cat(found), whole)
         assert torch.equal(states.heads[2], kept)
+
+
+def test_wide_states_go_in_chunks_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shared_kib, fits in ((99, False), (163, True), (227, True)):
+        monkeypatch.setattr(chunks, "gpu_of", lambda device, kib=shared_kib: Gpu(80, 108, 1024 * kib))
+        assert chunks.fit(128, torch.device("cuda"))
+        assert chunks.fit(256, torch.device("cuda")) == fits
 
 
 def test_bytes_of_a_pass_are_those_of_the_states_before_its_chunks() -> None:

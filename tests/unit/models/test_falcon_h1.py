@@ -10,10 +10,13 @@ from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.experts import Experts
 from compress.models.family import family_of
 from compress.models.mamba2 import Mamba2
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from compress.runtime.deployment import Deployment
+from compress.runtime.fusing import fuse
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CONFIG: dict[str, Any] = {
@@ -124,6 +127,28 @@ def test_factors_are_those_of_linears_that_some_layer_has() -> None:
     for name in ("mamba.o", "attn.gate", "moe.shared.up"):
         with pytest.raises(UnsupportedArch, match=f"factors of {name}"):
             tiny_source(linear_factors=((name, 2.0),))
+
+
+def test_a_factor_of_ffns_is_refused_next_to_experts_which_have_none() -> None:
+    with pytest.raises(UnsupportedArch, match="factors of ffn.gate"):
+        tiny_source(
+            layers=(tiny_shape(), tiny_shape(experts=Experts(4, 2, 32))), linear_factors=(("ffn.gate", 0.3),)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_is_not_rounded_to_the_dtype_of_a_model(dtype: torch.dtype) -> None:
+    deployment = Deployment(torch.device("cpu"), dtype, max_batch_size=8, max_step_tokens=64)
+    weight_OI = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x_TI = torch.randn(33, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    plain, scaled = (
+        fuse(("attn.o",), {"attn.o.weight": weight_OI}, deployment, factor=factor)
+        for factor in (1.0, 0.0375123)
+    )
+    expected = (plain(x_TI, "prefill").float() * 0.0375123).to(dtype)
+    residual = torch.zeros_like(expected)
+    for found in (scaled(x_TI, "prefill"), scaled(x_TI, "prefill", residual=residual)):
+        assert torch.equal(found, expected)
 
 
 def test_a_manifest_states_a_norm_only_where_a_mixer_has_none() -> None:

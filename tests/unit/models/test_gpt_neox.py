@@ -136,7 +136,8 @@ def test_masks_in_older_checkpoints_are_no_parameters(tmp_path: Path) -> None:
 
 
 def test_vllm_loads_codes_of_stablelm_but_not_in_gptq() -> None:
-    arch, scheme = read(STABLELM), ModelScheme(SCHEMES["W4A16_G32"])
+    arch = read(STABLELM, intermediate_size=64)
+    scheme = ModelScheme(SCHEMES["W4A16_G32"])
 
     def note(form: str) -> str | None:
         (vllm,) = [each for each in FORMATS.get(form).consumers(arch, scheme) if each.name == "vLLM"]

@@ -80,3 +80,19 @@ def test_parts_that_have_another_name_in_memory_are_dense_by_both() -> None:
     names = {kind: family_of({"model_type": kind}).untouched_modules for kind in ("paddleocr_vl", "llava")}
     assert names["paddleocr_vl"] == ("visual", "mlp_AR", "model.projector")
     assert names["llava"] == ("vision_tower", "multi_modal_projector")
+
+
+def test_a_flat_config_of_hunyuan_ocr_and_one_with_other_names_mean_the_same() -> None:
+    config = config_of("hunyuan_vl")
+    text = config.pop("text_config")
+    arch = family_of(config).read_config({**config, "text_config": text})
+    flat = {**text, **config}
+    renamed = {
+        **text,
+        "attention_head_dim": text["head_dim"],
+        "org_vocab_size": text["vocab_size"],
+        "pad_id": 3,
+    }
+    del renamed["head_dim"]
+    for other in (flat, {**config, "text_config": renamed}):
+        assert family_of(other).read_config(other).replace(config={}) == arch.replace(config={})
