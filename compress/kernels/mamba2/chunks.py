@@ -49,8 +49,8 @@ STAGES = 2
 """The most heads that one program has, its warps and its stages."""
 ANYWHERE = 128
 SHARED_BYTES = 160 * 1024
-"""The size of a state whose products fit the shared memory of any GPU, and the bytes of shared memory that are
-enough for every size: sm_80 and sm_90 have more, sm_86 and sm_89 less."""
+"""The size of a state whose products fit the shared memory of any GPU, and the bytes of shared memory that
+are enough for every size: sm_80 and sm_90 have more, sm_86 and sm_89 less."""
 LEAST_PROGRAMS = 256
 """Programs have fewer heads, and then one product, rather than that a pass has fewer of them."""
 MORE_CHUNKS = 8

@@ -130,10 +130,13 @@ def test_factors_are_those_of_linears_that_some_layer_has() -> None:
 
 
 def test_a_factor_of_ffns_is_refused_next_to_experts_which_have_none() -> None:
-    with pytest.raises(UnsupportedArch, match="factors of ffn.gate"):
+    with pytest.raises(UnsupportedArch, match=r"factors of ffn\.gate"):
         tiny_source(
             layers=(tiny_shape(), tiny_shape(experts=Experts(4, 2, 32))), linear_factors=(("ffn.gate", 0.3),)
         )
+
+
+FACTOR = 0.0375123
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,11 +144,9 @@ def test_a_factor_is_not_rounded_to_the_dtype_of_a_model(dtype: torch.dtype) -> 
     deployment = Deployment(torch.device("cpu"), dtype, max_batch_size=8, max_step_tokens=64)
     weight_OI = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     x_TI = torch.randn(33, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    plain, scaled = (
-        fuse(("attn.o",), {"attn.o.weight": weight_OI}, deployment, factor=factor)
-        for factor in (1.0, 0.0375123)
-    )
-    expected = (plain(x_TI, "prefill").float() * 0.0375123).to(dtype)
+    weights = {"attn.o.weight": weight_OI}
+    plain, scaled = (fuse(("attn.o",), weights, deployment, factor=each) for each in (1.0, FACTOR))
+    expected = (plain(x_TI, "prefill").float() * FACTOR).to(dtype)
     residual = torch.zeros_like(expected)
     for found in (scaled(x_TI, "prefill"), scaled(x_TI, "prefill", residual=residual)):
         assert torch.equal(found, expected)

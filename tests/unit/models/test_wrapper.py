@@ -87,12 +87,7 @@ def test_a_flat_config_of_hunyuan_ocr_and_one_with_other_names_mean_the_same() -
     text = config.pop("text_config")
     arch = family_of(config).read_config({**config, "text_config": text})
     flat = {**text, **config}
-    renamed = {
-        **text,
-        "attention_head_dim": text["head_dim"],
-        "org_vocab_size": text["vocab_size"],
-        "pad_id": 3,
-    }
-    del renamed["head_dim"]
+    renamed = {**text, "org_vocab_size": text["vocab_size"], "pad_id": 3}
+    renamed["attention_head_dim"] = renamed.pop("head_dim")
     for other in (flat, {**config, "text_config": renamed}):
         assert family_of(other).read_config(other).replace(config={}) == arch.replace(config={})
