@@ -97,7 +97,7 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
     family = family_of({"model_type": teacher.family})
     if family.untouched and shape.hidden not in (None, teacher.hidden_size):
         raise UsageError(
-            f"student: {', '.join(family.untouched)} of a {teacher.family} model write into its hidden "
+            f"student: {', '.join(family.untouched)} of this {teacher.family} model write into its hidden "
             "states, so their size stays."
         )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)

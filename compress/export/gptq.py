@@ -217,7 +217,7 @@ class Gptq:
             rules.append(
                 Rule(
                     "dense-linears",
-                    f"consumers name the linears of a {arch.family} model in several ways, and gptq lists "
+                    f"consumers name the linears of this {arch.family} model in several ways, and gptq lists "
                     "dense ones by pattern; compressed-tensors has them by name.",
                 )
             )

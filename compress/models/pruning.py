@@ -214,7 +214,7 @@ def why_layers_stay(arch: Arch) -> str | None:
     if family_of({"model_type": arch.family}).layers_are_numbered:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
-        return f"tokens of a {arch.family} model have embeddings for each of its layers."
+        return f"tokens of this {arch.family} model have embeddings for each of its layers."
     latents = [layer.latent for layer in arch.layers if layer.latent is not None]
     if len({each.indexer is None for each in latents}) > 1:
         return f"layers of this {arch.family} model attend to the keys that the indexers of others choose."
@@ -230,10 +230,12 @@ def why_heads_stay(arch: Arch) -> str | None:
     if arch.own_qk_norm:
         return f"each head of q and k of this {arch.family} model has a norm of its own."
     if arch.whole_qk_norm:
-        return f"the norms of q and k of a {arch.family} model span all heads, so each head depends on all."
+        return (
+            f"the norms of q and k of this {arch.family} model span all heads, so each head depends on all."
+        )
     if family_of({"model_type": arch.family}).heads_span_hidden:
         return (
-            f"the class of a {arch.family} model in transformers takes hidden_size / number of heads for "
+            f"the class of this {arch.family} model in transformers takes hidden_size / number of heads for "
             "their size, so their number cannot change alone."
         )
     return None
