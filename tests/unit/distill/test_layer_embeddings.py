@@ -188,7 +188,7 @@ def test_a_fresh_head_takes_the_keys_and_values_that_the_last_layer_reads(num_la
 
 
 SHARED = r"the last layers of this llama model read the keys and values of earlier ones\."
-EMBEDDED = r"tokens of a llama model have embeddings for each of its layers\."
+EMBEDDED = r"tokens of this llama model have embeddings for each of its layers\."
 HEADS = r"layers of this llama model share keys and values, so their heads go together\."
 SHARES = {"layers": (tiny_shape(), tiny_shape(), tiny_shape(kv_source=1))}
 EMBEDS = {"layers": (tiny_shape(),) * 3, "block": "sandwich", "layer_embed_size": 8}
