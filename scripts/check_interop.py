@@ -180,7 +180,8 @@ def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True)
+        own = {"PYTHONPATH": str(Path(__file__).with_name("consumer_site"))} if program == "vllm" else {}
+        done = subprocess.run(command, env={**os.environ, **quiet, **own}, capture_output=True, text=True)
         replies = (
             json.loads(answered.read_text())
             if done.returncode == 0

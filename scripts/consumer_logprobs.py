@@ -33,10 +33,21 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
 SPECULATION = ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
 
 
+def take_text_only() -> None:
+    """Have vLLM load vision models whole and take text alone: it asks for the files of their processors
+    otherwise, which tiny models lack."""
+    from vllm.config import ModelConfig
+    from vllm.multimodal.registry import MultiModalRegistry
+
+    ModelConfig.supports_multimodal_inputs = property(lambda config: False)
+    MultiModalRegistry.supports_multimodal_inputs = lambda registry, config: False
+
+
 def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
     from vllm import LLM, SamplingParams
 
+    take_text_only()
     if question["without_amx"]:
         torch.cpu._is_amx_tile_supported = lambda: False
     llm = LLM(

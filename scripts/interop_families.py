@@ -599,7 +599,5 @@ MIXTURES = tuple(
 )
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu", "minicpm3")
-"""Families whose rows of latents end within a block, so that no `fp8` checkpoint holds them."""
 ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
 """The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""

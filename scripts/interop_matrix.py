@@ -1,5 +1,6 @@
-"""Which programs read which of our formats, and compute what the files say: tiny models of every family, in
-the formats and schemes of `interop_cases.py`.
+"""Ask programs whether they read our formats, and compute what the files say.
+
+Tiny models of every family are written in the formats and schemes of `interop_cases.py`.
 
     python -m scripts.interop_matrix --python .venv-interop/bin/python
 
@@ -35,7 +36,7 @@ from compress.models.layer_shape import XIELU
 from compress.quant.scheme import SCHEMES
 from scripts.check_interop import LIMITS, Answer, Question, Reply, ask_all, ask_runtime
 from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, cases_of, write
-from scripts.interop_families import FAMILIES, LATENT, MIXTURES, SMALL
+from scripts.interop_families import FAMILIES, SMALL
 from scripts.plain_twin import scores, twin
 
 PROGRAMS = ("compress", "vllm", "transformers", "onnxruntime", "onnxruntime_genai")
@@ -73,18 +74,15 @@ class Machine:
             return None
         if case.form == "modelopt" and case.scheme == "FP8_DYNAMIC":
             return "it takes 16 bits only, whose last bit decides codes of inputs (see test_modelopt_vllm.py)"
-        if case.family in LATENT:
+        if case.arch.has_latents:
             return "from the second token on it computes latent attention otherwise, of dense weights too"
         if case.arch.has_recurrence("conv"):
             return "it computes short convolutions otherwise, by 0.13 nats a token in each scheme"
-        if case.arch.has_recurrence("delta"):
-            if case.family.startswith("qwen3_5"):
-                return "its class imports torchvision, which its environment leaves out"
-            if not case.scheme.startswith("W4A16"):
-                return "its delta nets take bfloat16 only, whose last bit decides codes of inputs and experts"
+        if case.arch.has_recurrence("delta") and not case.scheme.startswith("W4A16"):
+            return "its delta nets take bfloat16 only, whose last bit decides codes of inputs and experts"
         if case.scheme == "FP8_BLOCK" and not self.has_amx:
             return "its CPU kernel for FP8 blocks needs AMX"
-        if case.family in MIXTURES and not case.dense_experts and not self.has_amx:
+        if case.arch.has_experts and not case.dense_experts and not self.has_amx:
             return "its CPU kernels for codes of experts need AMX ('No WNA16 MoE backend supports ...')"
         if case.scheme in INT8 and not self.has_vnni:
             # Its kernel alone (oneDNN, AVX2) is exact for codes up to 63, and wrong for codes up to 127.
@@ -127,7 +125,7 @@ def from_twin(
         for each in scores(plain, (*prompt, *answer.tokens))
     ]
     answered = [each for answer in answers for each in (*answer.prompt_logprobs, *answer.logprobs)]
-    return differences(expected, answered, frac=ROUTED_FRAC if case.family in MIXTURES else 1.0)
+    return differences(expected, answered, frac=ROUTED_FRAC if case.arch.has_experts else 1.0)
 
 
 def from_us(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
@@ -252,7 +250,9 @@ def main() -> None:
         help="a Python that has transformers and ONNX Runtime; this one by default",
     )
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument(
+        "--families", nargs="+", metavar="FAMILY", default=list(FAMILIES), choices=list(FAMILIES)
+    )
     parser.add_argument("--schemes", nargs="+", help="only these schemes")
     args = parser.parse_args()
     started_s = time.perf_counter()

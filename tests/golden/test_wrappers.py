@@ -23,20 +23,11 @@ from compress.models.mixture import AS_IN_MEMORY
 from compress.models.overrides import decide
 from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, parameter_names, split_outer
-from compress.quant.model_scheme import ModelScheme, with_exceptions
-from compress.quant.numerics import nearest_weight
+from compress.quant.model_scheme import with_exceptions
 from compress.quant.scheme import SCHEMES, Scheme
-from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, inner_widths, saved, tokens
+from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, saved, tokens
+from tests.support.wrappers import WRAPPERS, Rounded, wide
 
-WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
-WIDE: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
 RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl")
 """Families whose vision tower transformers has under other names."""
@@ -55,24 +46,6 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
         for file in sorted(directory.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
-
-
-def wide(case: str, directory: Path) -> Any:
-    family, changes = CASES[case]
-    sizes = dict(WIDE)
-    if "num_kv_shared_layers" in changes:  # the second layer reads the keys and values of the first
-        sizes |= {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
-    if "intermediate_size_mlp" in changes:
-        sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
-    if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
-        sizes["moe_intermediate_size"] = 256
-    if "linear_value_head_dim" in changes:
-        sizes |= inner_widths(changes, 128) | {"linear_key_head_dim": 128, "head_dim": 256}
-    if "kv_lora_rank" in changes:
-        del sizes["head_dim"]
-        sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
-        sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
-    return saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
 
 
 def dense_experts(source: Checkpoint, form: str) -> dict[str, Any]:
@@ -144,29 +117,6 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
     stored = tensors_of(tmp_path)
     for name, value in untouched.items():
         assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])
-
-
-class Rounded:
-    """A dense source with its linears rounded to nearest."""
-
-    kv_format = None
-
-    def __init__(self, source: Checkpoint, scheme: ModelScheme) -> None:
-        self.arch = source.arch
-        self._source = source
-        self._scheme = scheme
-
-    def outer(self) -> Any:
-        return self._source.outer()
-
-    def layer(self, layer_idx: int) -> Any:
-        layer = self._source.layer(layer_idx)
-        for linear in self.arch.layers[layer_idx].linears:
-            scheme = self._scheme.for_linear(f"layers.{layer_idx}.{linear}")
-            if scheme is not None:
-                weight = dense(layer[f"{linear}.weight"])
-                layer[f"{linear}.weight"] = nearest_weight(weight, scheme, torch.bfloat16)
-        return layer
 
 
 @pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in NOT_GATHERED])

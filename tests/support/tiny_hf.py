@@ -2197,7 +2197,7 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
     model = build(family, changes, **how)
     model.save_pretrained(directory, **shard)
     if family in SAVED_OTHERWISE:
-        _rename(directory, SAVED_OTHERWISE[family])
+        rename(directory, SAVED_OTHERWISE[family])
     return model
 
 
@@ -2212,7 +2212,7 @@ SAVED_OTHERWISE = {
 }
 
 
-def _rename(directory: Path, parts: dict[str, str]) -> None:
+def rename(directory: Path, parts: dict[str, str]) -> None:
     """Give the tensors of a checkpoint of one file other names."""
     file = directory / "model.safetensors"
     tensors = load_file(file)

@@ -6,7 +6,11 @@ from compress.models.archs.qwen3_5_text import QWEN3_5
 from compress.models.family import FAMILIES
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, Wrapper, wrapper
 
-_NAMES = {**LANGUAGE_MODEL_NAMES, "untouched": ("model.vision_tower", "model.merger", "mtp")}
+_NAMES = {
+    **LANGUAGE_MODEL_NAMES,
+    "untouched": ("model.vision_tower", "model.merger", "mtp"),
+    "untouched_elsewhere": ("vpm", "vit_merger"),
+}
 
 
 def minicpmv(model_type: str, architecture: str, **facts: Any) -> Wrapper:

@@ -112,6 +112,7 @@ FAMILIES.add(
         **{
             **LANGUAGE_MODEL_NAMES,
             "untouched": ("model.vision_tower", "model.vision_adapter", "model.vision_projection"),
+            "untouched_elsewhere": ("vision_encoder",),
         },
     ),
 )
