@@ -264,6 +264,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "olmo_hybrid": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 192,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+    },
     "glm": {"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5, "attention_bias": True},
     "ministral3": {

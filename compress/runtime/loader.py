@@ -347,7 +347,8 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the delta net of a layer, None where it has none."""
     if not isinstance(shape.recurrence, DeltaNet):
         return None
-    return DeltaLinears.of(weights, arch.norm_eps, deployment)
+    eps = arch.eps_of("delta.norm")
+    return DeltaLinears.of(weights, eps, deployment, beta_factor=shape.recurrence.beta_factor)
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:

@@ -85,6 +85,20 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
         ),
     },
+    "norms before delta nets and after attention": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "block": "post",
+        "recurrent_block": "pre",
+        "recurrent_norm_eps": 0.01,
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4, doubled_beta=True), rope=None),
+            tiny_shape(),
+            tiny_shape(rope=None),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4, doubled_beta=True), rope=None),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
+        ),
+    },
     "mamba mixers": {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
@@ -650,7 +664,7 @@ def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: i
 RARE = [
     *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
-    *("gates of heads", "recurrences between two norms"),
+    *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
 ]
 
 

@@ -70,8 +70,8 @@ class DecoderGraph:
         arch = self._arch
         graph = self._graph
         name = f"layers.{idx}"
-        has_pre = arch.block != "post"
-        has_post = arch.block in ("post", "sandwich")
+        has_pre = arch.block_of(arch.layers[idx]) != "post"
+        has_post = arch.norms_outputs(arch.layers[idx])
         normed = self._norm(x_TD, f"{name}.attn_norm") if has_pre else x_TD
         attended = self._attention(normed, idx)
         if has_post:
