@@ -73,8 +73,8 @@ def check_arch(arch: "Arch") -> None:
     ):
         raise UnsupportedArch(
             f"layers with a recurrence are '{arch.recurrent_block}' blocks, and the others are "
-            f"'{arch.block}' blocks, with a residual scale of {arch.residual_scale:g}; the runtime computes both kinds where "
-            "no halves run side by side and that scale is 1."
+            f"'{arch.block}' blocks, with a residual scale of {arch.residual_scale:g}; the runtime computes "
+            "both kinds where no halves run side by side and that scale is 1."
         )
     for idx, layer in enumerate(arch.layers):
         block = arch.block_of(layer)

@@ -126,7 +126,7 @@ EXPORTED = [
     ("granitemoehybrid", "W8A16"),
     ("granitemoehybrid-h", "W8A16"),
     ("bamba", "W4A16_G128"),
-    ("olmo_hybrid", "W4A16_G128"),
+    ("olmo_hybrid", "FP8_BLOCK"),
     ("olmo_hybrid-rope-biases-tied", "FP8_DYNAMIC"),
     ("falcon_h1", "W4A16_G128"),
     ("falcon_h1-norm-biases", "FP8_DYNAMIC"),

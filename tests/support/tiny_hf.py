@@ -546,9 +546,9 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-# Delta nets of OLMo Hybrid, whose betas are doubled, around attention.
+# A delta net of OLMo Hybrid, whose betas are doubled, before attention.
 TWO_BLOCKS = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
@@ -1886,7 +1886,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "linear_num_value_heads": 6,
-            "linear_num_key_heads": 3,
+            "linear_num_key_heads": 2,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 8,
             "linear_conv_kernel_dim": 3,

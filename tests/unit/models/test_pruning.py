@@ -74,14 +74,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_out_multiplier": 0.9,
         "mlp_multipliers": [0.8, 0.7],
     },
-    "olmo_hybrid": {
-        "model_type": "olmo_hybrid",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    },
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
     "laguna": {
         "model_type": "laguna",
