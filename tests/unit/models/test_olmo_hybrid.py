@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from compress.errors import UnsupportedArch
+from compress.export import FORMATS
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
@@ -16,6 +17,8 @@ from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.family import family_of
 from compress.models.pruning import with_layers
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
 from tests.support.tiny_hf import CASES, build, saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
@@ -23,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "model_type": "olmo_hybrid",
     "vocab_size": 61,
     "hidden_size": 64,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -172,6 +175,26 @@ def test_a_convolution_may_be_one_tensor_but_not_both(tmp_path: Path) -> None:
     }
     save_file({**others, CONV.format(""): whole}, tmp_path / FILE)
     assert torch.equal(Checkpoint(tmp_path).layer(0)["delta.conv.weight"], whole)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "words"),
+    [
+        ("FP8_DYNAMIC", {}, {"transformers": None, "vLLM": None}),
+        ("MXFP8", {}, {"transformers": None}),
+        ("W4A16_G32", {}, {"transformers": "joins from parts", "vLLM": None}),
+        ("INT8_DYNAMIC", {}, {"transformers": "joins from parts", "vLLM": None}),
+        ("FP8_DYNAMIC", {"attention_bias": True}, {"transformers": None, "vLLM": "has no biases"}),
+    ],
+)
+def test_an_export_states_who_loads_it(
+    scheme: str, changes: dict[str, Any], words: dict[str, str | None]
+) -> None:
+    form = FORMATS.get("compressed-tensors")
+    found = {each.name: each for each in form.consumers(arch_of(**changes), ModelScheme(SCHEMES[scheme]))}
+    for name, reason in words.items():
+        assert found[name].loads == (reason is None)
+        assert reason is None or reason in found[name].note
 
 
 def test_two_kinds_of_blocks_run_one_after_the_other_and_unscaled() -> None:
