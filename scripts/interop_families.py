@@ -254,6 +254,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jais2": {"architectures": ["Jais2ForCausalLM"], "hidden_act": "relu2"},
     "apertus": {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "olmo": {"architectures": ["OlmoForCausalLM"]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {
         "architectures": ["Olmo3ForCausalLM"],

@@ -49,6 +49,7 @@ class Arch:
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`), or one for each
             with `own_ffn_norm`.
+        unit_norms: the norms of the stream have no weights.
         recurrent_block: the block of layers with a recurrence in place of attention; None for that of the
             others.
         recurrent_norm_eps: is added to the mean square by the norms of the outputs of recurrences; None for
@@ -118,6 +119,7 @@ class Arch:
     linear_factors: tuple[tuple[str, float], ...] = ()
     recurrent_block: str | None = None
     recurrent_norm_eps: float | None = None
+    unit_norms: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -221,7 +223,7 @@ class Arch:
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        norm_size = (1 + self.norm_bias) * self.hidden_size
+        norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
         total = self.num_outer_params + norm_size + self.num_linear_params
         total += self.num_layer_embed_params
         for layer in self.layers:

@@ -58,6 +58,11 @@ def check_arch(arch: "Arch") -> None:
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
             f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
+    if arch.unit_norms and (arch.block != "pre" or arch.norm_bias or arch.norm_offset):
+        raise UnsupportedArch(
+            f"norms have no weights in a '{arch.block}' block, or something is added to them; the decoder "
+            "computes such norms as they are, in a 'pre' block."
+        )
     if arch.own_ffn_norm and arch.block != "parallel":
         raise UnsupportedArch(
             f"the FFN has a norm of its own in a '{arch.block}' block; that is a fact of a 'parallel' block, "
@@ -100,6 +105,11 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: a layer with one half in a '{block}' block; the decoder computes it in a "
                 "'pre' block."
+            )
+        if arch.unit_norms and (layer.only_half is not None or layer.recurrence is not None):
+            raise UnsupportedArch(
+                f"layer {idx}: a recurrence or one half only, after norms without weights; the decoder "
+                "computes these norms in layers with attention and an FFN."
             )
         if layer.recurrence is not None and (block not in _OF_RECURRENCES or arch.norm != "rms"):
             raise UnsupportedArch(

@@ -240,7 +240,7 @@ class DecoderLayer(nn.Module):
         nothing else reads it, and up with down, where a gate has the activation."""
         gate_up, down = self.shape.groups[-2:]
         pairs = []
-        if self._norms_inputs and not self.arch.shares_norm:
+        if self._scales_inputs and not self.arch.shares_norm:
             offset = self.arch.norm_offset
             pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
         if self.shape.gated:
@@ -252,7 +252,7 @@ class DecoderLayer(nn.Module):
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
         heads, or an indexer."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        if is_shared or self._has_indexer or not self._norms_inputs or self.arch.shares_norm:
+        if is_shared or self._has_indexer or not self._scales_inputs or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
@@ -267,8 +267,9 @@ class DecoderLayer(nn.Module):
         ]
 
     @property
-    def _norms_inputs(self) -> bool:
-        return self.arch.block_of(self.shape) != "post"
+    def _scales_inputs(self) -> bool:
+        """Whether norms precede the halves, and have weights."""
+        return self.arch.block_of(self.shape) != "post" and not self.arch.unit_norms
 
     @property
     def _has_indexer(self) -> bool:

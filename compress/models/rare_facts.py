@@ -21,6 +21,7 @@ _FLAGS = (
     "embed_norm",
     "norm_bias",
     "own_ffn_norm",
+    "unit_norms",
 )
 
 

@@ -252,7 +252,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     weights = source.layer(layer_idx)
 
     def before(name: str) -> RowNorm | None:
-        return stream_norm(arch, weights, name, deployment) if f"{name}.weight" in weights else None
+        exists = arch.unit_norms or f"{name}.weight" in weights
+        return stream_norm(arch, weights, name, deployment) if exists else None
 
     def after(name: str) -> RowNorm | None:
         if f"{name}.weight" not in weights:

@@ -97,6 +97,8 @@ EXPORTED = [
     ("gemma3-scaled-rope", "FP8_DYNAMIC"),
     ("granite-tied-biases", "W4A16_G128"),
     ("smollm3", "W4A16_G128"),
+    ("olmo", "W4A16_G128"),
+    ("olmo-biases-tied", "FP8_DYNAMIC"),
     ("olmo2", "W4A16_G128"),
     ("olmo3", "FP8_DYNAMIC"),
     ("glm", "W4A16_G128_ASYM"),

@@ -27,6 +27,7 @@ from tests.support.tiny_hf import (
     CONFIGS,
     LLAMA3,
     NEEDED,
+    OWN_EPS,
     SMALL,
     TEXT_FAMILIES,
     build,
@@ -367,7 +368,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     (tmp_path / "config.json").write_text(json.dumps(config))
     stated = type(build(family, {}).config).from_pretrained(tmp_path)
     spelled = FAMILIES.get(family).spelled
-    eps = getattr(stated, spelled.get("rms_norm_eps", "rms_norm_eps"))
+    eps = getattr(stated, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(family))
     assert arch.norm_eps == (stated.layer_norm_eps if eps is None else eps)
     if family == "gpt_oss":
         assert arch.activation == "swiglu_clamped"

@@ -318,6 +318,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "norms with an offset": {"norm_offset": 1.0},
     "layer norms": {"norm": "layer"},
+    "layer norms without weights": {"norm": "layer", "unit_norms": True, "logit_scale": 0.5, "qk_norm": True},
+    "norms without weights in a mixture": {
+        "unit_norms": True,
+        "residual_scale": 0.5,
+        "layers": (tiny_shape(experts=Experts(6, 2, 48)), tiny_shape()),
+    },
     "layer norms with a bias": {"norm": "layer", "norm_bias": True, "norm_offset": 1.0, "logit_scale": 0.5},
     "parallel halves after a norm of each": {"block": "parallel", "own_ffn_norm": True, "qkv_bias": True},
     "parallel halves after a norm with a bias of each": {

@@ -185,6 +185,7 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=DeltaNet(6, 2, 64, 64, 3)),
         ),
     },
+    "olmo": {"norm": "layer", "unit_norms": True},
     "olmo hybrid": {
         "qk_norm": True,
         "whole_qk_norm": True,

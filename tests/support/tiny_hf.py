@@ -24,6 +24,7 @@ CONFIGS: dict[str, Any] = {
     "gemma4_text": transformers.Gemma4TextConfig,
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
+    "olmo": transformers.OlmoConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "olmo_hybrid": transformers.OlmoHybridConfig,
@@ -1880,6 +1881,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "head_dim": 16},
     ),
+    "olmo": ("olmo", {}),
+    "olmo-biases-tied": (
+        "olmo",
+        {
+            "num_key_value_heads": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
     "olmo_hybrid": ("olmo_hybrid", {**TWO_BLOCKS, "rope_parameters": {"rope_theta": None}}),
     "olmo_hybrid-rope-biases-tied": (
         "olmo_hybrid",
@@ -2123,6 +2134,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
+OWN_EPS = {"olmo": 1e-5}
+"""What the norms of families add that no field states."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
