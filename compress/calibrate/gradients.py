@@ -34,7 +34,7 @@ from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, capped
 from compress.models.embedding import embedded
 from compress.models.linear_groups import LinearGroup
-from compress.models.norms import Norm, final_norm
+from compress.models.norms import Norm, UnitNorm, final_norm
 from compress.models.weights import (
     Weights,
     WeightSource,
@@ -70,7 +70,7 @@ class EmbedAndHead:
     several walks."""
 
     embed_VD: Tensor
-    norm: Norm
+    norm: Norm | UnitNorm
     head_VD: Tensor
     of_side_inputs: Weights
 

@@ -60,6 +60,7 @@ from compress.export.own_code import why_no_class
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
+from compress.models.family import family_of
 from compress.models.linear_groups import LINEAR_GROUPS
 from compress.models.recurrences import RECURRENCES
 from compress.quant.codec import (
@@ -349,6 +350,9 @@ class CompressedTensors:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
         if loads and any(each.scale_type is not None for each in scheme.all):
             transformers = "decompresses at load, to bfloat16 alone: no speed, no memory saved"
+        if family_of({"model_type": arch.family}).in_parts and not all(map(_is_fp8, scheme.all)):
+            loads = False
+            transformers = "drops tensors that it joins from parts, next to other codes than FP8"
         if refused := why_no_class(arch) or why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused
@@ -357,6 +361,10 @@ class CompressedTensors:
             Consumer("transformers", loads=loads, note=transformers),
             *vllm_builds(arch, scheme, vllm, loads=not (narrow or ragged or of_experts)),
         ]
+
+
+def _is_fp8(scheme: Scheme) -> bool:
+    return (scheme.type, scheme.num_bits) == ("float", 8)
 
 
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:

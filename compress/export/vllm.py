@@ -14,6 +14,11 @@ ROUTERS = {
     **dict.fromkeys(("minimax_m2", "laguna"), "its router on a CPU takes no sigmoid without groups"),
 }
 """Families whose routers vLLM's CPU build does not compute, and why."""
+OF_TRITON = {
+    "olmo_hybrid": "its class of OLMo Hybrid sets an allocator of Triton, which its CPU build has not"
+}
+"""Families whose classes in vLLM's CPU build (0.32) need Triton, and why: 'module 'triton' has no attribute
+'set_allocator''."""
 LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
@@ -50,6 +55,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
     """Return why vLLM does not load a model in any format, None where the format decides."""
     if arch.family == "afmoe" and arch.qkv_bias:
         return "its attention of Trinity has no biases"
+    if arch.family == "olmo_hybrid" and arch.qkv_bias:
+        return "its attention of OLMo Hybrid has no biases"
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -87,6 +94,7 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
     refused = refused or ROUTERS.get(arch.family) or (LATENTS if arch.has_latents else None)
+    refused = refused or OF_TRITON.get(arch.family)
     refused = refused or (SHORT_CONVS if arch.has_recurrence("conv") else None)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)

@@ -26,6 +26,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 FINAL_NORM = "norm"
 POST_NORMS = ("attn_post_norm", "ffn_post_norm")
 """The canonical names of the norm before the head and of those of the outputs of half-layers."""
+NORMED_OUTPUTS = ("post", "sandwich")
+"""The blocks in which the outputs of half-layers are normed."""
 NO_TOKEN = -1
 """The id by which some configs state that there is no such token."""
 
@@ -47,6 +49,11 @@ class Arch:
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`), or one for each
             with `own_ffn_norm`.
+        unit_norms: the norms of the stream have no weights.
+        recurrent_block: the block of layers with a recurrence in place of attention; None for that of the
+            others.
+        recurrent_norm_eps: is added to the mean square by the norms of the outputs of recurrences; None for
+            `norm_eps`.
         own_ffn_norm: in a `parallel` block the FFN has a norm of its own.
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
         own_qk_norm: those norms have a weight of its own for each head.
@@ -110,6 +117,9 @@ class Arch:
     norm_bias: bool = False
     own_ffn_norm: bool = False
     linear_factors: tuple[tuple[str, float], ...] = ()
+    recurrent_block: str | None = None
+    recurrent_norm_eps: float | None = None
+    unit_norms: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -213,7 +223,7 @@ class Arch:
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        norm_size = (1 + self.norm_bias) * self.hidden_size
+        norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
         total = self.num_outer_params + norm_size + self.num_linear_params
         total += self.num_layer_embed_params
         for layer in self.layers:
@@ -262,7 +272,16 @@ class Arch:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
         absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
         norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1 + self.own_ffn_norm}
-        return norms[self.block] - absent
+        return norms[self.block_of(layer)] - absent
+
+    def block_of(self, layer: LayerShape) -> str:
+        """Return where the halves of a layer are normed, as `block` states it."""
+        is_recurrent = layer.recurrence is not None and not layer.joint
+        return self.recurrent_block if self.recurrent_block is not None and is_recurrent else self.block
+
+    def norms_outputs(self, layer: LayerShape) -> bool:
+        """Return whether the outputs of the halves of a layer are normed."""
+        return self.block_of(layer) in NORMED_OUTPUTS
 
     @property
     def shares_norm(self) -> bool:
@@ -297,8 +316,10 @@ class Arch:
         return 0.0 if self.plain_final_norm and norm == FINAL_NORM else self.norm_offset
 
     def eps_of(self, norm: str) -> float:
-        """Return what a norm of the stream, by its canonical name, adds to the mean square."""
+        """Return what a norm of the stream or of a recurrence, by its canonical name, adds to the mean
+        square."""
         own = self.post_norm_eps if norm in POST_NORMS else None
+        own = self.recurrent_norm_eps if norm.startswith(PREFIXES) else own
         return self.norm_eps if own is None else own
 
     def factor_of(self, linear: str) -> float:

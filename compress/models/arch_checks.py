@@ -58,6 +58,11 @@ def check_arch(arch: "Arch") -> None:
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
             f"'layer' with a bias in a block {' or '.join(map(repr, _OF_BIASES))}."
         )
+    if arch.unit_norms and (arch.block != "pre" or arch.norm_bias or arch.norm_offset):
+        raise UnsupportedArch(
+            f"norms have no weights in a '{arch.block}' block, or something is added to them; the decoder "
+            "computes such norms as they are, in a 'pre' block."
+        )
     if arch.own_ffn_norm and arch.block != "parallel":
         raise UnsupportedArch(
             f"the FFN has a norm of its own in a '{arch.block}' block; that is a fact of a 'parallel' block, "
@@ -68,7 +73,16 @@ def check_arch(arch: "Arch") -> None:
             f"factors of {', '.join(other)}, which no layer of this model has, or which the runtime computes "
             "without one."
         )
+    if arch.recurrent_block not in (None, arch.block) and (
+        "parallel" in (arch.block, arch.recurrent_block) or arch.residual_scale != 1
+    ):
+        raise UnsupportedArch(
+            f"layers with a recurrence are '{arch.recurrent_block}' blocks, and the others are "
+            f"'{arch.block}' blocks, with a residual scale of {arch.residual_scale:g}; the runtime computes "
+            "both kinds where no halves run side by side and that scale is 1."
+        )
     for idx, layer in enumerate(arch.layers):
+        block = arch.block_of(layer)
         if arch.norms_rotated and layer.leading_dim:
             raise UnsupportedArch(
                 f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
@@ -87,14 +101,19 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: experts with the activation '{XIELU}', which has parameters; the decoder has "
                 "them for the one FFN of a layer, not for each expert."
             )
-        if layer.only_half is not None and arch.block != "pre":
+        if layer.only_half is not None and block != "pre":
             raise UnsupportedArch(
-                f"layer {idx}: a layer with one half in a '{arch.block}' block; the decoder computes it in a "
+                f"layer {idx}: a layer with one half in a '{block}' block; the decoder computes it in a "
                 "'pre' block."
             )
-        if layer.recurrence is not None and (arch.block not in _OF_RECURRENCES or arch.norm != "rms"):
+        if arch.unit_norms and (layer.only_half is not None or layer.recurrence is not None):
             raise UnsupportedArch(
-                f"layer {idx}: a recurrence in a '{arch.block}' block with norm '{arch.norm}'; the "
+                f"layer {idx}: a recurrence or one half only, after norms without weights; the decoder "
+                "computes these norms in layers with attention and an FFN."
+            )
+        if layer.recurrence is not None and (block not in _OF_RECURRENCES or arch.norm != "rms"):
+            raise UnsupportedArch(
+                f"layer {idx}: a recurrence in a '{block}' block with norm '{arch.norm}'; the "
                 f"decoder computes it in a block {' or '.join(map(repr, _OF_RECURRENCES))} with norm 'rms'."
             )
         if layer.head_gate is not None and arch.block == "parallel":
@@ -103,9 +122,9 @@ def check_arch(arch: "Arch") -> None:
             )
         if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")
-        if layer.experts is not None and layer.experts.branch_norms and arch.block != "sandwich":
+        if layer.experts is not None and layer.experts.branch_norms and block != "sandwich":
             raise UnsupportedArch(
-                f"layer {idx}: the branches of a mixture are normed apart in a '{arch.block}' block; the "
+                f"layer {idx}: the branches of a mixture are normed apart in a '{block}' block; the "
                 "decoder computes them in a 'sandwich' block."
             )
 

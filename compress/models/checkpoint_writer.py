@@ -14,7 +14,7 @@ from compress.models.config_file import CONFIG_NAME
 from compress.models.family import Family, family_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
-from compress.models.stored_tensors import members_of, places_of
+from compress.models.stored_tensors import members_of, parts_of, places_of
 from compress.models.weights import UNTOUCHED, Weights, WeightSource
 from compress.quant.codec import Codec
 from compress.quant.global_scale import with_one_global_scale
@@ -67,7 +67,8 @@ def write_checkpoint(
             value = value if num_rows is None else value.view(num_rows, -1)
             if name.endswith(tuple(KV_SCALES.values())):
                 value = value.reshape(1)  # consumers want [1]
-            shards.add(stored, value)
+            for each, part in parts_of(family, arch, name, value):
+                shards.add(each, part)
         elif codec is None:
             raise UnsupportedFormat(
                 f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "

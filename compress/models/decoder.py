@@ -96,8 +96,8 @@ class DecoderLayer(nn.Module):
         self.arch = arch
         self.shape = arch.layers[layer_idx]
         norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
-        has_pre = arch.block != "post"
-        has_post = arch.block in ("post", "sandwich")
+        has_pre = arch.block_of(self.shape) != "post"
+        has_post = arch.norms_outputs(self.shape)
 
         def norm(name: str, exists: bool) -> nn.Module:
             return norm_over_hidden(name) if exists else nn.Identity()
@@ -240,7 +240,7 @@ class DecoderLayer(nn.Module):
         nothing else reads it, and up with down, where a gate has the activation."""
         gate_up, down = self.shape.groups[-2:]
         pairs = []
-        if self.arch.block != "post" and not self.arch.shares_norm:
+        if self._scales_inputs and not self.arch.shares_norm:
             offset = self.arch.norm_offset
             pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
         if self.shape.gated:
@@ -252,7 +252,7 @@ class DecoderLayer(nn.Module):
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
         heads, or an indexer."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        if is_shared or self._has_indexer or self.arch.block == "post" or self.arch.shares_norm:
+        if is_shared or self._has_indexer or not self._scales_inputs or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
@@ -265,6 +265,11 @@ class DecoderLayer(nn.Module):
             for group in self.shape.attention_groups[1:-1]
             if group.tap != Q_LATENT or not self._has_indexer
         ]
+
+    @property
+    def _scales_inputs(self) -> bool:
+        """Whether norms precede the halves, and have weights."""
+        return self.arch.block_of(self.shape) != "post" and not self.arch.unit_norms
 
     @property
     def _has_indexer(self) -> bool:

@@ -5,7 +5,8 @@ matrix for each head, forgets by a gate and replaces what a key holds instead of
     S_t = a_t S_{t-1} + k_t u_t,         u_t = b_t (v_t - k_t (a_t S_{t-1}))
     o_t = q_t S_t
 
-with a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)) and b_t = sigmoid(beta(x)) for each head.
+with a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)) and b_t = sigmoid(beta(x)) for each head, or twice
+that, so that states may change their sign (arXiv 2411.12537).
 The convolution is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of
 a head are normed, and multiplied by the silu of the gate.
 
@@ -34,10 +35,22 @@ PLAIN_NORM = "delta.norm.weight"
 
 @dataclass(frozen=True)
 class DeltaNet(Recurrence):
-    """The widths of one gated delta net."""
+    """The widths of one gated delta net. With a `doubled_beta` the factors of updates are from 0 to 2."""
 
     module: ClassVar[str] = "delta"
     first_linears: ClassVar[tuple[str, ...]] = ("delta.q", "delta.k", "delta.v", "delta.gate")
+
+    doubled_beta: bool = False
+
+    @property
+    def beta_factor(self) -> float:
+        """The factor of the sigmoid of beta."""
+        return 2.0 if self.doubled_beta else 1.0
+
+    @property
+    def channel_sizes(self) -> tuple[int, int, int]:
+        """The channels of the convolution: of queries, of keys and of values."""
+        return self.key_size, self.key_size, self.value_size
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
         """Return [O, I] of the linears that schemes quantize."""

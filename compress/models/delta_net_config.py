@@ -50,10 +50,22 @@ values for constants. The activation is that of the convolution, too."""
 
 def delta_net_of(config: Fields) -> DeltaNet:
     """Return the widths of the delta nets of a config."""
-    return DeltaNet(**{name: config.integer(stated, 1, MAX_SIZE) for name, stated in _FIELDS.items()})
+    widths = {name: config.integer(stated, 1, MAX_SIZE) for name, stated in _FIELDS.items()}
+    return DeltaNet(
+        widths["num_heads"],
+        widths["num_key_heads"],
+        widths["key_dim"],
+        widths["value_dim"],
+        widths["kernel_size"],
+    )
 
 
 def linear_but_every_nth(config: Fields) -> dict[str, Any]:
     """Return the `layer_types` of a config; where it states none, every fourth layer, or as it states, has
     full attention, and the others have delta nets."""
     return every_nth_full(config, config.integer(_PERIOD, 1, MAX_LAYERS, default=4), LINEAR)
+
+
+def stated_widths(delta: DeltaNet) -> dict[str, int]:
+    """Return the fields that state the widths of delta nets."""
+    return {stated: getattr(delta, name) for name, stated in _FIELDS.items()}

@@ -33,7 +33,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv = convolution_of(delta)
         self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))
         self.A_log = nn.Parameter(torch.zeros(delta.num_heads))
-        self.norm = Norm(delta.value_dim, arch.norm_eps)
+        self.norm = Norm(delta.value_dim, arch.eps_of("delta.norm"))
 
     def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return the outputs of all heads, each normed, and gated."""
@@ -60,7 +60,7 @@ class GatedDeltaNet(RecurrentMixer):
             k_BSHK,
             v_BSF.unflatten(-1, (-1, delta.value_dim)),
             -self.A_log.to(torch.float32).exp() * a_BSH,
-            torch.sigmoid(self.beta(x_BSD)),
+            delta.beta_factor * torch.sigmoid(self.beta(x_BSD)),
             None if past is None else past.heads_BHKV,
         )
         return out_BSHV, RecurrentState(last_inputs(inputs_BSF, past_BWF, delta.kernel_size), state)

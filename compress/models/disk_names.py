@@ -28,7 +28,8 @@ class DiskNames:
     disk (`layout.py`). In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
     `expert_layouts` are those in which checkpoints store experts, the first one where none is read.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
-    that they store as one with a row for each head, if heads have weights of their own. `in_memory` maps
+    that they store as one with a row for each head, if heads have weights of their own. `in_parts` maps a
+    module of a layer to those under whose names its rows are stored, some after the others. `in_memory` maps
     prefixes of names on disk to those of modules in `transformers`, where the two differ, and
     `in_memory_inside` maps modules of layers that it alone renames. `untouched` are the parts on disk that
     are none of the language model's (`wrapper.py`), `untouched_elsewhere` what vLLM calls modules of theirs
@@ -39,6 +40,7 @@ class DiskNames:
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
     in_heads: frozenset[str] = frozenset()
+    in_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outer_modules: Mapping[str, str] = field(default_factory=lambda: OUTER_MODULES)
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_prefix: str = "model.layers."
@@ -92,6 +94,24 @@ class DiskNames:
         if name in self.in_heads and arch.own_qk_norm:
             return size // arch.layers[int(idx)].head_dim
         return 1 if name in self.in_one_row else None
+
+    def parts(self, stored: str) -> tuple[str, ...]:
+        """Return the tensors that a checkpoint stores in place of one, whose rows they have in this order;
+        none where it stores that one."""
+        module, _, leaf = stored.rpartition(".")
+        whole = next((each for each in self.in_parts if module.endswith(f".{each}")), None)
+        if whole is None:
+            return ()
+        return tuple(f"{module.removesuffix(whole)}{part}.{leaf}" for part in self.in_parts[whole])
+
+    def whole_of(self, part: str) -> str | None:
+        """Return the tensor of which a checkpoint stores some rows under a name, None where that is all."""
+        module, _, leaf = part.rpartition(".")
+        for whole, parts in self.in_parts.items():
+            for each in parts:
+                if module.endswith(f".{each}"):
+                    return f"{module.removesuffix(each)}{whole}.{leaf}"
+        return None
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;

@@ -1,7 +1,8 @@
 """The tensors of a checkpoint by the names that its family writes.
 
 Some versions of `transformers` wrote the names of modules in memory, which differ where a text model is
-inside of another (`wrapper.py`). A checkpoint of either kind is read under one set of names.
+inside of another (`wrapper.py`). A checkpoint of either kind is read under one set of names. A tensor whose
+rows are stored in parts is one here, as well where some program cut it elsewhere than the family does.
 """
 
 from pathlib import Path
@@ -16,13 +17,22 @@ from compress.models.family import Family
 
 
 class FamilyFiles:
-    """Files of safetensors whose names are those that a family writes."""
+    """Files of safetensors whose names are those that a family writes, with the whole of parts."""
 
     def __init__(self, path: Path, family: Family) -> None:
         self._files = TensorFiles(path)
-        self._stored = {family.from_memory(name): name for name in self._files.names()}
-        if len(self._stored) < len(self._files.names()):
+        own = {family.from_memory(name): name for name in self._files.names()}
+        if len(own) < len(self._files.names()):
             raise UnsupportedArch(f"{path} holds tensors under two names of one module.")
+        wholes = {whole for name in own if (whole := family.whole_of(name)) is not None}
+        parts = {whole: family.parts(whole) for whole in wholes}
+        for whole in sorted(parts):
+            if whole in own or (absent := [part for part in parts[whole] if part not in own]):
+                other = f"'{whole}', too" if whole in own else f"no '{absent[0]}'"
+                raise UnsupportedArch(f"{path} holds a part of '{whole}' and {other}.")
+        of_parts = {part for each in parts.values() for part in each}
+        self._stored = {name: (stored,) for name, stored in own.items() if name not in of_parts}
+        self._stored |= {whole: tuple(own[part] for part in each) for whole, each in parts.items()}
 
     def names(self) -> list[str]:
         return list(self._stored)
@@ -31,13 +41,20 @@ class FamilyFiles:
         return name in self._stored
 
     def header(self, name: str) -> TensorHeader:
-        return self._files.header(self._stored.get(name, name))
+        """Return the header of a tensor, of one in parts that of the first."""
+        return self._files.header(self._of(name)[0])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._stored.get(name, name))
+        first, *others = (self._files.shape(each) for each in self._of(name))
+        return (sum(each[0] for each in (first, *others)), *first[1:]) if others else first
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._files.dtype(self._stored.get(name, name))
+        return self._files.dtype(self._of(name)[0])
 
     def get(self, name: str) -> Tensor:
-        return self._files.get(self._stored.get(name, name))
+        first, *others = (self._files.get(each) for each in self._of(name))
+        return torch.cat((first, *others)) if others else first
+
+    def _of(self, name: str) -> tuple[str, ...]:
+        """Return the names in the files of a tensor."""
+        return self._stored.get(name, (name,))

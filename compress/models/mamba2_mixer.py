@@ -32,7 +32,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.A_log = nn.Parameter(torch.zeros(mamba.num_heads))
         self.D = nn.Parameter(torch.ones(mamba.num_heads))
         if mamba.normed:
-            self.norm = Norm(mamba.value_size, arch.norm_eps, heads=mamba.num_key_heads)
+            self.norm = Norm(mamba.value_size, arch.eps_of("mamba.norm"), heads=mamba.num_key_heads)
 
     def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return the outputs of all heads, gated and then normed if they are."""

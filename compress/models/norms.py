@@ -54,9 +54,29 @@ class Norm(nn.Module):
         return normed if self.scale == 1 else normed * self.scale
 
 
-def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1) -> Norm:
+class UnitNorm(nn.Module):
+    """A norm over the last dimension without a weight, with the mean subtracted before if `centered`; the
+    output is multiplied by `scale`."""
+
+    def __init__(self, eps: float, *, centered: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        self.eps = eps
+        self.centered = centered
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_f32 = x.to(torch.float32)
+        if self.centered:
+            x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
+        normed = unit_norm(x_f32, self.eps).to(x.dtype)
+        return normed if self.scale == 1 else normed * self.scale
+
+
+def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1) -> Norm | UnitNorm:
     """Return a norm of a model with `size` weights; those of the stream have a canonical name, and a bias
-    where the model has them."""
+    where the model has them, or no weights where it has none."""
+    if arch.unit_norms and name:
+        return UnitNorm(arch.eps_of(name), centered=arch.norm == "layer", scale=scale)
     return Norm(
         size,
         arch.eps_of(name),
@@ -68,7 +88,7 @@ def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads:
     )
 
 
-def final_norm(arch: Arch) -> Norm:
+def final_norm(arch: Arch) -> Norm | UnitNorm:
     """Return the norm before the head; its output has the scale of the logits."""
     return norm_of(arch, arch.hidden_size, FINAL_NORM, scale=arch.logit_scale)
 

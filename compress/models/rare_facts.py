@@ -21,13 +21,14 @@ _FLAGS = (
     "embed_norm",
     "norm_bias",
     "own_ffn_norm",
+    "unit_norms",
 )
 
 
 def rare_facts(model: Fields) -> dict[str, Any]:
     """Return the facts with a default that a manifest states."""
     rare: dict[str, Any] = {}
-    for name, known in (("norm", NORMS), ("block", BLOCKS)):
+    for name, known in (("norm", NORMS), ("block", BLOCKS), ("recurrent_block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
     for name in _FLAGS:
@@ -39,8 +40,9 @@ def rare_facts(model: Fields) -> dict[str, Any]:
     for name in ("attn_scale", "attn_softcap"):
         if model.has(name):
             model.number(name, *SCALES)
-    if model.has("post_norm_eps"):
-        model.number("post_norm_eps", 0, 1)
+    for name in ("post_norm_eps", "recurrent_norm_eps"):
+        if model.has(name):
+            model.number(name, 0, 1)
     if model.has("query_growth"):
         growth = model.numbers("query_growth", 0, MAX_POSITIONS)
         if len(growth) != 2 or growth[1] < 1:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from compress.models.arch import Arch
+from compress.models.delta_net import DeltaNet
 from compress.models.family import Family
 from compress.models.layout import Place, expert_places, in_turns, row_order
 
@@ -51,6 +52,18 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
     return [
         Place(stop - size, stop, order) for size, stop, order in zip(num_rows, stops, orders, strict=True)
     ]
+
+
+def parts_of(family: Family, arch: Arch, name: str, stored: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors by their names that a checkpoint stores of one that holds a parameter: that one, or
+    parts of it, of the convolution of a recurrence the channels of queries, of keys and of values."""
+    whole = family.tensor(name)
+    parts = family.parts(whole)
+    if not parts:
+        return [(whole, stored)]
+    recurrence = arch.layers[int(name.split(".", 2)[1])].recurrence
+    assert isinstance(recurrence, DeltaNet)
+    return list(zip(parts, stored.split(recurrence.channel_sizes), strict=True))
 
 
 def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> Family:

@@ -200,7 +200,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
     parameter of its own."""
     outer: dict[str, tuple[int, ...]] = {"embed.weight": (arch.vocab_size, arch.hidden_size)}
-    outer["norm.weight"] = (arch.hidden_size,)
+    if not arch.unit_norms:
+        outer["norm.weight"] = (arch.hidden_size,)
     if arch.norm_bias:
         outer["norm.bias"] = (arch.hidden_size,)
     with torch.device("meta"):

@@ -22,7 +22,9 @@ class DeltaLinears:
     weights: DeltaWeights
 
     @staticmethod
-    def of(weights: Weights, norm_eps: float, deployment: Deployment) -> "DeltaLinears":
+    def of(
+        weights: Weights, norm_eps: float, deployment: Deployment, *, beta_factor: float = 1.0
+    ) -> "DeltaLinears":
         """Load them."""
         rows = torch.cat([dense(weights[f"delta.{name}.weight"]) for name in ("beta", "decay")])
 
@@ -37,6 +39,7 @@ class DeltaLinears:
                 in_float32("delta.dt_bias"),
                 deployment.placed(dense(weights["delta.norm.weight"])),
                 norm_eps,
+                beta_factor,
             ),
         )
 

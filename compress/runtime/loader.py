@@ -252,7 +252,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
     weights = source.layer(layer_idx)
 
     def before(name: str) -> RowNorm | None:
-        return stream_norm(arch, weights, name, deployment) if f"{name}.weight" in weights else None
+        exists = arch.unit_norms or f"{name}.weight" in weights
+        return stream_norm(arch, weights, name, deployment) if exists else None
 
     def after(name: str) -> RowNorm | None:
         if f"{name}.weight" not in weights:
@@ -347,7 +348,8 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the delta net of a layer, None where it has none."""
     if not isinstance(shape.recurrence, DeltaNet):
         return None
-    return DeltaLinears.of(weights, arch.norm_eps, deployment)
+    eps = arch.eps_of("delta.norm")
+    return DeltaLinears.of(weights, eps, deployment, beta_factor=shape.recurrence.beta_factor)
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:

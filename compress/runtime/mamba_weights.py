@@ -48,7 +48,7 @@ def mamba_weights(mamba: Mamba2, weights: Weights, arch: Arch, deployment: Deplo
         in_float32("mamba.D"),
         deployment.placed(dense(weights[NORM])) if mamba.normed else None,
         mamba.num_key_heads,
-        arch.norm_eps,
+        arch.eps_of("mamba.norm"),
         arch.factor_of("mamba.gate"),
         arch.factor_of("mamba.dt"),
     )

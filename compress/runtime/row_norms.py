@@ -51,7 +51,10 @@ def stream_norm(
 ) -> RowNorm:
     """Return a norm of the residual stream."""
     eps = arch.norm_eps / stream_scale(arch) ** 2
-    weight = deployment.placed(dense(weights[f"{name}.weight"]))
+    if arch.unit_norms:
+        weight = torch.ones(arch.hidden_size, dtype=deployment.dtype, device=deployment.device)
+    else:
+        weight = deployment.placed(dense(weights[f"{name}.weight"]))
     bias = deployment.placed(dense(weights[f"{name}.bias"])) if arch.norm_bias else None
     return row_norm(arch, weight, name, eps=eps, scale=scale, bias=bias)
 

@@ -24,7 +24,7 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_hf import BY_ANOTHER_NAME, TEXT_FAMILIES
+from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -90,7 +90,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     assert arch.max_position == min(
         theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS)
     )
-    eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"))
+    eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
     if arch.family == "gpt_oss":
         assert arch.activation == "swiglu_clamped"

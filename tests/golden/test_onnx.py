@@ -35,7 +35,16 @@ SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
 STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
-    "recurrences": ("qwen3_5_text", "hybrid-h", "bamba", "lfm2", "lfm3", "nemotron_h", "falcon_h1"),
+    "recurrences": (
+        "qwen3_5_text",
+        "hybrid-h",
+        "bamba",
+        "lfm2",
+        "lfm3",
+        "nemotron_h",
+        "falcon_h1",
+        "olmo_hybrid",
+    ),
     "attention-sinks": ("granite_swa",),
     "latent-attention": ("youtu", "minicpm3", "deepseek_v3-dense", "deepseek_v32-dense"),
     "experts": (

@@ -85,6 +85,20 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
         ),
     },
+    "norms before delta nets and after attention": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "block": "post",
+        "recurrent_block": "pre",
+        "recurrent_norm_eps": 0.01,
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4, doubled_beta=True), rope=None),
+            tiny_shape(),
+            tiny_shape(rope=None),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4, doubled_beta=True), rope=None),
+            tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
+        ),
+    },
     "mamba mixers": {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
@@ -304,6 +318,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "norms with an offset": {"norm_offset": 1.0},
     "layer norms": {"norm": "layer"},
+    "layer norms without weights": {"norm": "layer", "unit_norms": True, "logit_scale": 0.5, "qk_norm": True},
+    "norms without weights in a mixture": {
+        "unit_norms": True,
+        "residual_scale": 0.5,
+        "layers": (tiny_shape(experts=Experts(6, 2, 48)), tiny_shape()),
+    },
     "layer norms with a bias": {"norm": "layer", "norm_bias": True, "norm_offset": 1.0, "logit_scale": 0.5},
     "parallel halves after a norm of each": {"block": "parallel", "own_ffn_norm": True, "qkv_bias": True},
     "parallel halves after a norm with a bias of each": {
@@ -650,7 +670,7 @@ def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: i
 RARE = [
     *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
-    *("gates of heads", "recurrences between two norms"),
+    *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
 ]
 
 

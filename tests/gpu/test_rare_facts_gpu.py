@@ -185,6 +185,19 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=DeltaNet(6, 2, 64, 64, 3)),
         ),
     },
+    "olmo": {"norm": "layer", "unit_norms": True},
+    "olmo hybrid": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "block": "post",
+        "recurrent_block": "pre",
+        "recurrent_norm_eps": 1e-5,
+        "layers": (
+            replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 96, 192, 4, doubled_beta=True)),
+            replace(LAYER, num_kv_heads=8, rope=None),
+            replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 96, 192, 4, doubled_beta=True)),
+        ),
+    },
     "granite 4 h": {
         "attn_scale": 0.03,
         "residual_scale": 0.22,

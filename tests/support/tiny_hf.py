@@ -24,8 +24,10 @@ CONFIGS: dict[str, Any] = {
     "gemma4_text": transformers.Gemma4TextConfig,
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
+    "olmo": transformers.OlmoConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
+    "olmo_hybrid": transformers.OlmoHybridConfig,
     "glm": transformers.GlmConfig,
     "glm4": transformers.Glm4Config,
     "ministral": transformers.MinistralConfig,
@@ -540,6 +542,14 @@ ROUTED = {
 DELTA_NET = {
     "head_dim": 8,
     "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+# A delta net of OLMo Hybrid, whose betas are doubled, before attention.
+TWO_BLOCKS = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
@@ -1871,6 +1881,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "head_dim": 16},
     ),
+    "olmo": ("olmo", {}),
+    "olmo-biases-tied": (
+        "olmo",
+        {
+            "num_key_value_heads": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**TWO_BLOCKS, "rope_parameters": {"rope_theta": None}}),
+    "olmo_hybrid-rope-biases-tied": (
+        "olmo_hybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rms_norm_eps": 1e-4,
+        },
+    ),
     "helium": ("helium", {}),
     "helium-biases": (
         "helium",
@@ -2097,6 +2134,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
+OWN_EPS = {"olmo": 1e-5}
+"""What the norms of families add that no field states."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
@@ -2198,6 +2237,8 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
     model.save_pretrained(directory, **shard)
     if family in SAVED_OTHERWISE:
         rename(directory, SAVED_OTHERWISE[family])
+    if family == "olmo_hybrid":
+        save_as_published(directory, model)
     return model
 
 
@@ -2210,6 +2251,23 @@ SAVED_OTHERWISE = {
         for part in ("layers", "embed_tokens", "norm")
     },
 }
+
+
+def save_as_published(directory: Path, model: Any) -> None:
+    """Save the tensors of an OLMo Hybrid as they are published: with the names of modules in memory, and the
+    convolution in those of queries, keys and values. `transformers` 5.23 cuts it into thirds."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("linear_attn.conv1d.weight"):
+            key_size = model.get_parameter(name.replace("conv1d", "q_proj")).shape[0]
+            sizes = [key_size, key_size, len(tensor) - 2 * key_size]
+            for kind, part in zip("qkv", tensor.split(sizes), strict=True):
+                tensors[name.replace("conv1d", f"{kind}_conv1d")] = part.clone()
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            tensors[name] = tensor.contiguous()
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def rename(directory: Path, parts: dict[str, str]) -> None:

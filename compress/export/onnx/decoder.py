@@ -70,8 +70,8 @@ class DecoderGraph:
         arch = self._arch
         graph = self._graph
         name = f"layers.{idx}"
-        has_pre = arch.block != "post"
-        has_post = arch.block in ("post", "sandwich")
+        has_pre = arch.block_of(arch.layers[idx]) != "post"
+        has_post = arch.norms_outputs(arch.layers[idx])
         normed = self._norm(x_TD, f"{name}.attn_norm") if has_pre else x_TD
         attended = self._attention(normed, idx)
         if has_post:
@@ -253,13 +253,15 @@ class DecoderGraph:
         """Return the norm over the last dimension, times its weight, and with its bias where it has one."""
         graph = self._graph
         arch = self._arch
-        weight = self._linear.weight(f"{name}.weight")
         of_layer = name.split(".", 2)[2] if name.startswith("layers.") else name
         x_f32 = self._cast(x, F32)
         if arch.norm == "layer":
             last = graph.constant([-1], I64)
             x_f32 = graph.op("Sub", x_f32, graph.op("ReduceMean", x_f32, last, keepdims=1))
         normed = self._unit(x_f32, arch.eps_of(of_layer))
+        if arch.unit_norms and not of_layer.startswith("attn."):
+            return self._cast(normed, self._dtype, F32)
+        weight = self._linear.weight(f"{name}.weight")
         if arch.norm == "rms" and not arch.norm_offset:
             return graph.op("Mul", self._cast(normed, self._dtype, F32), weight)
         weight = self._cast(weight, F32)

@@ -3,10 +3,10 @@ once (the WY form of arXiv 2406.06484 with the decays of arXiv 2412.06464), so t
 tensor cores: what `models/delta_net.py` does in torch.
 
 The first launch prepares every chunk of every head, none of which waits for another; the second takes some
-columns of the state of a head from chunk to chunk. Keys and queries have at most length one, decays and the
-factors of updates are at most one, and so is what follows from them: it is multiplied in float16, whose 11
-bits are those of TF32. What has the size of values is multiplied in TF32, rounded to it first. Models in
-float32 are multiplied in float32.
+columns of the state of a head from chunk to chunk. Keys and queries have at most length one, decays are at
+most one and the factors of updates at most two, and so is what follows from them: it is multiplied in
+float16, whose 11 bits are those of TF32. What has the size of values is multiplied in TF32, rounded to it
+first. Models in float32 are multiplied in float32.
 
 Chunks have 32 rows and not 64, for which Triton takes the tensor core instructions of Hopper: versions of
 the first launch in those read beyond shared memory (triton 3.6, 2026-11-28).

@@ -58,6 +58,7 @@ def _convolve(
     beta_stride: tl.tensor,
     q_scale: tl.tensor,
     length_eps: tl.tensor,
+    beta_factor: tl.tensor,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -115,7 +116,7 @@ def _convolve(
         gate_at = gates_ptr + row.to(tl.int64) * (2 * H) + own
         tl.store(gate_at, tl.load(decay_rate_ptr + own) * softplus, mask=in_pass)
         beta = tl.load(at, mask=in_pass, other=0.0)
-        tl.store(gate_at + H, 1 / (1 + tl.exp(-beta)), mask=in_pass)
+        tl.store(gate_at + H, beta_factor / (1 + tl.exp(-beta)), mask=in_pass)
 
 
 @jit(varying=("row_stride",))
@@ -223,6 +224,7 @@ def delta_net(
         beta_decay_TH.stride(0),
         delta.key_dim**-0.5,
         LENGTH_EPS,
+        weights.beta_factor,
         **heads,
         W=delta.kernel_size,
         M=states.inputs.shape[1],

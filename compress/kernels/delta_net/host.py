@@ -50,7 +50,8 @@ def _gated(part: Part, weights: DeltaWeights, qkv_gate_TF: Tensor, beta_decay_TH
     v_THV = v_TF.unflatten(1, (-1, delta.value_dim)).to(torch.float32)
     beta_TH, decay_TH = beta_decay_TH.chunk(2, dim=1)
     log_decay_TH = weights.decay_rate_H * F.softplus(decay_TH + weights.dt_bias_H)
-    operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_TH, torch.sigmoid(beta_TH)
+    beta_TH = weights.beta_factor * torch.sigmoid(beta_TH)
+    operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_TH, beta_TH
     out_THV = (_step if part.length == 1 else _chunks)(part, *operands)
     normed_THV = rms_norm(out_THV.to(gate_TZ.dtype), weights.norm_V, weights.norm_eps)
     return (normed_THV.flatten(1) * F.silu(gate_TZ.to(torch.float32))).to(gate_TZ.dtype)

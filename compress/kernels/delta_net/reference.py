@@ -81,7 +81,8 @@ def _step(
     log_decay_H = weights.decay_rate_H * F.softplus(decay_H + weights.dt_bias_H)
     state_HVK = state_HVK * log_decay_H.exp().view(-1, 1, 1)
     held_HV = (state_HVK * k_HK.unsqueeze(1)).sum(-1)
-    update_HV = torch.sigmoid(beta_H).unsqueeze(-1) * (v_HV - held_HV)
+    beta_H1 = weights.beta_factor * torch.sigmoid(beta_H).unsqueeze(-1)
+    update_HV = beta_H1 * (v_HV - held_HV)
     state_HVK = state_HVK + k_HK.unsqueeze(1) * update_HV.unsqueeze(-1)
     return (state_HVK * (q_HK * delta.key_dim**-0.5).unsqueeze(1)).sum(-1), state_HVK
 

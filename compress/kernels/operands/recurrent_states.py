@@ -50,13 +50,15 @@ def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int
 @dataclass(frozen=True)
 class DeltaWeights:
     """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log)
-    and dt_bias [H], float32, and the weight of the norm of a head [V]."""
+    and dt_bias [H], float32, and the weight of the norm of a head [V]. `beta_factor` multiplies the sigmoids
+    of beta."""
 
     conv_FW: Tensor
     decay_rate_H: Tensor
     dt_bias_H: Tensor
     norm_V: Tensor
     norm_eps: float
+    beta_factor: float = 1.0
 
 
 def padded_rows(num_rows: int) -> int:

@@ -24,6 +24,7 @@ SHAPES = {
     "two value heads a key head": DeltaNet(4, 2, 8, 12, 4),
     "one key head, wide keys": DeltaNet(3, 1, 24, 8, 2),
     "as Qwen3.5": DeltaNet(2, 1, 128, 128, 4),
+    "doubled beta": DeltaNet(4, 2, 12, 24, 4, doubled_beta=True),
 }
 each_shape = pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("delta_net")
@@ -46,6 +47,7 @@ class Case(recurrences.Case):
             randn(delta.num_heads).to(device),
             (1 + 0.1 * randn(delta.value_dim)).to(device, dtype),
             1e-6,
+            delta.beta_factor,
         )
         x = randn(length, delta.num_channels + delta.value_size).to(device, dtype)
         return Case(delta, weights, (x, randn(length, 2 * delta.num_heads).to(device)))
@@ -67,7 +69,7 @@ class Case(recurrences.Case):
             k,
             v.unflatten(-1, (-1, delta.value_dim)),
             self.weights.decay_rate_H * F.softplus(decay + self.weights.dt_bias_H),
-            torch.sigmoid(beta),
+            torch.sigmoid(beta) * (2 if delta.doubled_beta else 1),
         )
         norm = Norm(delta.value_dim, self.weights.norm_eps)
         norm.weight = torch.nn.Parameter(self.weights.norm_V.float())

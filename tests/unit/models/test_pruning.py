@@ -74,6 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_out_multiplier": 0.9,
         "mlp_multipliers": [0.8, 0.7],
     },
+    "olmo": {"model_type": "olmo", "attention_bias": True},
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
     "laguna": {
         "model_type": "laguna",
