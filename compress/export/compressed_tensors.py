@@ -61,7 +61,6 @@ from compress.export.rules import layout_rules, quantized_linears, shapes, start
 from compress.export.vllm import on_a_gpu, vllm_builds
 from compress.models.arch import Arch
 from compress.models.linear_groups import LINEAR_GROUPS
-from compress.models.recurrences import RECURRENCES
 from compress.quant.codec import (
     ForeignCodec,
     byte_scale_leaves,

@@ -130,7 +130,7 @@ def gated_delta_rule(
     operands = q_BSHK, k_BSHK, v_BSHV, log_decay_BSH, beta_BSH
     length = q_BSHK.shape[1]
     if log_decay_BSH.dim() == 4:
-        return _rule_of_channels(*_in_chunks(operands, CHANNEL_CHUNK), length, state_BHKV)
+        return _rule_of_channels(_in_chunks(operands, CHANNEL_CHUNK), length, state_BHKV)
     q, k, v, log_decay, beta = _in_chunks(operands, CHUNK)
     chunk = q.shape[3]
     total = log_decay.cumsum(-1)
@@ -173,19 +173,14 @@ def _in_chunks(operands: tuple[Tensor, ...], most: int) -> tuple[Tensor, ...]:
 
 
 def _rule_of_channels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    length: int,
-    state_BHKV: Tensor | None,
+    operands: tuple[Tensor, ...], length: int, state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return what `gated_delta_rule` does, with decays of channels, from its operands in chunks.
 
     What a state keeps of a channel between two positions is the exponential of a difference of sums, which
     is never positive: the quotient of two exponentials would overflow where a channel forgets fast.
     """
+    q, k, v, *_ = operands
     chunk = q.shape[3]
     unseen = ~torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
     eye = torch.eye(chunk, device=q.device)
@@ -195,9 +190,7 @@ def _rule_of_channels(
         else state_BHKV.to(torch.float32)
     )
     outputs = []
-    for q_N, k_N, v_N, log_decay_N, beta_N in zip(
-        *(each.unbind(2) for each in (q, k, v, log_decay, beta)), strict=True
-    ):
+    for q_N, k_N, v_N, log_decay_N, beta_N in zip(*(each.unbind(2) for each in operands), strict=True):
         total = log_decay_N.cumsum(-2)
         between = total.unsqueeze(-2) - total.unsqueeze(-3)
         kept_keys = between.masked_fill(unseen, -torch.inf).exp() * k_N.unsqueeze(-3)

@@ -1,7 +1,7 @@
 """The module of a gated delta net (`delta_net.py`), which takes the place of attention in a layer.
 
-Shapes: B batch, S sequence, D hidden, H value heads, K key dimension, V value dimension, F outputs of linears,
-W positions of the convolution.
+Shapes: B batch, S sequence, D hidden, H value heads, K key dimension, V value dimension, F outputs of
+linears, W positions of the convolution.
 """
 
 import torch
@@ -55,7 +55,7 @@ class GatedDeltaNet(RecurrentMixer):
         delta = self.delta
         inputs_BSF = torch.cat((self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)), dim=-1)
         past_BWF = None if past is None else past.inputs_BWF
-        mixed_BSF = convolved(inputs_BSF, self._convolution_FW(), past_BWF)
+        mixed_BSF = convolved(inputs_BSF, self._convolution_weights(), past_BWF)
         sizes = [delta.key_size, delta.key_size, delta.value_size]
         q_BSF, k_BSF, v_BSF = mixed_BSF.split(sizes, dim=-1)
         repeat = delta.num_heads // delta.num_key_heads
@@ -73,8 +73,8 @@ class GatedDeltaNet(RecurrentMixer):
         )
         return out_BSHV, RecurrentState(last_inputs(inputs_BSF, past_BWF, delta.kernel_size), state)
 
-    def _convolution_FW(self) -> Tensor:
-        """Return the weights of the convolution of queries, keys and values."""
+    def _convolution_weights(self) -> Tensor:
+        """Return the weights of the convolution of queries, keys and values [F, W]."""
         if not self.delta.rank:
             return self.conv.weight.squeeze(1)
         return torch.cat([each.weight for each in (self.q_conv, self.k_conv, self.v_conv)]).squeeze(1)

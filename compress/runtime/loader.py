@@ -347,7 +347,7 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the delta net of a layer, None where it has none."""
     if not isinstance(shape.recurrence, DeltaNet):
         return None
-    return DeltaLinears.of(weights, arch.norm_eps, deployment)
+    return DeltaLinears.of(shape.recurrence, weights, arch.norm_eps, deployment)
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:

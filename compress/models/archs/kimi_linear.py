@@ -1,6 +1,6 @@
-"""Kimi Linear (arXiv 2510.26692): most layers have Kimi Delta Attention, a gated delta net whose states forget
-each channel of a key by itself, and the others latent attention without positions. The first layer is dense,
-and the others have the experts of DeepSeek-V3. On the hub a mapping of its own states which layers attend."""
+"""Kimi Linear (arXiv 2510.26692): most layers have Kimi Delta Attention, a gated delta net whose states
+forget each channel of a key by itself, and the others latent attention without positions. The first layer is
+dense, and the others have the experts of DeepSeek-V3. A mapping in its configs states which layers attend."""
 
 from collections.abc import Mapping
 from dataclasses import replace
