@@ -592,6 +592,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **_DELTA},
+    "kimi_linear": {
+        "architectures": ["KimiLinearForCausalLM"],
+        **_LATENT_WIDTHS,
+        "q_lora_rank": None,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",  # what vLLM's class reads, as the mapping
+        "mla_use_nope": True,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+            "head_dim": 128,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
 }
 MIXTURES = tuple(
@@ -599,7 +621,16 @@ MIXTURES = tuple(
 )
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu", "minicpm3")
+LATENT = (
+    "kimi_linear",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "youtu",
+    "minicpm3",
+)
 """Families whose rows of latents end within a block, so that no `fp8` checkpoint holds them."""
 ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
 """The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""

@@ -28,8 +28,8 @@ from compress.models.recurrence import Recurrence
 CHUNK = 64
 """Positions whose updates are solved for at once."""
 CHANNEL_CHUNK = 16
-"""The same where each channel of keys has a decay, with as many numbers for each pair of positions: those of
-32 heads of 128 channels take 4 MiB a sequence."""
+"""Positions of a chunk where each channel of keys has a decay. Each pair of them has as many numbers as there
+are channels: those of 32 heads of 128 channels take 4 MiB a sequence."""
 LENGTH_EPS = 1e-6
 """The published code and `transformers` add this to the squared length of a query or a key before they divide
 by its root."""

@@ -3,7 +3,7 @@ and for the gated norm of each head, which also keeps the inputs of the last pos
 
 Rows of decode, and a few of a prompt, go one after the other (`recurrence/steps.py`), so that the bits of a
 row do not depend on how many rows of its sequence a step has. Longer parts of prompts go in chunks
-(`chunks.py`); where each channel of keys has a decay, all rows of prompts go one after the other, too.
+(`chunks.py`).
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
 D decays (`DeltaWeights`), K key dimension, V value dimension, W positions of the convolution, M inputs of a
@@ -225,7 +225,6 @@ def delta_net(
     counts = num_rows, num_sequences
     options = pdl_options(device)
     by_chunks = is_prompt and num_rows > chunking.FEW_ROWS and delta.key_dim <= chunks.MAX_KEY
-    by_chunks = by_chunks and not by_channel
     rows, warps = (PROMPT_ROWS, PROMPT_WARPS) if is_prompt and num_rows > SHORT_ROWS else (1, 1)
     _convolve[(triton.cdiv(num_rows, rows), 2 * delta.num_key_heads + delta.num_heads)](
         qkv_gate_TF,

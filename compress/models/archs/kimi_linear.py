@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from compress.models.arch import Arch
-from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
+from compress.models.archs.glm4_moe import MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.config_facts import only_own_code
 from compress.models.delta_net import DeltaNet
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.layer_types import FULL, LINEAR
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
-from compress.models.mixture import apart, shared_of, sparse_by_type_or_count, state_both
+from compress.models.mixture import BARE, apart, in_one, shared_of, sparse_by_type_or_count, state_both
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
@@ -42,6 +42,18 @@ _MIXTURE = replace(
     state_sparse=state_both,
     read_more=shared_of("n_shared_experts"),
 )
+
+
+_MOE = "block_sparse_moe"
+_FORGET = "self_attn.forget_gate"
+_STACKED = in_one(
+    f"{_MOE}.experts.gate_up_proj",
+    f"{_MOE}.experts.down_proj",
+    suffixes=BARE,
+    modules=dict.fromkeys(("delta.q_conv", "delta.k_conv", "delta.v_conv"), "self_attn.conv1d"),
+)
+"""The layout that `transformers` has in memory, in which other modules have their names on disk."""
+_RENAMED = ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
 
 
 def _kimi_delta_of(config: Fields) -> DeltaNet:
@@ -132,19 +144,12 @@ KIMI_LINEAR = Family(
         "delta.gate": "self_attn.g_b_proj",
         "delta.norm": "self_attn.o_norm",
         "delta.o": "self_attn.o_proj",
-        "moe.router": "block_sparse_moe.gate",
-        "moe.selection_bias": "block_sparse_moe.gate.e_score_correction_bias",
-        "moe.shared.gate": "block_sparse_moe.shared_experts.gate_proj",
-        "moe.shared.up": "block_sparse_moe.shared_experts.up_proj",
-        "moe.shared.down": "block_sparse_moe.shared_experts.down_proj",
+        **{name: each.replace("mlp.", f"{_MOE}.") for name, each in MIXTURE_MODULES.items()},
     },
-    expert_layouts=(apart("block_sparse_moe.experts", ("w1", "w3", "w2")),),
+    expert_layouts=(apart(f"{_MOE}.experts", ("w1", "w3", "w2")), _STACKED),
     in_memory_inside={
-        "self_attn.f_a_proj": "self_attn.forget_gate.f_a_proj",
-        "self_attn.f_b_proj": "self_attn.forget_gate.f_b_proj",
-        "block_sparse_moe.gate": "mlp.gate",
-        "block_sparse_moe.experts": "mlp.experts",
-        "block_sparse_moe.shared_experts": "mlp.shared_experts",
+        **{f"self_attn.{name}": f"{_FORGET}.{name}" for name in _RENAMED},
+        **{f"{_MOE}.{part}": f"mlp.{part}" for part in ("gate", "experts", "shared_experts")},
     },
     known_fields=frozenset({*_MIXTURE.fields.values(), *_ALIASES, *_WIDTHS, _LINEAR})
     | {

@@ -25,7 +25,7 @@ SHAPES = {
     "one key head, wide keys": DeltaNet(3, 1, 24, 8, 2),
     "as Qwen3.5": DeltaNet(2, 1, 128, 128, 4),
     "a decay of each channel": DeltaNet(3, 3, 12, 20, 3, rank=5),
-    "as Kimi Linear": DeltaNet(2, 2, 128, 128, 4, rank=128),
+    "as Kimi Linear": DeltaNet(1, 1, 128, 128, 4, rank=128),
 }
 each_shape = pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("delta_net")
