@@ -38,7 +38,9 @@ MAX_KEY = 128
 """Numbers of a key whose products fit a multiprocessor."""
 BOX = 64
 SOLVE_WARPS = 4
-"""Columns that one product of the first launch has, and the warps of its programs."""
+CHANNEL_WARPS = 8
+"""Columns that one product of the first launch has, and the warps of its programs; more where channels have
+decays, which take as many registers as keys."""
 COLUMNS = 16
 WARPS = 2
 STAGES = 4
@@ -133,7 +135,7 @@ def _solve(
                 after = second & (column >= middle) & (column <= row)
                 until = (half % 2 == 0) & (column > row) & (column < middle)
                 between = tl.where(after | until, 1.0, 0.0)
-                kept = tl.exp(tl.dot(between, decay, input_precision="ieee"))
+                kept = tl.exp(tl.dot(between, decay, input_precision="tf32x3" if TF32 else "ieee"))
                 first_keys = tl.trans((k * kept).to(dtype))
                 pair = second & (column // (1 << level) == half - 1)
                 of_level = tl.dot((q * kept).to(dtype), first_keys, input_precision=PRECISION)
@@ -344,7 +346,7 @@ def recur(
         F=delta.num_channels,
         LEVELS=CHUNK.bit_length() - 1,
         BOX=min(BOX, k_tile, v_tile),
-        num_warps=SOLVE_WARPS,
+        num_warps=CHANNEL_WARPS if by_channel else SOLVE_WARPS,
         **shared,
     )
     parts = num_heads, triton.cdiv(delta.value_dim, COLUMNS)
