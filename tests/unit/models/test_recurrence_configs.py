@@ -406,6 +406,23 @@ def consumers(arch: Arch, form: str, scheme: ModelScheme) -> dict[str, str | Non
     return {each.name: None if each.loads else each.note for each in stated}
 
 
+def test_vllm_loads_kimi_as_its_published_configs_state_it() -> None:
+    w8 = ModelScheme(SCHEMES["W8A16"])
+
+    def refusal(config: Mapping[str, Any], **changes: Any) -> str | None:
+        return consumers(arch_of(config, **changes), "compressed-tensors", w8)["vLLM"]
+
+    published = {**KIMI, "mla_use_nope": True, "hidden_size": 64, "intermediate_size": 64}
+    published |= {"moe_intermediate_size": 64, "kv_lora_rank": 32, "v_head_dim": 8}
+    published["linear_attn_config"] = {**KIMI["linear_attn_config"], "num_heads": 2}
+    assert refusal(published) is None
+    assert "no latent of queries and no biases" in str(refusal(published, q_lora_rank=32))
+    assert "no latent of queries and no biases" in str(refusal(published, attention_bias=True))
+    assert "reads mla_use_nope," in str(refusal(published, mla_use_nope=None))
+    unstated = refusal(published, linear_attn_config=None, mla_use_nope=None, num_hidden_layers=6)
+    assert "reads linear_attn_config and mla_use_nope," in str(unstated)
+
+
 def test_vllm_finds_codes_of_mamba_mixers_of_granite_only_where_one_scheme_is_for_all() -> None:
     arch = arch_of(FAMILIES["granitemoehybrid"])
     w4, w8 = SCHEMES["W4A16_G32"], SCHEMES["W8A16"]
