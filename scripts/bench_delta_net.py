@@ -40,11 +40,11 @@ class Case:
             return torch.randn(*shape, generator=generator, device=device)
 
         self.rows = 0.3 * randn(num_rows, delta.num_channels + delta.value_size).to(dtype)
-        self.beta_decay = randn(num_rows, 2 * delta.num_heads)
+        self.beta_decay = randn(num_rows, delta.num_heads + delta.num_decays)
         self.weights = DeltaWeights(
             0.3 * randn(delta.num_channels, delta.kernel_size).to(dtype),
             -randn(delta.num_heads).exp(),
-            randn(delta.num_heads),
+            randn(delta.num_decays),
             torch.ones(delta.value_dim, dtype=dtype, device=device),
             1e-6,
         )

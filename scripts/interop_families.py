@@ -604,6 +604,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **_DELTA},
+    "kimi_linear": {
+        "architectures": ["KimiLinearForCausalLM"],
+        **_LATENT_WIDTHS,
+        "q_lora_rank": None,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",  # what vLLM's class reads, as the mapping
+        "mla_use_nope": True,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+            "head_dim": 128,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
 }
 MIXTURES = tuple(

@@ -49,7 +49,7 @@ def read_groups(quantization_config: Mapping[str, Any], linears: list[str]) -> d
         scheme = _read_scheme(
             groups.mapping(name), group, group.text("format", default=stated.text("format", default=""))
         )
-        for target in group.texts("targets", default=()):
+        for target in dict.fromkeys(group.texts("targets", default=())):
             if target in by_target:
                 raise UnsupportedFormat(
                     f"two of the checkpoint's config_groups target {target}; they contradict each other."

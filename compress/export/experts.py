@@ -21,6 +21,10 @@ NOT_GATHERED = ("gemma4", "gemma4_text", "granitemoehybrid", "qwen3_vl_moe", "mi
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
+GATHERED_CONVOLUTIONS = ("kimi_linear",)
+"""Families whose convolutions transformers gathers from tensors of q, k and v. Where experts have codes other
+than FP8 it drops what it gathers and has no codes: 'Ckpt contains: 0'."""
+
 Group = tuple[Scheme, list[str]]
 """A scheme and the names of its linears."""
 
@@ -63,14 +67,24 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
     one = next(iter(schemes)) if len(schemes) == 1 else None
     if arch.family in NOT_GATHERED and schemes:
         return "has all experts of a layer in one tensor, and does not gather them from tensors of each"
+    if arch.family in GATHERED_CONVOLUTIONS and not _has_fp8_experts(one, scheme):
+        return "drops the convolutions of delta nets of checkpoints with other experts than FP8"
     if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):
         return None
-    if one is None and all(map(_is_channel_fp8, scheme.all)):
+    if _has_fp8_experts(one, scheme):
         return None
     return (
         "takes experts of one symmetric packed scheme, or of FP8 with channel scales and without static ones "
         "of inputs"
     )
+
+
+def _has_fp8_experts(of_experts: Scheme | None, scheme: ModelScheme) -> bool:
+    """Return whether transformers decodes experts as FP8: of theirs, or of other linears where experts have
+    no scheme."""
+    if of_experts is not None:
+        return _is_channel_fp8(of_experts)
+    return all(map(_is_channel_fp8, scheme.all))
 
 
 def _is_packed(scheme: Scheme) -> bool:

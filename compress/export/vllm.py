@@ -37,6 +37,8 @@ NO_GPTQ_OF_STABLELM = (
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
 also looks up those of attention and of the FFN by others."""
+KIMI_STATES = ("linear_attn_config", "mla_use_nope")
+"""Fields of Kimi Linear that vLLM's class reads; configs that `transformers` writes may have others."""
 UNKNOWN = {
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
@@ -57,6 +59,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if arch.family == "olmo_hybrid" and arch.qkv_bias:
         return "its attention of OLMo Hybrid has no biases"
+    if arch.family == "kimi_linear" and (reason := _why_kimi_refused(arch)):
+        return reason
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -64,6 +68,16 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
     if is_by_name and _renames_mixers(arch):
         return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
+
+
+def _why_kimi_refused(arch: Arch) -> str | None:
+    """Return why vLLM's class of Kimi Linear does not load a model, None where it does."""
+    if arch.qkv_bias or arch.o_bias or any(each.latent and each.latent.q_rank for each in arch.layers):
+        return "its class of Kimi Linear has no latent of queries and no biases"
+    absent = [name for name in KIMI_STATES if not arch.config.get(name)]
+    if absent:
+        return f"its class of Kimi Linear reads {' and '.join(absent)}, which this config does not state"
+    return None
 
 
 def why_vllm_refuses_gptq(arch: Arch) -> str | None:

@@ -173,7 +173,7 @@ def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int) -> 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
-    shape = arch.layers[0]
+    shape = next((layer for layer in arch.layers if layer.latent is not None), arch.layers[0])
     latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
     rank = latent.kv_rank
     head_dim = shape.head_dim

@@ -37,7 +37,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `leading_dim`: so many first dimensions of q and k turn, half with half
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
-    delta_net          fn(qkv_gate_TF, beta_decay_TH, weights, states, sequences) -> the gated outputs [T, Z]
+    delta_net          fn(qkv_gate_TF, beta_decay_TH, weights, states, sequences, *, gate_TZ=None)
+                          -> the gated outputs [T, Z]; `gate_TZ` are gates that do not follow q, k and v
                        weights are `DeltaWeights`; writes slots of `RecurrentStates` that `Sequences` names
     mamba2             fn(rows_TF, weights, states, sequences) -> the gated and normed outputs [T, Z]
                        rows are C, B, x, gates and dt; weights are `MambaWeights`; writes such slots, too

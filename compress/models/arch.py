@@ -174,8 +174,8 @@ class Arch:
 
     @cached_property
     def has_latents(self) -> bool:
-        """Whether queries, keys and values are linears of latents, in all layers."""
-        return self.layers[0].latent is not None
+        """Whether queries, keys and values are linears of latents, in all layers with attention."""
+        return any(layer.latent is not None for layer in self.layers)
 
     @cached_property
     def has_recurrences(self) -> bool:

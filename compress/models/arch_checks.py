@@ -88,7 +88,7 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
                 "its heads; those norms are for the halves of whole heads."
             )
-        if (layer.latent is not None) != arch.has_latents:
+        if layer.attends and (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
         if arch.activation not in (known := _activations_of(layer)):
             what = "the FFN has" if layer.experts is None else "the experts have"

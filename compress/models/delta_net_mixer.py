@@ -1,7 +1,7 @@
 """The module of a gated delta net (`delta_net.py`), which takes the place of attention in a layer.
 
-Shapes: B batch, S sequence, D hidden, H value heads, V value dimension, F outputs of linears, W positions of
-the convolution.
+Shapes: B batch, S sequence, D hidden, H value heads, K key dimension, V value dimension, F outputs of
+linears, W positions of the convolution.
 """
 
 import torch
@@ -23,30 +23,39 @@ class GatedDeltaNet(RecurrentMixer):
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
-    gate: nn.Linear
 
     def __init__(self, arch: Arch, shape: LayerShape, delta: DeltaNet) -> None:
         super().__init__(arch, shape)
         self.delta = delta
         self.beta = Linear(arch.hidden_size, delta.num_heads, bias=False)
-        self.decay = Linear(arch.hidden_size, delta.num_heads, bias=False)
-        self.conv = convolution_of(delta)
-        self.dt_bias = nn.Parameter(torch.ones(delta.num_heads))
-        self.A_log = nn.Parameter(torch.zeros(delta.num_heads))
+        self.decay = Linear(delta.rank or arch.hidden_size, delta.num_decays, bias=False)
+        if delta.rank:
+            self.decay_down = Linear(arch.hidden_size, delta.rank, bias=False)
+            self.gate_down = Linear(arch.hidden_size, delta.rank, bias=False)
+            self.gate = Linear(delta.rank, delta.value_size, bias=False)
+            self.q_conv = convolution_of(delta, delta.key_size)
+            self.k_conv = convolution_of(delta, delta.key_size)
+            self.v_conv = convolution_of(delta, delta.value_size)
+        else:
+            self.conv = convolution_of(delta)
+        self.dt_bias = nn.Parameter(torch.ones(delta.num_decays))
+        self.A_log = nn.Parameter(torch.zeros(delta.dense_shapes(arch.hidden_size)["delta.A_log"]))
         self.norm = Norm(delta.value_dim, arch.eps_of("delta.norm"))
 
     def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return the outputs of all heads, each normed, and gated."""
         out_BSHV, state = self._attended(x_BSD, past)
         normed_BSF = self.norm(out_BSHV.to(x_BSD.dtype)).flatten(-2)
-        return (normed_BSF * F.silu(self.gate(x_BSD).to(torch.float32))).to(x_BSD.dtype), state
+        gate_BSF = self.gate(self.gate_down(x_BSD) if self.delta.rank else x_BSD).to(torch.float32)
+        factor_BSF = torch.sigmoid(gate_BSF) if self.delta.rank else F.silu(gate_BSF)
+        return (normed_BSF * factor_BSF).to(x_BSD.dtype), state
 
     def _attended(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return what the recurrence computes of all positions, [B, S, H, V], and the state after them."""
         delta = self.delta
         inputs_BSF = torch.cat((self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)), dim=-1)
         past_BWF = None if past is None else past.inputs_BWF
-        mixed_BSF = convolved(inputs_BSF, self.conv.weight.squeeze(1), past_BWF)
+        mixed_BSF = convolved(inputs_BSF, self._convolution_weights(), past_BWF)
         sizes = [delta.key_size, delta.key_size, delta.value_size]
         q_BSF, k_BSF, v_BSF = mixed_BSF.split(sizes, dim=-1)
         repeat = delta.num_heads // delta.num_key_heads
@@ -54,13 +63,28 @@ class GatedDeltaNet(RecurrentMixer):
             of_length_one(each.unflatten(-1, (-1, delta.key_dim))).repeat_interleave(repeat, dim=-2)
             for each in (q_BSF, k_BSF)
         )
-        a_BSH = F.softplus(self.decay(x_BSD).to(torch.float32) + self.dt_bias)
         out_BSHV, state = gated_delta_rule(
             q_BSHK * delta.key_dim**-0.5,
             k_BSHK,
             v_BSF.unflatten(-1, (-1, delta.value_dim)),
-            -self.A_log.to(torch.float32).exp() * a_BSH,
+            self._log_decay(x_BSD),
             delta.beta_factor * torch.sigmoid(self.beta(x_BSD)),
             None if past is None else past.heads_BHKV,
         )
         return out_BSHV, RecurrentState(last_inputs(inputs_BSF, past_BWF, delta.kernel_size), state)
+
+    def _convolution_weights(self) -> Tensor:
+        """Return the weights of the convolution of queries, keys and values [F, W]."""
+        if not self.delta.rank:
+            return self.conv.weight.squeeze(1)
+        return torch.cat([each.weight for each in (self.q_conv, self.k_conv, self.v_conv)]).squeeze(1)
+
+    def _log_decay(self, x_BSD: Tensor) -> Tensor:
+        """Return the log of what states keep, float32: of each head [B, S, H], or of each channel of its keys
+        [B, S, H, K]."""
+        if not self.delta.rank:
+            a_BSH = F.softplus(self.decay(x_BSD).to(torch.float32) + self.dt_bias)
+            return -self.A_log.to(torch.float32).exp() * a_BSH
+        decay_BSF = self.decay(self.decay_down(x_BSD)).to(torch.float32)
+        a_BSHK = F.softplus(decay_BSF + self.dt_bias).unflatten(-1, (self.delta.num_heads, -1))
+        return -self.A_log.to(torch.float32).exp() * a_BSHK

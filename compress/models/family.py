@@ -91,9 +91,9 @@ class Family(DiskNames):
     fields to the family's own; `implied` returns the standard fields that follow from older or shorter
     spellings, and `restated` the fields to write that follow from several facts.
 
-    `latent` reads the latents of attention, which all layers have (`latent_config.py`), and `recurrence` what
-    layers of linear attention have in its place (`delta_net_config.py`, `mamba2_config.py`), or all layers in
-    families whose attention and recurrences are `joint`. With
+    `latent` reads the latents of attention, which all layers with attention have (`latent_config.py`), and
+    `recurrence` what layers of linear attention have in its place (`delta_net_config.py`,
+    `mamba2_config.py`), or all layers in families whose attention and recurrences are `joint`. With
     `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
     no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to
     the fields that state them for those with full attention, in families in which these layers have others
@@ -209,7 +209,7 @@ class Family(DiskNames):
                 chunk=chunk_of(config, kind),
                 experts=mixture,
                 keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
-                latent=latent,
+                latent=None if kind == LINEAR else latent,
                 output_gate=kind != LINEAR and _flag(self.output_gate, config),
                 head_gate=None if kind == LINEAR else self.head_gate(config),
                 recurrence=self._recurrence(config) if kind == LINEAR or self.joint else None,

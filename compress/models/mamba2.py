@@ -34,10 +34,14 @@ class Mamba2(Recurrence):
     `normed`; the convolution has a bias or none."""
 
     module: ClassVar[str] = "mamba"
-    first_linears: ClassVar[tuple[str, ...]] = ("mamba.C", "mamba.B", "mamba.x", "mamba.gate", "mamba.dt")
 
     conv_bias: bool
     normed: bool = True
+
+    @property
+    def first_linears(self) -> tuple[str, ...]:
+        """The linears that read the stream."""
+        return ("mamba.C", "mamba.B", "mamba.x", "mamba.gate", "mamba.dt")
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
         """Return [O, I] of the linears that schemes quantize."""

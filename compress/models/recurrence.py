@@ -32,10 +32,6 @@ class Recurrence(ABC):
 
     module: ClassVar[str]
     """The module of a layer that computes it; its linears and other parameters have this name first."""
-    first_linears: ClassVar[tuple[str, ...]]
-    """The linears that read the stream, in the order in which a runtime stacks them: queries, keys, values
-    and the gate of the outputs come first."""
-
     least_key_dim: ClassVar[int] = 1
 
     num_heads: int
@@ -43,6 +39,12 @@ class Recurrence(ABC):
     key_dim: int
     value_dim: int
     kernel_size: int
+
+    @property
+    @abstractmethod
+    def first_linears(self) -> tuple[str, ...]:
+        """The linears that read the stream, in the order in which a runtime stacks them: queries, keys,
+        values and the gate of the outputs come first."""
 
     @property
     def key_size(self) -> int:
@@ -90,7 +92,7 @@ class Recurrence(ABC):
             **{
                 each.name: stored.flag(each.name, default=_default_of(each))
                 if each.type is bool
-                else stored.integer(each.name, cls.least_key_dim if each.name == "key_dim" else 1, MAX_SIZE)
+                else _integer_of(stored, each, cls.least_key_dim if each.name == "key_dim" else 1)
                 for each in dataclasses.fields(cls)
             }
         )
@@ -98,6 +100,13 @@ class Recurrence(ABC):
 
 def _default_of(field: "dataclasses.Field[bool]") -> bool | None:
     return None if field.default is dataclasses.MISSING else field.default
+
+
+def _integer_of(stored: Fields, field: "dataclasses.Field[int]", least: int) -> int:
+    """Return a number that a manifest states; those with a default may be left out."""
+    if field.default is dataclasses.MISSING:
+        return stored.integer(field.name, least, MAX_SIZE)
+    return stored.integer(field.name, 0, MAX_SIZE, default=field.default)
 
 
 @dataclass(frozen=True)

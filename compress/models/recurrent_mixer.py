@@ -19,8 +19,6 @@ from compress.models.token_mixer import TokenMixer
 class RecurrentMixer(TokenMixer):
     """A recurrence with its linears."""
 
-    conv: nn.Conv1d
-
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
         super().__init__()
         for group in shape.attention_groups:
@@ -49,7 +47,8 @@ class RecurrentMixer(TokenMixer):
         """Return the input of `o` [B, S, F], and the state after the last position."""
 
 
-def convolution_of(recurrence: Recurrence, *, bias: bool = False) -> nn.Conv1d:
-    """Return the convolution of a recurrence, with its own weights for each channel."""
-    channels = recurrence.num_channels
+def convolution_of(recurrence: Recurrence, channels: int | None = None, *, bias: bool = False) -> nn.Conv1d:
+    """Return the convolution of a recurrence, or of so many of its channels, with its own weights for
+    each."""
+    channels = recurrence.num_channels if channels is None else channels
     return nn.Conv1d(channels, channels, recurrence.kernel_size, groups=channels, bias=bias)

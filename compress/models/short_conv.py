@@ -23,8 +23,12 @@ class ShortConv(Recurrence):
     numbers."""
 
     module: ClassVar[str] = "conv"
-    first_linears: ClassVar[tuple[str, ...]] = ("conv.B", "conv.C", "conv.x")
     least_key_dim: ClassVar[int] = 0
+
+    @property
+    def first_linears(self) -> tuple[str, ...]:
+        """The linears that read the stream."""
+        return ("conv.B", "conv.C", "conv.x")
 
     @staticmethod
     def of(channels: int, kernel_size: int) -> "ShortConv":

@@ -8,6 +8,7 @@ import torch
 
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
+from compress.models.delta_net import DeltaNet
 from compress.models.disk_names import DiskNames
 from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.indexer import MATRICES
@@ -60,8 +61,8 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
-    indexers, gates of heads, and the linears around experts that act on latents. Their codes are widened in
-    any case."""
+    indexers, gates of heads, the linears around experts that act on latents, and those of decays and gates of
+    delta nets with latents. Their codes are widened in any case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
@@ -76,6 +77,13 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
         for idx, layer in enumerate(arch.layers)
         if layer.experts is not None and layer.experts.latent_size
         for name in (LATENT_IN, LATENT_OUT)
+    ]
+    inner += [
+        f"layers.{idx}.{name.removesuffix('.weight')}"
+        for idx, layer in enumerate(arch.layers)
+        if isinstance(layer.recurrence, DeltaNet) and layer.recurrence.rank
+        for name, shape in layer.recurrence.dense_shapes(arch.hidden_size).items()
+        if len(shape) == 2
     ]
     with_scales = {name.rpartition(".")[0] for name in stored if ".weight_scale" in name}
     return [each for each in map(names.to_disk, inner) if each in with_scales]

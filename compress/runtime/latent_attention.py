@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists, dense_blocks, query_tiles
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -32,6 +33,7 @@ from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
 from compress.runtime.loader import LayerWeights
+from compress.runtime.recurrent_ops import RecurrentOps
 
 MOST_PARTIAL_BYTES = 1 << 28
 """Bytes of partial results of the rows of short prompts that attend at once."""
@@ -59,8 +61,9 @@ class LatentAttention:
             )
         self._arch = arch
         self._deployment = deployment
-        shape = arch.layers[0]
+        shape = next(layer for layer in arch.layers if layer.attends)
         latent = latent_of(shape)
+        self._recurrent = RecurrentOps(arch, deployment)
 
         def bound(
             op: Op, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None
@@ -80,7 +83,7 @@ class LatentAttention:
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
             rope: cos_sin(rope, latent.rope_dim, positions, deployment.dtype, length=max_model_len)
-            for rope in {layer.rope for layer in arch.layers}
+            for rope in {layer.rope for layer in arch.layers if layer.attends}
         }
         self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._expanded_positions = max(max_model_len, deployment.max_step_tokens)
@@ -90,8 +93,11 @@ class LatentAttention:
     ) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
         del block_size
+        sequences = self._recurrent.decoded(block_table_RB, context_lens_R, q_len)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            if isinstance(projected.kv, RecurrentStates):
+                return self._recurrent.recurred(layer, projected, sequences)
             return self._absorbed(layer, projected, block_table_RB, context_lens_R, q_len)
 
         return attend
@@ -110,11 +116,12 @@ class LatentAttention:
         those of the chunks, for a CUDA graph. In the `decode` phase a row has the bits that it has in
         `decode`."""
         device = block_table_RB.device
+        sequences = self._recurrent.prefilled(block_table_RB, query_lens, context_lens, lists)
         if phase == "decode":
             rows = query_tiles(query_lens, context_lens, 1, device) if lists is None else lists.query_tiles(1)
             # The blocks of all contexts are those of the longest, at most.
             table_RB = block_table_RB if lists is None else block_table_RB[:, : lists.max_blocks]
-            return self._by_row(table_RB, rows, query_lens, block_size)
+            return self._by_row(table_RB, rows, query_lens, block_size, sequences)
         if lists is None:
             passes = list(
                 _passes(block_table_RB, query_lens, context_lens, self._expanded_positions, block_size)
@@ -124,6 +131,8 @@ class LatentAttention:
             passes = [_Pass(slice(None), block_table_RB, query_lens, context_lens, *places, lists)]
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            if isinstance(projected.kv, RecurrentStates):
+                return self._recurrent.recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected, phase)
             assert isinstance(projected.kv, PagedLatents)
             attended = [self._expanded(layer, q_THC, projected.kv, each) for each in passes]
@@ -133,10 +142,16 @@ class LatentAttention:
         return attend
 
     def _by_row(
-        self, block_table_RB: Tensor, rows_N4: Tensor, query_lens: tuple[int, ...], block_size: int
+        self,
+        block_table_RB: Tensor,
+        rows_N4: Tensor,
+        query_lens: tuple[int, ...],
+        block_size: int,
+        sequences: Sequences | None,
     ) -> Attend:
         """Return attention in which every row is a sequence of its own that ends with it; `rows` are tiles of
-        one query (`query_tiles`), of which those without a token count for nothing."""
+        one query (`query_tiles`), of which those without a token count for nothing. Recurrences have the
+        `sequences` as they are."""
         num_rows = sum(query_lens)
         first, real, position, sequence = rows_N4.to(torch.int64).unbind(1)
         facts_2T = torch.zeros(2, num_rows, dtype=torch.int64, device=rows_N4.device)
@@ -145,6 +160,8 @@ class LatentAttention:
         partials = -(-table_TB.shape[1] * block_size // LEAST_CHUNK)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
+            if isinstance(projected.kv, RecurrentStates):
+                return self._recurrent.recurred(layer, projected, sequences)
             row_bytes = 4 * layer.shape.num_heads * latent_of(layer.shape).kv_rank * partials
             at_once = max(1, MOST_PARTIAL_BYTES // row_bytes)
             return self._absorbed(layer, projected, table_TB, facts_2T[1], 1, at_once)
@@ -237,11 +254,12 @@ class LatentAttention:
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
-        return self._ops["attention_prefill"].kernel.takes_lists
+        return self._ops["attention_prefill"].kernel.takes_lists and self._recurrent.takes_lists
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op."""
-        return [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        return rows + self._recurrent.kernel_report()
 
 
 @dataclass(frozen=True)

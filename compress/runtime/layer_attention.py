@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.paged_latents import Pages
-from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
+from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.tiles import FixedLists
-from compress.kernels.problem import RECURRENCE_OPS, Op, Phase
+from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
-from compress.models.recurrence import Recurrence
 from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth
 from compress.quant.kv import page_format, transforms_heads
@@ -26,6 +25,7 @@ from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chun
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.loader import LayerWeights
+from compress.runtime.recurrent_ops import RecurrentOps
 
 EARLY_MIXTURE_ROWS = 32
 """Rows of a mixture of experts up to which decode attention starts before its queries are turned. On an H200
@@ -37,14 +37,16 @@ a step of 64 rows of Qwen3-30B-A3B in W4 takes 2.4 % longer with it, and one of 
 class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
-    and in place of pages it has states; the beta and decay of a delta net [T, 2 H] are apart, and so are the
-    factors of what each head attends to, float32 [T, H]."""
+    and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
+    gates that a linear of latents computes [T, Z], and the factors of what each head attends to, float32
+    [T, H]."""
 
     qkv_TF: Tensor
     positions_T: Tensor
     slots_T: Tensor
     kv: Pages | RecurrentStates
     beta_decay_TH: Tensor | None = None
+    gate_TZ: Tensor | None = None
     gates_TH: Tensor | None = None
 
 
@@ -85,9 +87,7 @@ class LayerAttention:
             self._ops["attention_prefill", key] = bound("attention_prefill", key, "prefill")
             if self._transforms_heads:
                 self._ops["hadamard", key] = bound("hadamard", key)
-        for each in {layer.recurrence for layer in arch.layers if layer.recurrence is not None}:
-            op, key = _recurrence_key(each)
-            self._ops[op, key] = bound(op, key)
+        self._recurrent = RecurrentOps(arch, deployment)
         # One position more than a sequence has: a step launched ahead, before the host sees that a request
         # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
@@ -108,16 +108,14 @@ class LayerAttention:
             )
             for chunk in self._chunk_sizes
         }
-        sequences = None
-        if self._arch.has_recurrences:
-            sequences = Sequences.of_decode(block_table_RB[:, 0], context_lens_R, q_len)
+        sequences = self._recurrent.decoded(block_table_RB, context_lens_R, q_len)
         is_first = True
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             nonlocal is_first
             if isinstance(projected.kv, RecurrentStates):
                 is_first = False
-                return self._recurred(layer, projected, sequences)
+                return self._recurrent.recurred(layer, projected, sequences)
             fn, facts = self._kernel("attention_decode", layer)
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS
             q_THC = self.queries(layer, projected, early=gains and not is_first)
@@ -150,14 +148,11 @@ class LayerAttention:
         chunks = {
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
         }
-
-        sequences = None
-        if self._arch.has_recurrences:
-            sequences = _sequences(*whole, lists)
+        sequences = self._recurrent.prefilled(*whole, lists)
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
-                return self._recurred(layer, projected, sequences)
+                return self._recurrent.recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected)
             fn, facts = self._kernel("attention_prefill", layer)
             operands = whole
@@ -202,24 +197,14 @@ class LayerAttention:
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
-        captured = ("attention_prefill", *RECURRENCE_OPS.values())
-        kernels = [bound.kernel for (op, _), bound in self._ops.items() if op in captured]
-        return not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+        kernels = [bound.kernel for (op, _), bound in self._ops.items() if op == "attention_prefill"]
+        of_attention = not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+        return of_attention and self._recurrent.takes_lists
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
-        return [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
-
-    def _recurred(self, layer: LayerWeights, projected: Projected, sequences: Sequences | None) -> Tensor:
-        """Return the gated outputs of a recurrence [T, H V]."""
-        states = projected.kv
-        assert isinstance(states, RecurrentStates)
-        fn = self._ops[_recurrence_key(states.recurrence)].kernel.fn
-        operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
-        if layer.delta is not None:
-            operands = projected.beta_decay_TH, layer.delta.weights
-        out_TZ: Tensor = fn(projected.qkv_TF, *operands, states, sequences)
-        return out_TZ
+        rows = [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
+        return rows + self._recurrent.kernel_report()
 
     def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return the attention kernel of a layer and the facts of the layer that it takes."""
@@ -238,26 +223,6 @@ class LayerAttention:
             return attended_THC
         restored_THC: Tensor = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
         return restored_THC
-
-
-def _sequences(
-    block_table_RB: Tensor,
-    query_lens: tuple[int, ...],
-    context_lens: tuple[int, ...],
-    lists: FixedLists | None,
-) -> Sequences:
-    """Return the sequences of a prefill pass as recurrences read them."""
-    slots_R = block_table_RB[:, 0]
-    if lists is None:
-        return Sequences.of_prefill(slots_R, query_lens, context_lens)
-    context_lens_R, starts_R, of_row_T = lists.sequences()
-    of_lists = (lists.query_tiles(size) for size in (CHUNK, LONG_CHUNK))
-    return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *of_lists)
-
-
-def _recurrence_key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]]:
-    """Return the op of a recurrence and the dimensions by which its kernels are selected."""
-    return RECURRENCE_OPS[recurrence.module], (recurrence.key_dim, recurrence.value_dim)
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

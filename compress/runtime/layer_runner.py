@@ -126,11 +126,11 @@ class LayerRunner:
         projected = Projected(qkv_TF, positions_T, slots_T, kv)
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
-            beta_decay_TH = layer.delta.of_rows(qkv_rows, phase)
+            beta_decay_TH, gate_TZ = layer.delta.of_rows(qkv_rows, phase)
             if joining is None:
-                projected = replace(projected, beta_decay_TH=beta_decay_TH)
+                projected = replace(projected, beta_decay_TH=beta_decay_TH, gate_TZ=gate_TZ)
             else:
-                joining = replace(joining, beta_decay_TH=beta_decay_TH)
+                joining = replace(joining, beta_decay_TH=beta_decay_TH, gate_TZ=gate_TZ)
         if layer.head_gate is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, gates_TH=_gates_of_heads(layer, qkv_rows, phase))

@@ -348,8 +348,7 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     """Return the parameters of the delta net of a layer, None where it has none."""
     if not isinstance(shape.recurrence, DeltaNet):
         return None
-    eps = arch.eps_of("delta.norm")
-    return DeltaLinears.of(weights, eps, deployment, beta_factor=shape.recurrence.beta_factor)
+    return DeltaLinears.of(shape.recurrence, weights, arch.eps_of("delta.norm"), deployment)
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:

@@ -343,6 +343,7 @@ STATED: dict[str, dict[str, Any]] = {
     "youtu": {"num_key_value_heads": 64},
     "minicpm3": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},
+    "kimi_linear": {"num_key_value_heads": 64},
     "nemotron": {"num_key_value_heads": 64},  # its class computes nothing without
     # of heads as narrow as these, two dimensions rotate
     "gpt_neox": {"rotary_pct": 0.5},

@@ -55,6 +55,7 @@ EXPORTED = [
     ("nemotron_h-experts", "W4A16_G128"),
     ("nemotron_h-latents", "FP8_DYNAMIC"),
     ("laguna-by-default", "W4A16_G128"),
+    ("kimi_linear", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -90,7 +91,7 @@ IN_MEMORY = (
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
-RENAMED = ("laguna", "qwen3_omni_moe")
+RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear")
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
 
@@ -338,6 +339,9 @@ COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
     ("qwen3-moe", "NVFP4", None, {}, False),
     ("mixtral", "MXFP4", None, {}, True),
     ("mixtral", "W4A16_G128", None, {"layers.0.moe.experts.*": "W8A16"}, False),
+    ("kimi_linear", "W4A16_G128", None, {}, False),
+    ("kimi_linear", "W4A16_G128", None, {"*.moe.experts.*": "FP8_DYNAMIC"}, True),
+    ("kimi_linear", "W8A16", None, DENSE_EXPERTS, False),
 ]
 
 

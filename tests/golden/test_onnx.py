@@ -49,6 +49,7 @@ REFUSED = {
     "latent-attention": ("youtu", "minicpm3", "deepseek_v3-dense", "deepseek_v32-dense"),
     "experts": (
         "qwen3_next",
+        "kimi_linear",
         "granitemoe",
         "_moe",
         "-moe",

@@ -99,6 +99,19 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
         ),
     },
+    "delta nets with decays of channels, and latents without positions": {
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(3, 3, 12, 20, 3, rank=8), rope=None),
+            tiny_shape(**{**PLAIN_QUERIES, "rope": None}, experts=Experts(6, 2, 48, shared_size=40)),
+            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), rope=None, experts=Experts(6, 2, 48)),
+        )
+    },
+    "delta nets with decays of channels that join attention": {
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), joint=True),
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), joint=True),
+        )
+    },
     "mamba mixers": {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True), rope=None),
@@ -671,6 +684,7 @@ RARE = [
     *("sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "llama 4"),
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
+    "delta nets with decays of channels, and latents without positions",
 ]
 
 

@@ -15,7 +15,7 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, check_untou
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.dequantize import check_dense
 from tests.golden.test_convert import BLOCKS, INV, foreign_fp8
-from tests.support.tiny_hf import CASES, tokens
+from tests.support.tiny_hf import CASES, inner_widths, tokens
 
 CPU = torch.device("cpu")
 LAYOUT = {**BLOCKS, "scale_fmt": "ue8m0"}
@@ -104,6 +104,18 @@ def test_codes_of_the_linears_around_experts_that_act_on_latents_are_widened(tmp
         own = layer[name]
         assert isinstance(own, torch.Tensor)
         assert torch.equal(own, torch.as_tensor(expected[name]).to(torch.bfloat16))
+
+
+def test_codes_of_the_decays_and_gates_of_delta_nets_are_widened(tmp_path: Path) -> None:
+    changes = {**CASES["kimi_linear"][1], "moe_intermediate_size": 128}
+    changes |= {**inner_widths(changes, 128), "linear_head_dim": 128, "linear_num_heads": 2}
+    theirs, meant = stored(tmp_path, BLOCKS, family="kimi_linear", **changes)
+    layer, expected = open_checkpoint(theirs).layer(0), open_checkpoint(meant).layer(0)
+    assert isinstance(layer["delta.q.weight"], QuantizedWeight)
+    for name in ("beta", "decay_down", "decay", "gate_down", "gate"):
+        own = layer[f"delta.{name}.weight"]
+        assert isinstance(own, torch.Tensor)
+        assert torch.equal(own, torch.as_tensor(expected[f"delta.{name}.weight"]).to(torch.bfloat16))
 
 
 def test_float16_holds_no_layout(tmp_path: Path) -> None:

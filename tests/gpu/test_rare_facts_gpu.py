@@ -198,6 +198,13 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 96, 192, 4, doubled_beta=True)),
         ),
     },
+    "kimi linear": {
+        "layers": (
+            replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 128, 128, 4, rank=128)),
+            replace(PLAIN_QUERIES, rope=None, experts=WHOLE_GROUPS, intermediate_size=128),
+            replace(LAYER, rope=None, recurrence=DeltaNet(5, 5, 64, 64, 3, rank=32)),
+        ),
+    },
     "granite 4 h": {
         "attn_scale": 0.03,
         "residual_scale": 0.22,

@@ -205,23 +205,29 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
 
 
 def compile_delta_net() -> None:
-    """Compile the kernels of a delta net with the widths of Qwen3.5, for a step and for a prompt."""
-    facts = DeltaNet(4, 2, 128, 128, 4)
+    """Compile the kernels of a delta net with the widths of Qwen3.5 and Kimi Linear, for a step and for a
+    prompt."""
+    for facts in (DeltaNet(4, 2, 128, 128, 4), DeltaNet(4, 4, 128, 128, 4, rank=128)):
+        _compile_delta_net(facts)
+
+
+def _compile_delta_net(facts: DeltaNet) -> None:
     states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
     conv, norm = torch.zeros(facts.num_channels, 4).bfloat16(), torch.zeros(128).bfloat16()
-    weights = DeltaWeights(conv, torch.zeros(4), torch.zeros(4), norm, 1e-6)
+    weights = DeltaWeights(conv, torch.zeros(4), torch.zeros(facts.num_decays), norm, 1e-6)
+    num_gates = facts.num_heads + facts.num_decays
     x = torch.zeros(6, facts.num_channels + facts.value_size).bfloat16()
     sequences = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
-    delta_net.delta_net(x, torch.zeros(6, 64)[:, :8], weights, states, sequences)
+    delta_net.delta_net(x, torch.zeros(6, 1024)[:, :num_gates], weights, states, sequences)
     rows = delta_net.SHORT_ROWS + 1
     for dtype in (torch.bfloat16, torch.float32):
         x_TF = x.new_zeros(rows, x.shape[1]).to(dtype)
         in_dtype = replace(weights, conv_FW=conv.to(dtype), norm_V=norm.to(dtype))
         prompt = Sequences.of_prefill(torch.zeros(1).long(), (rows,), (rows,))
         for each in (states, replace(states, saving=saving)):
-            delta_net.delta_net(x_TF, torch.zeros(rows, 8), in_dtype, each, prompt)
+            delta_net.delta_net(x_TF, torch.zeros(rows, num_gates), in_dtype, each, prompt)
 
 
 def compile_mamba2() -> None:

@@ -85,6 +85,7 @@ CONFIGS: dict[str, Any] = {
     "cohere2_moe": transformers.Cohere2MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "kimi_linear": transformers.KimiLinearConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "internlm3": transformers.InternLM3Config,
     "iquestcoder": transformers.IQuestCoderConfig,
@@ -460,6 +461,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "youtu": {"num_key_value_heads": 6},
     "kimi_k25": {"num_key_value_heads": 6},
     "minicpm3": {"num_key_value_heads": 6},
+    "kimi_linear": {"num_key_value_heads": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -584,6 +586,15 @@ LATENTS = {
     "moe_intermediate_size": 40,
 }
 
+KIMI_DELTA = {
+    **{name: value for name, value in LATENTS.items() if name != "n_routed_experts"},
+    "q_lora_rank": None,
+    "num_local_experts": 6,
+    "linear_head_dim": 8,
+    "linear_num_heads": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Delta nets with a decay of each channel, and latent attention without positions."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
 MAMBA = {
@@ -1869,6 +1880,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "kimi_linear": ("kimi_linear", KIMI_DELTA),
+    "kimi_linear-lists": (
+        "kimi_linear",
+        {
+            **KIMI_DELTA,
+            "layer_types": None,
+            "linear_attn_config": {"full_attn_layers": [1, 3], "kda_layers": [2]},
+            "linear_num_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 28,
+            "attention_bias": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
     "qwen3_5_text-tied": ("qwen3_5_text", OTHER_DELTA_NET),
     "qwen3_5_text-heads-above-a-block": ("qwen3_5_text", {**DELTA_NET, "head_dim": 256}),
@@ -2124,7 +2153,9 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         return {"shared_intermediate_size": size}
     if "kv_lora_rank" not in changes:
         return {}
+    delta_net = {"linear_num_heads": 4, "linear_head_dim": of_head} if "linear_head_dim" in changes else {}
     return {
+        **delta_net,
         "num_key_value_heads": 4,
         "head_dim": None,
         "q_lora_rank": size if changes["q_lora_rank"] else None,
@@ -2147,7 +2178,7 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
     if stated.get("head_dim", 0) is None:
         del stated["head_dim"]
-    if "layer_types" in stated:  # of the model with the most layers; some tests make fewer
+    if stated.get("layer_types"):  # of the model with the most layers; some tests make fewer
         stated["layer_types"] = stated["layer_types"][: stated["num_hidden_layers"]]
     if "layers_block_type" in stated:
         stated["layers_block_type"] = stated["layers_block_type"][: stated["num_hidden_layers"]]
@@ -2243,8 +2274,11 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
 
 
 # Names that `transformers` 5.23 saves and no checkpoint has: it takes the layers of the text model for those
-# of the vision tower, or does not put a prefix back.
+# of the vision tower, does not put a prefix back, or renames the FFN of dense layers with the experts.
 SAVED_OTHERWISE = {
+    "kimi_linear": {
+        f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
+    },
     "kimi_k25": {"language_model.model.blocks.": "language_model.model.layers."},
     "hyperclovax_vision_v2": {
         f"language_model.{part}.": f"language_model.model.{part}."

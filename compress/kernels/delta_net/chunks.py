@@ -8,6 +8,12 @@ most one and the factors of updates at most two, and so is what follows from the
 float16, whose 11 bits are those of TF32. What has the size of values is multiplied in TF32, rounded to it
 first. Models in float32 are multiplied in float32.
 
+Where each channel of keys has a decay (`BY_CHANNEL`), what a state keeps between two rows cannot be a factor
+of their product. Each pair of rows belongs to one level: the two halves of some block of 2, 4, ... rows have
+one each. The decays from the end of the first half to a row of the second, and from a row of the first half
+to its end, are sums of numbers that are never positive; queries and keys are multiplied by the exponentials
+of these, at most one, and each level is a product.
+
 Chunks have 32 rows and not 64, for which Triton takes the tensor core instructions of Hopper: versions of
 the first launch in those read beyond shared memory (triton 3.6, 2026-11-28).
 
@@ -22,6 +28,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
+from compress.kernels.delta_net.gates import delta_of
 from compress.kernels.operands.recurrent_states import CHUNK, RecurrentStates, Sequences
 from compress.kernels.recurrence.chunking import few_rows, sequences_at_once
 from compress.kernels.recurrence.rounding import rounded
@@ -31,7 +38,9 @@ MAX_KEY = 128
 """Numbers of a key whose products fit a multiprocessor."""
 BOX = 64
 SOLVE_WARPS = 4
-"""Columns that one product of the first launch has, and the warps of its programs."""
+CHANNEL_WARPS = 8
+"""Columns that one product of the first launch has, and the warps of its programs; more where channels have
+decays, which take as many registers as keys."""
 COLUMNS = 16
 WARPS = 2
 STAGES = 4
@@ -66,6 +75,7 @@ def _solve(
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     BOX: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -91,26 +101,54 @@ def _solve(
         real = idx < size
         mixed_at = mixed_ptr + rows[:, None] * F
         key_at = mixed_at + head // (H // G) * K
-        gate_at = gates_ptr + rows * (2 * H) + head
-        decay = tl.load(gate_at, mask=real, other=0.0)
-        beta = tl.load(gate_at + H, mask=real, other=0.0)
-        total = tl.cumsum(decay, axis=0)
-        whole = tl.sum(decay, axis=0)
-        tl.store(kept_ptr + place, tl.exp(whole))
+        D: tl.constexpr = H * K if BY_CHANNEL else H
+        gate_at = gates_ptr + rows * (D + H)
+        beta = tl.load(gate_at + D + head, mask=real, other=0.0)
         key_real = real[:, None] & (k_idx < K)
         q = tl.load(key_at + k_idx, mask=key_real, other=0.0)
         k = tl.load(key_at + G * K + k_idx, mask=key_real, other=0.0)
+        if BY_CHANNEL:
+            decay = tl.load(gate_at[:, None] + head * K + k_idx, mask=key_real, other=0.0)
+            total = tl.cumsum(decay, axis=0)
+            whole = tl.sum(decay, axis=0)[None, :]
+            tl.store(kept_ptr + place * K_TILE + k_idx, tl.exp(whole))
+            from_start = tl.exp(total)
+            until_end = tl.exp(tl.minimum(whole - total, 0.0))
+        else:
+            decay = tl.load(gate_at + head, mask=real, other=0.0)
+            total = tl.cumsum(decay, axis=0)
+            whole = tl.sum(decay, axis=0)
+            tl.store(kept_ptr + place, tl.exp(whole))
+            from_start = tl.exp(total)[:, None]
+            until_end = tl.exp(tl.minimum(whole - total, 0.0))[:, None]
         within = place * (N * K_TILE) + row * K_TILE + k_idx
-        tl.store(query_ptr + within, (q * tl.exp(total)[:, None]).to(dtype))
-        to_end = k * tl.exp(tl.minimum(whole - total, 0.0))[:, None]
+        tl.store(query_ptr + within, (q * from_start).to(dtype))
         turned = place * (N * K_TILE) + k_idx * N + row
-        tl.store(key_ptr + turned, to_end.to(dtype))
-        q = q.to(dtype)
-        k = k.to(dtype)
-        kept = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * kept
+        tl.store(key_ptr + turned, (k * until_end).to(dtype))
+        if BY_CHANNEL:
+            scores = tl.where(row == column, tl.sum(q * k, axis=1)[:, None], 0.0)
+            alike = tl.zeros((N, N), tl.float32)
+            for level in tl.static_range(LEVELS):
+                half = row // (1 << level)
+                second = half % 2 == 1
+                middle = (half // 2 * 2 + 1) * (1 << level)
+                after = second & (column >= middle) & (column <= row)
+                until = (half % 2 == 0) & (column > row) & (column < middle)
+                between = tl.where(after | until, 1.0, 0.0)
+                kept = tl.exp(tl.dot(between, decay, input_precision="tf32x3" if TF32 else "ieee"))
+                first_keys = tl.trans((k * kept).to(dtype))
+                pair = second & (column // (1 << level) == half - 1)
+                of_level = tl.dot((q * kept).to(dtype), first_keys, input_precision=PRECISION)
+                scores = tl.where(pair, of_level, scores)
+                of_level = tl.dot((k * kept).to(dtype), first_keys, input_precision=PRECISION)
+                alike = tl.where(pair, of_level, alike)
+        else:
+            q = q.to(dtype)
+            k = k.to(dtype)
+            kept = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * kept
+            alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * kept
         tl.store(scores_ptr + place * (N * N) + row * N + column, scores.to(dtype))
-        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * kept
         system = tl.where(row > column, alike * beta[:, None], 0.0)
         # The inverse of 1 + system, whose diagonal blocks grow by two: [[a, 0], [-b s a, b]] of each pair.
         inverse = tl.where(row == column, 1.0, 0.0)
@@ -128,7 +166,11 @@ def _solve(
         for begin in tl.static_range(0, K_TILE, BOX):
             d = begin + tl.arange(0, BOX)[None, :]
             box = tl.load(key_at + G * K + d, mask=real[:, None] & (d < K), other=0.0)
-            box = (box * (beta * tl.exp(total))[:, None]).to(dtype)
+            if BY_CHANNEL:
+                of_box = tl.load(gate_at[:, None] + head * K + d, mask=real[:, None] & (d < K), other=0.0)
+                box = (box * (beta[:, None] * tl.exp(tl.cumsum(of_box, axis=0)))).to(dtype)
+            else:
+                box = (box * (beta * tl.exp(total))[:, None]).to(dtype)
             solved = tl.dot(factor, box, input_precision=PRECISION)
             at = of_state_ptr + place * (N * K_TILE) + row * K_TILE + d
             tl.store(at, solved.to(dtype))
@@ -168,6 +210,7 @@ def _advance(
     K_TILE: tl.constexpr,
     V_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     SAVES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,7 +243,7 @@ def _advance(
             key_at = key_ptr + place * (N * K_TILE) + k_row * N + column
             scores_at = scores_ptr + place * (N * N) + row * N + column
             own_at = own_ptr + place * (N * V_TILE) + row * V_TILE + v_idx
-            kept_at = kept_ptr + place
+            kept_at = kept_ptr + place * K_TILE + k_row if BY_CHANNEL else kept_ptr + place
             out_at = out_ptr + (start + row).to(tl.int64) * (H * V) + head * V + v_idx
             if SAVES:
                 wanted = tl.load(wanted_ptr + slot * 2) - first
@@ -227,7 +270,7 @@ def _advance(
                 key_at += H * N * K_TILE
                 scores_at += H * N * N
                 own_at += H * N * V_TILE
-                kept_at += H
+                kept_at += H * K_TILE if BY_CHANNEL else H
                 out_at += N * H * V
             after = states_ptr + (slot * KEPT + (first + length - 1) % KEPT) * (H * K * V)
             tl.store(after + inner, state, mask=real)
@@ -251,10 +294,11 @@ def recur(
     The last rows, one fewer than the states that are kept, are left out.
 
     `mixed_TF` are queries, keys and values, `gates_TH` the log of what a state keeps and the factor of
-    updates [T, 2 H], all float32.
+    updates [T, D + H], all float32; D are the decays of all heads.
     """
     assert sequences.chunks_C4 is not None
-    delta = states.recurrence
+    delta = delta_of(states)
+    by_channel = delta.rank > 0
     device = mixed_TF.device
     is_wide = out_TZ.dtype == torch.float32
     dtype = torch.float32 if is_wide else torch.float16
@@ -275,7 +319,7 @@ def recur(
         empty(CHUNK, CHUNK),
         empty(CHUNK, k_tile),
         empty(k_tile, CHUNK),
-        empty(dtype=torch.float32),
+        empty(*((k_tile,) if by_channel else ()), dtype=torch.float32),
     )
     shared = {
         "H": num_heads,
@@ -286,6 +330,7 @@ def recur(
         "REST": states.num_kept - 1,
         "K_TILE": k_tile,
         "V_TILE": v_tile,
+        "BY_CHANNEL": by_channel,
         "PRECISION": "ieee" if is_wide else "tf32",
         **options,
     }
@@ -301,7 +346,7 @@ def recur(
         F=delta.num_channels,
         LEVELS=CHUNK.bit_length() - 1,
         BOX=min(BOX, k_tile, v_tile),
-        num_warps=SOLVE_WARPS,
+        num_warps=CHANNEL_WARPS if by_channel else SOLVE_WARPS,
         **shared,
     )
     parts = num_heads, triton.cdiv(delta.value_dim, COLUMNS)

@@ -6,7 +6,8 @@ row do not depend on how many rows of its sequence a step has. Longer parts of p
 (`chunks.py`).
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
-K key dimension, V value dimension, W positions of the convolution, M inputs of a slot.
+D decays (`DeltaWeights`), K key dimension, V value dimension, W positions of the convolution, M inputs of a
+slot.
 """
 
 import torch
@@ -22,6 +23,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.delta_net import chunks
+from compress.kernels.delta_net.gates import delta_of, gates_of
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.recurrence import chunking, steps
@@ -68,12 +70,14 @@ def _convolve(
     M: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute silu of the convolution for some rows and one head of queries, keys or values; q and k get
     length 1. With values come the gates of their head: the log of what the state keeps, and how much of it
     is replaced."""
     launch_dependents(PDL)
+    D: tl.constexpr = H * K if BY_CHANNEL else H
     head = tl.program_id(1)
     is_value = head >= 2 * G
     size = tl.where(is_value, V, K)
@@ -110,18 +114,26 @@ def _convolve(
     tl.store(mixed_ptr + row.to(tl.int64) * F + channel, mixed * scale, mask=real)
     if is_value:
         own = head - 2 * G
-        at = beta_decay_ptr + row.to(tl.int64) * beta_stride + own
-        decay = tl.load(at + H, mask=in_pass, other=0.0) + tl.load(dt_bias_ptr + own)
+        at = beta_decay_ptr + row.to(tl.int64) * beta_stride
+        gate_at = gates_ptr + row.to(tl.int64) * (D + H)
+        decay_idx = own * K + d if BY_CHANNEL else own
+        of_decay = in_pass & (d < K) if BY_CHANNEL else in_pass
+        bias = (
+            tl.load(dt_bias_ptr + decay_idx, mask=d < K, other=0.0)
+            if BY_CHANNEL
+            else tl.load(dt_bias_ptr + own)
+        )
+        decay = tl.load(at + H + decay_idx, mask=of_decay, other=0.0) + bias
         softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
-        gate_at = gates_ptr + row.to(tl.int64) * (2 * H) + own
-        tl.store(gate_at, tl.load(decay_rate_ptr + own) * softplus, mask=in_pass)
-        beta = tl.load(at, mask=in_pass, other=0.0)
-        tl.store(gate_at + H, beta_factor / (1 + tl.exp(-beta)), mask=in_pass)
+        tl.store(gate_at + decay_idx, tl.load(decay_rate_ptr + own) * softplus, mask=of_decay)
+        beta = tl.load(at + own, mask=in_pass, other=0.0)
+        tl.store(gate_at + D + own, beta_factor / (1 + tl.exp(-beta)), mask=in_pass)
 
 
-@jit(varying=("row_stride",))
+@jit(varying=("row_stride", "gate_stride"))
 def _norm_and_keep(
     x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     past_ptr: tl.tensor,
     saved_ptr: tl.tensor,
@@ -134,6 +146,7 @@ def _norm_and_keep(
     num_rows: tl.tensor,
     num_sequences: tl.tensor,
     row_stride: tl.tensor,
+    gate_stride: tl.tensor,
     eps: tl.tensor,
     H: tl.constexpr,
     V: tl.constexpr,
@@ -144,6 +157,7 @@ def _norm_and_keep(
     SHARE: tl.constexpr,
     SHARE_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
     SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -159,12 +173,13 @@ def _norm_and_keep(
     dtype = out_ptr.dtype.element_ty
     at = out_ptr + row.to(tl.int64) * (H * V) + head * V + d
     out = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    gate = tl.load(x_ptr + row.to(tl.int64) * row_stride + F + head * V + d, mask=real, other=0.0)
+    gate = tl.load(gate_ptr + row.to(tl.int64) * gate_stride + head * V + d, mask=real, other=0.0)
     gate = gate.to(tl.float32)
+    factor = 1 / (1 + tl.exp(-gate)) if SIGMOID else gate / (1 + tl.exp(-gate))
     square = tl.sum(out * out, axis=1, keep_dims=True)
     unit = (out * tl.rsqrt(square / V + eps)).to(dtype).to(tl.float32)
     normed = (unit * weight).to(dtype).to(tl.float32)
-    tl.store(at, (normed * (gate / (1 + tl.exp(-gate)))).to(dtype), mask=real)
+    tl.store(at, (normed * factor).to(dtype), mask=real)
     sequence = tl.load(of_row_ptr + row, mask=in_pass, other=0)
     stop = tl.load(starts_ptr + sequence + 1, mask=sequence + 1 < num_sequences, other=num_rows)
     position = tl.load(context_lens_ptr + sequence) - (stop - row)
@@ -190,14 +205,18 @@ def delta_net(
     weights: DeltaWeights,
     states: RecurrentStates,
     sequences: Sequences,
+    *,
+    gate_TZ: Tensor | None = None,
 ) -> Tensor:
     """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
-    delta = states.recurrence
+    delta = delta_of(states)
+    gate_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
+    by_channel = delta.rank > 0
     num_rows = len(qkv_gate_TF)
     num_sequences = len(sequences.starts_R)
     device = qkv_gate_TF.device
     mixed_TF = torch.empty(num_rows, delta.num_channels, dtype=torch.float32, device=device)
-    gates_TH = torch.empty(num_rows, 2 * delta.num_heads, dtype=torch.float32, device=device)
+    gates_TH = torch.empty(num_rows, delta.num_decays + delta.num_heads, dtype=torch.float32, device=device)
     out_TZ = torch.empty(num_rows, delta.value_size, dtype=qkv_gate_TF.dtype, device=device)
     sizes = {"K": delta.key_dim, "V": delta.value_dim, "F": delta.num_channels}
     heads = {"H": delta.num_heads, "G": delta.num_key_heads}
@@ -216,7 +235,7 @@ def delta_net(
         sequences.of_row_T,
         beta_decay_TH,
         weights.decay_rate_H,
-        weights.dt_bias_H,
+        weights.dt_bias_D,
         mixed_TF,
         gates_TH,
         *counts,
@@ -230,6 +249,7 @@ def delta_net(
         M=states.inputs.shape[1],
         TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
         ROWS=rows,
+        BY_CHANNEL=by_channel,
         num_warps=warps,
         **sizes,
         **options,
@@ -237,10 +257,21 @@ def delta_net(
     if by_chunks:
         chunks.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options)
     few = chunking.few_rows(states.num_kept) if by_chunks else MAX_SIZE
-    steps.recur(mixed_TF, gates_TH, states, sequences, out_TZ, options, few_rows=few, replaces=True)
+    steps.recur(
+        mixed_TF,
+        gates_TH,
+        states,
+        sequences,
+        out_TZ,
+        options,
+        few_rows=few,
+        replaces=True,
+        by_channel=by_channel,
+    )
     share = triton.cdiv(delta.num_channels, delta.num_heads)
     _norm_and_keep[(triton.cdiv(num_rows, rows), delta.num_heads)](
         qkv_gate_TF,
+        gate_TZ,
         weights.norm_V,
         states.inputs,
         *states.saved_inputs,
@@ -249,6 +280,7 @@ def delta_net(
         out_TZ,
         *counts,
         qkv_gate_TF.stride(0),
+        gate_TZ.stride(0),
         weights.norm_eps,
         H=delta.num_heads,
         V=delta.value_dim,
@@ -259,6 +291,7 @@ def delta_net(
         SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share),
         ROWS=rows,
+        SIGMOID=by_channel,
         SAVES=saves,
         num_warps=warps,
         **options,

@@ -4,13 +4,13 @@ A few rows of a sequence, and its last ones that leave states of their own, go o
 before them go in chunks (`models/delta_net.py`).
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
-K key dimension, V value dimension.
+D decays (`DeltaWeights`), K key dimension, V value dimension.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of, log_decays
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.recurrence.host import Part, run_parts
@@ -25,21 +25,25 @@ def delta_net(
     weights: DeltaWeights,
     states: RecurrentStates,
     sequences: Sequences,
+    *,
+    gate_TZ: Tensor | None = None,
 ) -> Tensor:
     """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
-    out_TZ = torch.empty_like(qkv_gate_TF[:, states.recurrence.num_channels :])
+    delta = delta_of(states)
+    gates_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
+    x_TF = qkv_gate_TF[:, : delta.num_channels]
+    out_TZ = torch.empty_like(gates_TZ)
 
     def run(part: Part, rows: slice) -> None:
-        out_TZ[rows] = _gated(part, weights, qkv_gate_TF[rows], beta_decay_TH[rows])
+        out_TZ[rows] = _gated(part, weights, x_TF[rows], gates_TZ[rows], beta_decay_TH[rows])
 
     run_parts(states, sequences, run)
     return out_TZ
 
 
-def _gated(part: Part, weights: DeltaWeights, qkv_gate_TF: Tensor, beta_decay_TH: Tensor) -> Tensor:
+def _gated(part: Part, weights: DeltaWeights, x_TF: Tensor, gate_TZ: Tensor, beta_decay_TH: Tensor) -> Tensor:
     """Return the gated outputs of a part [T, Z]."""
-    delta = part.states.recurrence
-    x_TF, gate_TZ = qkv_gate_TF.split([delta.num_channels, delta.value_size], dim=1)
+    delta = delta_of(part.states)
     mixed_TF = part.convolved(x_TF, weights.conv_FW)
     q_TF, k_TF, v_TF = mixed_TF.split([delta.key_size, delta.key_size, delta.value_size], dim=1)
     repeat = delta.num_heads // delta.num_key_heads
@@ -48,35 +52,40 @@ def _gated(part: Part, weights: DeltaWeights, qkv_gate_TF: Tensor, beta_decay_TH
         for each in (q_TF, k_TF)
     )
     v_THV = v_TF.unflatten(1, (-1, delta.value_dim)).to(torch.float32)
-    beta_TH, decay_TH = beta_decay_TH.chunk(2, dim=1)
-    log_decay_TH = weights.decay_rate_H * F.softplus(decay_TH + weights.dt_bias_H)
+    beta_TH, decay_TD = beta_decay_TH.split([delta.num_heads, delta.num_decays], dim=1)
+    log_decay_THD = log_decays(weights, decay_TD)
     beta_TH = weights.beta_factor * torch.sigmoid(beta_TH)
-    operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_TH, beta_TH
+    operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_THD, beta_TH
     out_THV = (_step if part.length == 1 else _chunks)(part, *operands)
     normed_THV = rms_norm(out_THV.to(gate_TZ.dtype), weights.norm_V, weights.norm_eps)
-    return (normed_THV.flatten(1) * F.silu(gate_TZ.to(torch.float32))).to(gate_TZ.dtype)
+    return (normed_THV.flatten(1) * gate_factor(delta, gate_TZ)).to(gate_TZ.dtype)
 
 
 def _step(
-    part: Part, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    part: Part, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_THD: Tensor, beta_TH: Tensor
 ) -> Tensor:
     """Return the outputs of one row [1, H, V], and keep the state after it."""
     q_HK, k_HK, v_HV = (each[0] for each in (q_THK, k_THK, v_THV))
     before_HVK = part.before
-    kept_H11 = log_decay_TH.exp().view(-1, 1, 1)
-    found_HV2 = torch.bmm(before_HVK, torch.stack((k_HK, q_HK), dim=-1)) * kept_H11
+    kept_H1D = log_decay_THD[0].exp().unsqueeze(1)
+    both_HK2 = torch.stack((k_HK, q_HK), dim=-1)
+    if not delta_of(part.states).rank:
+        found_HV2 = torch.bmm(before_HVK, both_HK2) * kept_H1D
+    else:
+        found_HV2 = torch.bmm(before_HVK, both_HK2 * kept_H1D.mT)
     held_HV, out_HV = found_HV2.unbind(-1)
     update_HV = beta_TH.view(-1, 1) * (v_HV - held_HV)
     after_HVK = part.after
-    torch.mul(before_HVK, kept_H11, out=after_HVK)
+    torch.mul(before_HVK, kept_H1D, out=after_HVK)
     after_HVK.baddbmm_(update_HV.unsqueeze(-1), k_HK.unsqueeze(-2))
     return (out_HV + update_HV * (k_HK * q_HK).sum(-1, keepdim=True)).unsqueeze(0)
 
 
 def _chunks(
-    part: Part, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_TH: Tensor, beta_TH: Tensor
+    part: Part, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_THD: Tensor, beta_TH: Tensor
 ) -> Tensor:
     """Return the outputs of many rows [T, H, V], and keep the state after the last."""
+    log_decay_TH = log_decay_THD if delta_of(part.states).rank else log_decay_THD.squeeze(-1)
     q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, before_BHKV = (
         each.unsqueeze(0) for each in (q_THK, k_THK, v_THV, log_decay_TH, beta_TH, part.before.mT)
     )

@@ -6,13 +6,14 @@ and are the same however many rows a pass has of it. Numbers are rounded where t
 them.
 
 Shapes: T rows, F channels of the convolution and after them Z = H V of the gate, H value heads, G key heads,
-K key dimension, V value dimension, W positions of the convolution.
+D decays (`DeltaWeights`), K key dimension, V value dimension, W positions of the convolution.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of, log_decays
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
@@ -25,10 +26,15 @@ def delta_net(
     weights: DeltaWeights,
     states: RecurrentStates,
     sequences: Sequences,
+    *,
+    gate_TZ: Tensor | None = None,
 ) -> Tensor:
     """Return the gated outputs [T, Z] from queries, keys, values and gates [T, F + Z], and from the linears
-    of beta and decay [T, 2 H], float32; the slots of the sequences are written."""
-    out_TZ = torch.empty_like(qkv_gate_TF[:, states.recurrence.num_channels :])
+    of beta and decay [T, H + D], float32; the slots of the sequences are written. `gate_TZ` are gates that
+    another linear computes."""
+    delta = delta_of(states)
+    gate_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
+    out_TZ = torch.empty_like(gate_TZ)
     saving = states.saving if sequences.chunks_C4 is not None else None
     row = 0
     for idx, length in enumerate(sequences.query_lens):
@@ -37,17 +43,17 @@ def delta_net(
         state_HVK = states.at(states.heads, slot, first - 1)
         for offset in range(length):
             position = first + offset
-            inputs_F, gate_Z = qkv_gate_TF[row].split([states.recurrence.num_channels, out_TZ.shape[1]])
+            inputs_F = qkv_gate_TF[row, : delta.num_channels]
             states.keep(states.inputs, slot, position, inputs_F.to(torch.float32))
             mixed_F = _convolved(weights.conv_FW, states, slot, position)
-            beta_H, decay_H = beta_decay_TH[row].chunk(2)
-            out_HV, state_HVK = _step(states, mixed_F, beta_H, decay_H, weights, state_HVK)
+            beta_H, decay_D = beta_decay_TH[row].split([delta.num_heads, delta.num_decays])
+            out_HV, state_HVK = _step(states, mixed_F, beta_H, decay_D, weights, state_HVK)
             states.keep(states.heads, slot, position, state_HVK)
             if saving is not None and position + 1 == saving.wanted_S2[slot.long(), 0]:
                 states.save(int(slot), int(position) + 1)
             normed_HV = rms_norm(out_HV.to(out_TZ.dtype), weights.norm_V, weights.norm_eps)
-            silu_Z = F.silu(gate_Z.to(torch.float32))
-            out_TZ[row] = (normed_HV.flatten() * silu_Z).to(out_TZ.dtype)
+            factor_Z = gate_factor(delta, gate_TZ[row])
+            out_TZ[row] = (normed_HV.flatten() * factor_Z).to(out_TZ.dtype)
             row += 1
     return out_TZ
 
@@ -66,20 +72,20 @@ def _step(
     states: RecurrentStates,
     mixed_F: Tensor,
     beta_H: Tensor,
-    decay_H: Tensor,
+    decay_D: Tensor,
     weights: DeltaWeights,
     state_HVK: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the heads [H, V], float32, and the state after a position."""
-    delta = states.recurrence
+    delta = delta_of(states)
     q_F, k_F, v_F = mixed_F.split([delta.key_size, delta.key_size, delta.value_size])
     repeat = delta.num_heads // delta.num_key_heads
     q_HK, k_HK = (
         of_length_one(each.view(-1, delta.key_dim)).repeat_interleave(repeat, dim=0) for each in (q_F, k_F)
     )
     v_HV = v_F.view(-1, delta.value_dim).to(torch.float32)
-    log_decay_H = weights.decay_rate_H * F.softplus(decay_H + weights.dt_bias_H)
-    state_HVK = state_HVK * log_decay_H.exp().view(-1, 1, 1)
+    log_decay_HD = log_decays(weights, decay_D)
+    state_HVK = state_HVK * log_decay_HD.exp().unsqueeze(1)
     held_HV = (state_HVK * k_HK.unsqueeze(1)).sum(-1)
     beta_H1 = weights.beta_factor * torch.sigmoid(beta_H).unsqueeze(-1)
     update_HV = beta_H1 * (v_HV - held_HV)

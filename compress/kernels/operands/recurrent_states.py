@@ -50,12 +50,13 @@ def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int
 @dataclass(frozen=True)
 class DeltaWeights:
     """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log)
-    and dt_bias [H], float32, and the weight of the norm of a head [V]. `beta_factor` multiplies the sigmoids
-    of beta."""
+    [H] and dt_bias [D], float32, and the weight of the norm of a head [V]. D decays are those of all heads,
+    or of the channels of all keys, H K, where the recurrence has a `rank`. `beta_factor`
+    multiplies the sigmoids of beta."""
 
     conv_FW: Tensor
     decay_rate_H: Tensor
-    dt_bias_H: Tensor
+    dt_bias_D: Tensor
     norm_V: Tensor
     norm_eps: float
     beta_factor: float = 1.0

@@ -2,10 +2,11 @@
 prompt that leave states of their own. A delta net replaces what a state holds of a key, others add to it.
 
 One program has some columns of the state of a head in registers and goes from row to row, so the bits of a
-row do not depend on how many rows of its sequence a step has.
+row do not depend on how many rows of its sequence a step has. What a state keeps is a number of its head, or
+one for each row of keys.
 
-Shapes: T rows, F channels of the convolution, Z = H V, H heads, G key heads, K key dimension, V value
-dimension, N states of a slot.
+Shapes: T rows, F channels of the convolution, Z = H V, H heads, G key heads, D decays, K key dimension,
+V value dimension, N states of a slot.
 """
 
 import math
@@ -46,12 +47,14 @@ def _recur(
     COLUMNS: tl.constexpr,
     FEW: tl.constexpr,
     REPLACES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some columns of the state of one head from the first row of sequences to the last; of a sequence
     with more than FEW rows, through the last N - 1."""
     launch_dependents(PDL)
+    D: tl.constexpr = H * K if BY_CHANNEL else H
     head = tl.program_id(1)
     # Rows and columns of one layout, so that nothing moves between threads but the sums.
     k_idx = tl.arange(0, K_TILE)[None, :]
@@ -76,14 +79,16 @@ def _recur(
         state = tl.load(states_ptr + place * (H * K * V) + inner, mask=real & (first > 0), other=0.0)
         q_at = mixed_ptr + begin.to(tl.int64) * F + head // (H // G) * K + k_idx
         v_at = mixed_ptr + begin.to(tl.int64) * F + 2 * G * K + head * V + v_idx
-        gate_at = gates_ptr + begin.to(tl.int64) * (2 * H) + head
+        gate_at = gates_ptr + begin.to(tl.int64) * (D + H)
+        keep_at = gate_at + head * K + k_idx if BY_CHANNEL else gate_at + head
+        factor_at = gate_at + D + head
         out_at = out_ptr + begin.to(tl.int64) * (H * V) + head * V + v_idx
         # The operands of a row are loaded while the row before it is computed.
         q_next = tl.load(q_at, mask=k_real & (length > 0), other=0.0).to(tl.float32)
         k_next = tl.load(q_at + G * K, mask=k_real & (length > 0), other=0.0).to(tl.float32)
         v_next = tl.load(v_at, mask=v_real & (length > 0), other=0.0).to(tl.float32)
-        keep_next = tl.load(gate_at, mask=length > 0, other=0.0)
-        factor_next = tl.load(gate_at + H, mask=length > 0, other=0.0)
+        keep_next = tl.load(keep_at, mask=(k_real & (length > 0)) if BY_CHANNEL else length > 0, other=0.0)
+        factor_next = tl.load(factor_at, mask=length > 0, other=0.0)
         for idx in range(length):
             q = q_next
             k = k_next
@@ -92,17 +97,22 @@ def _recur(
             factor = factor_next
             q_at += F
             v_at += F
-            gate_at += 2 * H
+            keep_at += D + H
+            factor_at += D + H
             follows = idx + 1 < length
             q_next = tl.load(q_at, mask=k_real & follows, other=0.0).to(tl.float32)
             k_next = tl.load(q_at + G * K, mask=k_real & follows, other=0.0).to(tl.float32)
             v_next = tl.load(v_at, mask=v_real & follows, other=0.0).to(tl.float32)
-            keep_next = tl.load(gate_at, mask=follows, other=0.0)
-            factor_next = tl.load(gate_at + H, mask=follows, other=0.0)
+            keep_next = tl.load(keep_at, mask=(k_real & follows) if BY_CHANNEL else follows, other=0.0)
+            factor_next = tl.load(factor_at, mask=follows, other=0.0)
             # Both products with the state before the row, so that neither waits for the other.
-            if REPLACES:
-                held = tl.sum(state * k, axis=1, keep_dims=True) * keep
-            found = tl.sum(state * q, axis=1, keep_dims=True) * keep
+            if BY_CHANNEL:
+                held = tl.sum(state * (k * keep), axis=1, keep_dims=True)
+                found = tl.sum(state * (q * keep), axis=1, keep_dims=True)
+            else:
+                if REPLACES:
+                    held = tl.sum(state * k, axis=1, keep_dims=True) * keep
+                found = tl.sum(state * q, axis=1, keep_dims=True) * keep
             if REPLACES:
                 v -= held
             update = v * factor
@@ -131,13 +141,16 @@ def recur(
     *,
     few_rows: int,
     replaces: bool,
+    by_channel: bool = False,
 ) -> None:
     """Write the outputs and the states of sequences with at most `few_rows` rows in the pass, and of others
     of the last rows, one fewer than the states that are kept.
 
     `mixed_TF` are queries, keys and values of any dtype, `gates_TH` the log of what a state keeps and the
-    factor of updates [T, 2 H], float32. An update `replaces` what the state holds of its key, or is added.
+    factor of updates [T, D + H], float32. An update `replaces` what the state holds of its key, or is added.
+    Where decays are `by_channel`, which is for updates that replace, D is H K, and else H.
     """
+    assert replaces or not by_channel
     facts = states.recurrence
     num_sequences = len(sequences.starts_R)
     is_prompt = sequences.chunks_C4 is not None
@@ -164,6 +177,7 @@ def recur(
         COLUMNS=COLUMNS,
         FEW=few_rows,
         REPLACES=replaces,
+        BY_CHANNEL=by_channel,
         SAVES=is_prompt and states.saving is not None,
         num_warps=WARPS,
         **options,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.delta_net import fused
-from compress.kernels.operands.recurrent_states import DeltaWeights
+from compress.kernels.operands.recurrent_states import DeltaWeights, Sequences
 from compress.kernels.select import Kernel, candidates
 from compress.models.delta_net import DeltaNet, gated_delta_rule, of_length_one
 from compress.models.norms import Norm
@@ -19,13 +19,17 @@ from compress.models.recurrence import convolved
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from tests.support import recurrences
 from tests.support.recurrences import assert_close, each_dtype, run, slots
+from tests.support.triton_interpreter import INTERPRETED
 
 SHAPES = {
     "two value heads a key head": DeltaNet(4, 2, 8, 12, 4),
     "one key head, wide keys": DeltaNet(3, 1, 24, 8, 2),
     "as Qwen3.5": DeltaNet(2, 1, 128, 128, 4),
     "doubled beta": DeltaNet(4, 2, 12, 24, 4, doubled_beta=True),
+    "a decay of each channel": DeltaNet(3, 3, 12, 20, 3, rank=5),
 }
+if not INTERPRETED:
+    SHAPES["as Kimi Linear"] = DeltaNet(2, 2, 128, 128, 4, rank=128)
 each_shape = pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("delta_net")
 
@@ -44,13 +48,14 @@ class Case(recurrences.Case):
         weights = DeltaWeights(
             randn(delta.num_channels, delta.kernel_size).to(device, dtype),
             -randn(delta.num_heads).exp().to(device),
-            randn(delta.num_heads).to(device),
+            randn(delta.num_decays).to(device),
             (1 + 0.1 * randn(delta.value_dim)).to(device, dtype),
             1e-6,
             delta.beta_factor,
         )
         x = randn(length, delta.num_channels + delta.value_size).to(device, dtype)
-        return Case(delta, weights, (x, randn(length, 2 * delta.num_heads).to(device)))
+        beta_decay = randn(length, delta.num_heads + delta.num_decays).to(device)
+        return Case(delta, weights, (x, beta_decay))
 
     def law(self) -> Tensor:
         delta = self.facts
@@ -63,18 +68,20 @@ class Case(recurrences.Case):
             of_length_one(each.unflatten(-1, (-1, delta.key_dim))).repeat_interleave(repeat, dim=-2)
             for each in (q, k)
         )
-        beta, decay = beta_decay_TH.unsqueeze(0).chunk(2, dim=-1)
+        beta, decay = beta_decay_TH.unsqueeze(0).split([delta.num_heads, delta.num_decays], dim=-1)
+        log_decay = F.softplus(decay + self.weights.dt_bias_D).unflatten(-1, (delta.num_heads, -1))
+        log_decay = self.weights.decay_rate_H.unsqueeze(-1) * log_decay
         out, _ = gated_delta_rule(
             q * delta.key_dim**-0.5,
             k,
             v.unflatten(-1, (-1, delta.value_dim)),
-            self.weights.decay_rate_H * F.softplus(decay + self.weights.dt_bias_H),
+            log_decay if delta.rank else log_decay.squeeze(-1),
             torch.sigmoid(beta) * (2 if delta.doubled_beta else 1),
         )
         norm = Norm(delta.value_dim, self.weights.norm_eps)
         norm.weight = torch.nn.Parameter(self.weights.norm_V.float())
         with torch.no_grad():
-            return norm(out[0]).flatten(1) * F.silu(z)
+            return norm(out[0]).flatten(1) * (torch.sigmoid(z) if delta.rank else F.silu(z))
 
 
 def cases(delta: DeltaNet, device: str) -> recurrences.Cases:
@@ -136,6 +143,40 @@ def test_keys_that_are_all_the_same_are_solved_for(kernel: Kernel, device: str) 
     beta_decay_TH[:, 2:] = -12
     (out,) = run(kernel, [(case, 1, 0, 130)], slots(delta, 1, device))
     assert_close(out, case.law())
+
+
+@each_kernel
+def test_channels_that_forget_at_once_and_others_that_keep_all_overflow_nothing(
+    kernel: Kernel, device: str
+) -> None:
+    """Decays of a chunk span e^-12,000 to one: a quotient of their exponentials has no value."""
+    delta = SHAPES["a decay of each channel" if INTERPRETED else "as Kimi Linear"]
+    case = Case.of(delta, device, 75, torch.float32, 0)
+    decays = case.rows[1][:, delta.num_heads :]
+    decays.fill_(-30)
+    decays[:, ::3] = 300
+    (out,) = run(kernel, [(case, 1, 0, 75)], slots(delta, 1, device))
+    assert out.isfinite().all()
+    assert_close(out, case.law())
+
+
+@each_kernel
+def test_gates_apart_are_those_that_follow_queries_keys_and_values(kernel: Kernel, device: str) -> None:
+    delta = SHAPES["a decay of each channel"]
+    case = Case.of(delta, device, 40, torch.float32, 0)
+    (whole,) = run(kernel, [(case, 1, 0, 40)], slots(delta, 1, device))
+    x_TF, beta_decay = case.rows
+    gate_TZ = x_TF[:, delta.num_channels :].contiguous()
+    sequences = Sequences.of_prefill(torch.tensor([1], device=device), (40,), (40,))
+    apart = kernel.fn(
+        x_TF[:, : delta.num_channels].contiguous(),
+        beta_decay,
+        case.weights,
+        slots(delta, 1, device),
+        sequences,
+        gate_TZ=gate_TZ,
+    )
+    assert_close(apart, whole)
 
 
 @each_kernel

@@ -16,6 +16,7 @@ from compress.export import FORMATS
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.decoder import Decoder
+from compress.models.delta_net import DeltaNet
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, with_layers
 from compress.models.short_conv import ShortConv
@@ -42,6 +43,27 @@ LFM2 = {
 OLDER = {**LFM2, "layer_types": None, "full_attn_idxs": [1, 3]}
 """The same as an older config states it."""
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 1}
+KIMI = {
+    **SIZES,
+    "model_type": "kimi_linear",
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 24,
+    "linear_attn_config": {
+        "full_attn_layers": [2, 4],
+        "kda_layers": [1, 3],
+        "head_dim": 16,
+        "num_heads": 3,
+        "short_conv_kernel_size": 3,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **SIZES,
@@ -104,7 +126,9 @@ def attending(arch: Arch) -> list[int]:
     return [idx for idx, layer in enumerate(arch.layers) if layer.attends]
 
 
-@pytest.mark.parametrize("config", [LFM2, OLDER, *FAMILIES.values()], ids=["lfm2", "older", *FAMILIES])
+@pytest.mark.parametrize(
+    "config", [LFM2, OLDER, KIMI, *FAMILIES.values()], ids=["lfm2", "older", "kimi", *FAMILIES]
+)
 def test_a_manifest_of_a_family_is_read_back_equal(config: dict[str, Any]) -> None:
     arch = arch_of(config)
     assert attending(arch) in ([1], [1, 3])
@@ -294,6 +318,72 @@ def test_another_activation_is_refused(config: dict[str, Any]) -> None:
         arch_of(config, **{name: "tanh"})
 
 
+def test_kimi_states_its_layers_and_delta_nets_in_a_mapping_or_as_transformers_does() -> None:
+    arch = arch_of(KIMI)
+    delta = DeltaNet(3, 3, 16, 16, 3, rank=16)
+    assert [layer.recurrence for layer in arch.layers] == [delta, None, delta, None]
+    assert [layer.latent is not None for layer in arch.layers] == [False, True, False, True]
+    assert {layer.rope for layer in arch.layers} == {None}
+    flat = {
+        **KIMI,
+        "linear_attn_config": None,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_heads": 3,
+        "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 3,
+    }
+    assert arch_of(flat).replace(config={}) == arch.replace(config={})
+    assert attending(arch_of({**flat, "layer_types": None})) == []
+    assert attending(arch_of({**flat, "layer_types": None}, num_hidden_layers=6)) == [4]
+    with torch.device("meta"):
+        decoder = Decoder(arch)
+    assert arch.num_params == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("more", [{}, {"layer_types": ["linear_attention", "full_attention"] * 2}])
+def test_a_mapping_of_kimi_lists_the_layers_that_stay(more: dict[str, Any]) -> None:
+    config = written(with_layers(arch_of(KIMI, **more), [0, 2, 3]))
+    own = config["linear_attn_config"]
+    assert (own["full_attn_layers"], own["kda_layers"], own["head_dim"]) == ([3], [1, 2], 16)
+    assert config["num_hidden_layers"] == 3
+    assert "first_k_dense_replace" not in config
+    without_dense = written(with_layers(arch_of(KIMI, **more), [1, 2]))
+    assert without_dense["first_k_dense_replace"] == 0
+    assert without_dense["mlp_layer_types"] == ["sparse", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "layer_types = .*linear_attn_config states"),
+        ({"full_attn_layers": [2]}, "full_attn_layers = .*from 1 to 4, each once"),
+        ({"full_attn_layers": [1, 2, 4]}, "full_attn_layers = .*from 1 to 4, each once"),
+        ({"kda_layers": [1, 5]}, "full_attn_layers = .*from 1 to 4, each once"),
+        ({"mla_use_nope": False}, "mla_use_nope = False"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ({"auto_map": {"AutoModel": "modeling_other.OtherModel"}}, "auto_map"),
+    ],
+    ids=str,
+)
+def test_what_kimi_computes_otherwise_or_states_twice_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    own = dict(KIMI["linear_attn_config"])
+    own |= {name: changes[name] for name in changes if name in own}
+    others = {name: value for name, value in changes.items() if name not in own}
+    with pytest.raises(UnsupportedArch, match=message):
+        arch_of(KIMI, linear_attn_config=own, **others)
+
+
+def test_decays_of_channels_are_for_heads_with_keys_of_their_own() -> None:
+    arch = arch_of(KIMI)
+    first = replace(arch.layers[0], recurrence=DeltaNet(4, 2, 16, 16, 3, rank=16))
+    with pytest.raises(UnsupportedArch, match="4 heads with decays of the channels of 2 key heads"):
+        arch.replace(layers=(first, *arch.layers[1:]))
+
+
 def test_fewer_experts_are_stated_by_each_name_that_a_config_has() -> None:
     stated = {
         **SIZES,
@@ -314,6 +404,23 @@ def consumers(arch: Arch, form: str, scheme: ModelScheme) -> dict[str, str | Non
     """Return the consumers of an export and why they do not load it, None where they do."""
     stated = FORMATS.get(form).consumers(arch, scheme)
     return {each.name: None if each.loads else each.note for each in stated}
+
+
+def test_vllm_loads_kimi_as_its_published_configs_state_it() -> None:
+    w8 = ModelScheme(SCHEMES["W8A16"])
+
+    def refusal(config: Mapping[str, Any], **changes: Any) -> str | None:
+        return consumers(arch_of(config, **changes), "compressed-tensors", w8)["vLLM"]
+
+    published = {**KIMI, "mla_use_nope": True, "hidden_size": 64, "intermediate_size": 64}
+    published |= {"moe_intermediate_size": 64, "kv_lora_rank": 32, "v_head_dim": 8}
+    published["linear_attn_config"] = {**KIMI["linear_attn_config"], "num_heads": 2}
+    assert refusal(published) is None
+    assert "no latent of queries and no biases" in str(refusal(published, q_lora_rank=32))
+    assert "no latent of queries and no biases" in str(refusal(published, attention_bias=True))
+    assert "reads mla_use_nope," in str(refusal(published, mla_use_nope=None))
+    unstated = refusal(published, linear_attn_config=None, mla_use_nope=None, num_hidden_layers=6)
+    assert "reads linear_attn_config and mla_use_nope," in str(unstated)
 
 
 def test_vllm_finds_codes_of_mamba_mixers_of_granite_only_where_one_scheme_is_for_all() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import SavedState
 from compress.models.delta_net import DeltaNet
+from compress.models.latent import Latent
 from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
@@ -25,7 +26,10 @@ from tests.unit.runtime.test_engine import CPU, Recorder, tokens
 SIZE = 16
 WIDE = DeltaNet(4, 2, 8, 12, 4)
 HYBRID = tiny_shape(recurrence=WIDE, rope=None), tiny_shape(), tiny_shape(recurrence=WIDE, rope=None)
+OF_CHANNELS = tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), rope=None)
+LATENT = Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=False)
 LAYERS = {
+    "beside latents": (OF_CHANNELS, tiny_shape(rope=None, num_kv_heads=4, latent=LATENT), OF_CHANNELS),
     "hybrid": HYBRID,
     "two kinds": (*HYBRID, tiny_shape(recurrence=DeltaNet(3, 1, 16, 8, 2), rope=None)),
     "joined to attention": (
