@@ -87,6 +87,7 @@ REFUSED = {
         "janus",
         "docling",
         "glmga",
+        "multimodal",
     ),
     "activation": ("apertus",),
     "longrope": ("longrope",),

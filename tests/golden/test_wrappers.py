@@ -64,6 +64,8 @@ def wide(case: str, directory: Path) -> Any:
         sizes |= {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
     if "intermediate_size_mlp" in changes:
         sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
+    if "short_factor" in changes.get("rope_parameters", {}):  # one for each pair of a head's dimensions
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
         sizes["moe_intermediate_size"] = 256
     if "linear_value_head_dim" in changes:
@@ -274,7 +276,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info
-    weights = dict(model.named_parameters())
+    weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in untouched:
         in_memory = family.to_memory(name)
         if in_memory in weights or CASES[case][0] not in RENAMED:

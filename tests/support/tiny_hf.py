@@ -134,6 +134,7 @@ CONFIGS: dict[str, Any] = {
     "granite_docling": transformers.GraniteDoclingConfig,
     "hunyuan_vl": transformers.HunYuanVLConfig,
     "glmga": transformers.GlmgaConfig,
+    "phi4_multimodal": transformers.Phi4MultimodalConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -389,6 +390,21 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
     },
     "glmga": {**_GLM4V, "vision_config": {"model_type": "glm4v_vision", **_GLM4V["vision_config"]}},
+    "phi4_multimodal": {
+        "vision_config": {**_VISION, "crop_size": 28, "image_token_id": 97},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "input_size": 16,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "bias_max_distance": 8,
+            "audio_token_id": 98,
+        },
+    },
     "exaone4_5": {
         "vision_config": {
             "depth": 1,
@@ -2053,6 +2069,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "rope_parameters": STRETCHED},
     ),
     "glmga": ("glmga", {}),
+    "phi4_multimodal": (
+        "phi4_multimodal",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+            "rope_parameters": {**HALF_ROTATED, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "phi4_multimodal-longrope": (
+        "phi4_multimodal",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
     "qwen3_omni_moe-some-dense": (
         "qwen3_omni_moe",
@@ -2097,6 +2125,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
+FLAT = ("phi4_multimodal",)
+"""Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
@@ -2115,6 +2145,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])
+    if family in FLAT:
+        return CONFIGS[family](**stated, **around)
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
     if family in WIDE_AS_TEXT:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
@@ -2163,7 +2195,7 @@ def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
     if family in OF_THINKERS:
         return Thinkers
-    if family in AROUND:
+    if family in AROUND and family not in FLAT:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 
