@@ -16,7 +16,7 @@ from compress.quant.scheme import Scheme
 ALL_EXPERTS = r"re:.*\.experts\."
 """The pattern of all linears of experts, by the names of transformers."""
 _PART = ".experts."
-NOT_GATHERED = ("gemma4", "gemma4_text", "granitemoehybrid", "qwen3_vl_moe", "mistral3")
+NOT_GATHERED = ("gemma4", "gemma4_text", "granitemoehybrid", "qwen3_vl_moe", "mistral3", "aria")
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""

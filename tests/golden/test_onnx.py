@@ -88,6 +88,7 @@ REFUSED = {
         "docling",
         "glmga",
         "multimodal",
+        "aria",
     ),
     "activation": ("apertus",),
     "longrope": ("longrope",),

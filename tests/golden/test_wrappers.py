@@ -45,6 +45,8 @@ NOT_GATHERED = (
     "qwen3_vl_moe",
     "qwen3_vl_moe-some-dense",
     "mistral3-mistral4",
+    "aria",
+    "aria-one-shared",
 )
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 

@@ -135,6 +135,7 @@ CONFIGS: dict[str, Any] = {
     "hunyuan_vl": transformers.HunYuanVLConfig,
     "glmga": transformers.GlmgaConfig,
     "phi4_multimodal": transformers.Phi4MultimodalConfig,
+    "aria": transformers.AriaConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -390,6 +391,11 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
     },
     "glmga": {**_GLM4V, "vision_config": {"model_type": "glm4v_vision", **_GLM4V["vision_config"]}},
+    "aria": {
+        "vision_config": {"model_type": "idefics3_vision", **_VISION},
+        "projector_patch_to_query_dict": {4: 3},
+        "image_token_index": 97,
+    },
     "phi4_multimodal": {
         "vision_config": {**_VISION, "crop_size": 28, "image_token_id": 97},
         "audio_config": {
@@ -2075,6 +2081,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "sliding_window": 5,
             "rope_parameters": {**HALF_ROTATED, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "aria": ("aria", {"intermediate_size": 40, "moe_num_experts": 6, "moe_topk": 2}),
+    "aria-one-shared": (
+        "aria",
+        {
+            "intermediate_size": 32,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 5,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+            "rope_parameters": LINEAR,
         },
     ),
     "phi4_multimodal-longrope": (
