@@ -29,10 +29,13 @@ NO_GPTQ_OF_STABLELM = (
     "its class of StableLM loads no codes of gate and up ('MergedColumnParallelLinear' object has no "
     "attribute 'data')"
 )
-EXPERTS_OF_ARIA = "its class of Aria loads the experts of a layer from one tensor for each product only"
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
 also looks up those of attention and of the FFN by others."""
+STACKS_ALONE = {
+    "aria": "its class of Aria loads the experts of a layer from one tensor for each product only"
+}
+"""Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
@@ -54,8 +57,6 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
-    if arch.family == "aria" and _of_experts(arch, scheme):
-        return EXPERTS_OF_ARIA
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
     is_by_name = len(scheme.of_layers) > 1 or any(renamed in linear for linear in scheme.dense)
     if is_by_name and _renames_mixers(arch):

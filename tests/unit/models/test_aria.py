@@ -8,7 +8,7 @@ from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.models.family import family_of
 from compress.models.overrides import decide
-from compress.quant.model_scheme import ModelScheme, with_exceptions
+from compress.quant.model_scheme import with_exceptions
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_hf import CASES, build_config
 
@@ -28,11 +28,14 @@ def test_a_field_by_which_routed_and_shared_experts_would_differ_is_refused(name
         family_of(config).read_config(config)
 
 
-def test_vllm_loads_dense_experts_of_aria_and_no_codes_of_them() -> None:
+@pytest.mark.parametrize(
+    ("form", "scheme", "loads"), [("compressed-tensors", "FP8_DYNAMIC", False), ("fp8", "FP8_BLOCK", True)]
+)
+def test_other_programs_load_the_experts_of_aria_where_one_tensor_holds_all(
+    form: str, scheme: str, loads: bool
+) -> None:
     config = config_of()
     arch = family_of(config).read_config(config)
-    scheme = ModelScheme(SCHEMES["FP8_DYNAMIC"])
-    dense = with_exceptions(scheme.layers, decide({"*.moe.experts.*": None}, arch))
-    for each, loads in ((scheme, False), (dense, True)):
-        consumers = FORMATS.get("compressed-tensors").consumers(arch, each)
-        assert {one.name: one.loads for one in consumers}["vLLM"] == loads
+    dense = with_exceptions(SCHEMES[scheme], decide({"*.moe.experts.*": None}, arch))
+    consumers = {each.name: each.loads for each in FORMATS.get(form).consumers(arch, dense)}
+    assert (consumers["vLLM"], consumers["transformers"]) == (loads, loads)
