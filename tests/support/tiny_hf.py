@@ -136,6 +136,7 @@ CONFIGS: dict[str, Any] = {
     "glmga": transformers.GlmgaConfig,
     "phi4_multimodal": transformers.Phi4MultimodalConfig,
     "aria": transformers.AriaConfig,
+    "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -391,6 +392,15 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
     },
     "glmga": {**_GLM4V, "vision_config": {"model_type": "glm4v_vision", **_GLM4V["vision_config"]}},
+    "ernie4_5_vl_moe": {
+        "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "image_start_token_id": 99,
+        "image_end_token_id": 100,
+        "video_start_token_id": 101,
+        "video_end_token_id": 102,
+    },
     "aria": {
         "vision_config": {"model_type": "idefics3_vision", **_VISION},
         "projector_patch_to_query_dict": {4: 3},
@@ -2083,6 +2093,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**HALF_ROTATED, "partial_rotary_factor": 0.75},
         },
     ),
+    "ernie4_5_vl_moe": (
+        "ernie4_5_vl_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": [40, 24],
+            "moe_num_shared_experts": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "ernie4_5_vl_moe-dense-in-the-middle": (
+        "ernie4_5_vl_moe",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 5,
+            "moe_k": 3,
+            "moe_intermediate_size": [24, 40],
+            "moe_num_shared_experts": 0,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "aria": ("aria", {"intermediate_size": 40, "moe_num_experts": 6, "moe_topk": 2}),
     "aria-one-shared": (
         "aria",
@@ -2149,8 +2181,9 @@ FLAT = ("phi4_multimodal",)
 """Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
-WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
-"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope."""
+WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, or sections in
+another order."""
 
 
 def build_config(family: str, changes: dict[str, Any]) -> Any:
@@ -2178,6 +2211,10 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
+    if family == "ernie4_5_vl_moe":
+        num_pairs = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"]) // 2
+        rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs - 2 * (num_pairs // 4)]
     if family == "hunyuan_vl":
         num_pairs = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"]) // 2
         sections = [num_pairs // 4] * 3
