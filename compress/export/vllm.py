@@ -47,6 +47,7 @@ UNKNOWN = {
     "granite_docling": "it knows no model_type granite_docling",
     "ernie4_5_vl_moe": "it reads this model by the config of a checkpoint with its own code only",
     "phi4_multimodal": "it knows this model by the code of a checkpoint (phi4mm) only",
+    "phi4mm": "it knows the model_type phi4mm by the code of a checkpoint only",
     "iquestcoder": "it knows the model_type iquestcoder by the code of a checkpoint only",
 }
 """Families of which vLLM 0.32 loads no checkpoint without code of its own, and why."""

@@ -1,6 +1,7 @@
 """ERNIE 4.5 VL: layers hold experts of text, which are compressed, and experts of images, which stay."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from compress.export import FORMATS, open_checkpoint
 from compress.export.format_writer import write_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
+from compress.models.decoder import DecoderLayer
 from compress.models.expert_pruning import with_experts
 from compress.models.pruning import why_layers_stay
 from compress.models.random_source import RandomSource
@@ -82,18 +84,31 @@ def test_routers_and_biases_of_images_change_nothing_for_text(tmp_path: Path) ->
 class OtherBiases(Rounded):
     """A source with other biases of the choice of experts than its matrix has."""
 
-    def layer(self, layer_idx: int) -> dict[str, torch.Tensor]:
+    def layer(self, layer_idx: int) -> Any:
         weights = self._source.layer(layer_idx)
-        return {name: each + 1 if name == "moe.selection_bias" else each for name, each in weights.items()}
+        biases = {name: dense(each) + 1 for name, each in weights.items() if name == "moe.selection_bias"}
+        return {**weights, **biases}
 
 
 def test_a_first_row_that_is_not_that_of_the_matrix_is_not_written(tmp_path: Path) -> None:
     saved(tmp_path / "model", *CASES[CASE])
     source = Checkpoint(tmp_path / "model")
     random = RandomSource(source.arch, device=CPU, dtype=torch.float32)
-    for each in (OtherBiases(source, ModelScheme(SCHEMES["W8A16"])), random):
+    sources: list[Any] = [OtherBiases(source, ModelScheme(SCHEMES["W8A16"])), random]
+    for each in sources:
         with pytest.raises(UnsupportedFormat, match="first row"):
             write_checkpoint(tmp_path, each)
+
+
+def test_no_scale_is_moved_into_what_experts_of_images_read(tmp_path: Path) -> None:
+    saved(tmp_path, *CASES[CASE])
+    arch = Checkpoint(tmp_path).arch
+    with torch.device("meta"):
+        dense_layer, *others = [DecoderLayer(arch, idx).smoothing_pairs() for idx in range(arch.num_layers)]
+    assert "ffn_norm" in {pair.producer for pair in dense_layer}
+    assert all(
+        "norm" not in pair.producer or pair.producer == "attn_norm" for each in others for pair in each
+    )
 
 
 def test_neither_experts_nor_layers_are_removed(tmp_path: Path) -> None:

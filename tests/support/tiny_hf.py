@@ -464,7 +464,7 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
     },
 }
-BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3"}
+BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
 """What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {

@@ -40,6 +40,8 @@ FAMILIES.add(
         "Phi4MultimodalForCausalLM",
         _TEXT,
         text_paths=(),
+        has_adapters=True,
+        layers_are_numbered=True,
         untouched=("model.embed_tokens_extend",),
         outside=frozenset({"vision_config", "audio_config"}),
     ),
