@@ -58,7 +58,7 @@ from compress.export.config_groups import (
 from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
 from compress.export.own_code import why_no_class
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
-from compress.export.vllm import on_a_gpu, vllm_builds
+from compress.export.vllm import STACKS_ALONE, on_a_gpu, vllm_builds
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.linear_groups import LINEAR_GROUPS
@@ -340,6 +340,7 @@ class CompressedTensors:
         of_experts = arch.has_experts and not all(each.symmetric for each in scheme.of_layers)
         if of_experts:
             vllm = "takes symmetric codes only in experts"
+        stacked = STACKS_ALONE.get(arch.family)
         transformers = "decompresses at load: no speed, no memory saved"
         loads = True
         if not all(each.symmetric for each in scheme.all):
@@ -358,7 +359,9 @@ class CompressedTensors:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
-            *vllm_builds(arch, scheme, vllm, loads=not (narrow or ragged or of_experts)),
+            *vllm_builds(
+                arch, scheme, stacked or vllm, loads=not (narrow or ragged or of_experts or stacked)
+            ),
         ]
 
 

@@ -27,6 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.config_groups import matches_module
+from compress.export.experts import JOINED
 from compress.export.own_code import why_no_class
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.export.vllm import vllm_builds
@@ -193,13 +194,13 @@ class Fp8:
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
+        refused = why_no_class(arch) or JOINED.get(arch.family)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer(
                 "transformers",
-                loads=why_no_class(arch) is None,
-                note=why_no_class(arch)
-                or "multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
+                loads=refused is None,
+                note=refused or "multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
             ),
             *vllm_builds(
                 arch,

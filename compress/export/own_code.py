@@ -2,7 +2,7 @@
 
 from compress.models.arch import Arch
 
-BY_CODE = ("kimi_k2", "vlm")
+BY_CODE = ("kimi_k2", "vlm", "phi4mm")
 
 
 def why_no_class(arch: Arch) -> str | None:

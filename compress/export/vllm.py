@@ -39,6 +39,10 @@ RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 also looks up those of attention and of the FFN by others."""
 KIMI_STATES = ("linear_attn_config", "mla_use_nope")
 """Fields of Kimi Linear that vLLM's class reads; configs that `transformers` writes may have others."""
+STACKS_ALONE = {
+    "aria": "its class of Aria loads the experts of a layer from one tensor for each product only"
+}
+"""Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
@@ -48,6 +52,9 @@ UNKNOWN = {
     "vlm": "it knows the model_type vlm by the code of a checkpoint only",
     "hyperclovax_vision_v2": "it knows no model_type hyperclovax_vision_v2",
     "granite_docling": "it knows no model_type granite_docling",
+    "ernie4_5_vl_moe": "it reads this model by the config of a checkpoint with its own code only",
+    "phi4_multimodal": "it knows this model by the code of a checkpoint (phi4mm) only",
+    "phi4mm": "it knows the model_type phi4mm by the code of a checkpoint only",
     "iquestcoder": "it knows the model_type iquestcoder by the code of a checkpoint only",
 }
 """Families of which vLLM 0.32 loads no checkpoint without code of its own, and why."""

@@ -72,6 +72,9 @@ class Checkpoint:
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self._files.shape(name) for name in self._files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
+        self._num_experts = max(
+            (each.experts.num_experts for each in self._arch.layers if each.experts), default=0
+        )
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._is_layout = is_layout(config)
@@ -125,7 +128,7 @@ class Checkpoint:
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         own = {name: self._read(name, {}) for name in self._names[0]}
-        parts = {name for name in self._files.names() if self.family.is_untouched(name)}
+        parts = {name for name in self._files.names() if self.family.is_untouched(name, self._num_experts)}
         whole = {**own, **{f"{UNTOUCHED}{name}": self._files.get(name) for name in sorted(parts)}}
         if self._is_layout:
             check_untouched(whole)
@@ -187,6 +190,10 @@ class Checkpoint:
         if self._is_mxfp4(name):
             return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
         tensor = self._files.get(stored)
+        if self.family.is_transposed(name):
+            return tensor.t().contiguous()
+        if self.family.rows_with_others(name):
+            return tensor[0].clone()
         is_matrix = self.family.num_rows(self._arch, name, tensor.numel()) is not None
         return tensor.flatten() if is_matrix else tensor
 
@@ -213,6 +220,10 @@ class Checkpoint:
             return ()
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
+            if self.family.is_transposed(name):
+                return shape[::-1]
+            if rows := self.family.rows_with_others(name):
+                return (rows, *shape)
             num_rows = self.family.num_rows(self._arch, name, shape[0])
             return shape if num_rows is None else (num_rows, shape[0] // num_rows)
         num_experts = num_experts_of(self._arch, name)
@@ -268,7 +279,7 @@ class Checkpoint:
                 name not in expected
                 and name != tied
                 and not ignored.search(name)
-                and not self.family.is_untouched(name)
+                and not self.family.is_untouched(name, self._num_experts)
                 and not name.startswith(prefixes)
                 and not self._is_idle_bias(name)
                 and not name.startswith(anothers)

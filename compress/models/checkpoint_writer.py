@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.artifact.tensors import ShardWriter
@@ -15,7 +16,7 @@ from compress.models.family import Family, family_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
 from compress.models.stored_tensors import members_of, parts_of, places_of
-from compress.models.weights import UNTOUCHED, Weights, WeightSource
+from compress.models.weights import UNTOUCHED, Weights, WeightSource, dense
 from compress.quant.codec import Codec
 from compress.quant.global_scale import with_one_global_scale
 from compress.quant.kv import KV_SCALES
@@ -43,14 +44,19 @@ def write_checkpoint(
     family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
     waiting: dict[str, dict[str, Tensor | QuantizedWeight]] = {}
+    untouched: dict[str, Tensor] = {}
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
         if name.startswith(UNTOUCHED):
             assert isinstance(value, Tensor)
+            untouched[name.removeprefix(UNTOUCHED)] = value
             shards.add(name.removeprefix(UNTOUCHED), value)
             return
         module = name.rpartition(".")[0]
         stored = family.tensor(name)
+        if family.rows_with_others(name):
+            _check_first_row(stored, untouched.get(stored), value)
+            return
         members = members_of(family, arch, name)
         all_experts = family.holds_all_experts(module)
         if len(members) > 1 or module.endswith(ROTATED) or all_experts:
@@ -65,6 +71,7 @@ def write_checkpoint(
         if not isinstance(value, QuantizedWeight):
             num_rows = family.num_rows(arch, name, value.numel())
             value = value if num_rows is None else value.view(num_rows, -1)
+            value = value.t().contiguous() if family.is_transposed(name) else value
             if name.endswith(tuple(KV_SCALES.values())):
                 value = value.reshape(1)  # consumers want [1]
             for each, part in parts_of(family, arch, name, value):
@@ -109,6 +116,19 @@ def with_shared_scales(shape: LayerShape, weights: Weights) -> dict[str, Tensor 
         if len(quantized) == len(names) and all(each.global_scale is None for each in quantized):
             shared |= dict(zip(names, with_one_global_scale(quantized), strict=True))
     return shared
+
+
+def _check_first_row(name: str, matrix: Tensor | None, value: Tensor | QuantizedWeight) -> None:
+    """Check that a matrix that was written as it came has a parameter for its first row.
+
+    Raises:
+        UnsupportedFormat: the source has no such matrix, or the parameter is another one by now.
+    """
+    if matrix is None or not torch.equal(matrix[0].float(), dense(value).float()):
+        raise UnsupportedFormat(
+            f"the first row of '{name}' is of the language model and its other rows are of parts that stay "
+            "as they are; the model that is written has no such matrix, or another first row."
+        )
 
 
 def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:

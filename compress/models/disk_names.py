@@ -1,7 +1,8 @@
 """The tensors of a family's checkpoints as a table: how they are named (`tensor_names.py`), and how canonical
 parameters lie in them (`layout.py`)."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -16,6 +17,11 @@ SCALES_BESIDE_LINEARS = ("modelopt",)
 """Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
 
 
+def _is_of(parts: Sequence[str], name: str) -> bool:
+    """Return whether a name is one of some parts, or of what is in one."""
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
+
+
 def _inverse(names: Mapping[str, str]) -> dict[str, str]:
     return {theirs: ours for ours, theirs in names.items()}
 
@@ -28,12 +34,16 @@ class DiskNames:
     disk (`layout.py`). In modules on disk of `rows_in_turns` the rows of their linears take turns, by head.
     `expert_layouts` are those in which checkpoints store experts, the first one where none is read.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
-    that they store as one with a row for each head, if heads have weights of their own. `in_parts` maps a
-    module of a layer to those under whose names its rows are stored, some after the others. `in_memory` maps
-    prefixes of names on disk to those of modules in `transformers`, where the two differ, and
-    `in_memory_inside` maps modules of layers that it alone renames. `untouched` are the parts on disk that
-    are none of the language model's (`wrapper.py`), `untouched_elsewhere` what vLLM calls modules of theirs
-    where that is another name, and tensors whose names match `ignored_tensors` are read by nobody."""
+    that they store as one with a row for each head, if heads have weights of their own; `transposed` are
+    linears of a layer that they store as [I, O]. `in_parts` maps a module of a layer to those under whose
+    names its rows are stored, some after the others. `in_memory` maps prefixes of names on disk to those of
+    modules in `transformers`, where the two differ, and `in_memory_inside` maps modules of layers that it
+    alone renames. `untouched` are the parts on disk that are none of the language model's (`wrapper.py`),
+    `untouched_in_layers` those inside of its layers. With `more_experts` the experts after those that the
+    router of a layer chooses among are such parts, too. `first_rows` maps a vector of a layer to the number
+    of rows of the matrix whose first row it is; the other rows are of such parts, and the matrix is among
+    `untouched_in_layers`. `untouched_elsewhere` is what vLLM calls modules of theirs where that is another
+    name, and tensors whose names match `ignored_tensors` are read by nobody."""
 
     interleaved_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
@@ -41,6 +51,8 @@ class DiskNames:
     in_one_row: frozenset[str] = frozenset()
     in_heads: frozenset[str] = frozenset()
     in_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+    first_rows: Mapping[str, int] = field(default_factory=dict)
     outer_modules: Mapping[str, str] = field(default_factory=lambda: OUTER_MODULES)
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_prefix: str = "model.layers."
@@ -48,6 +60,8 @@ class DiskNames:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     in_memory_inside: Mapping[str, str] = field(default_factory=dict)
     untouched: tuple[str, ...] = ()
+    untouched_in_layers: tuple[str, ...] = ()
+    more_experts: bool = False
     untouched_elsewhere: tuple[str, ...] = ()
 
     def to_memory(self, module: str) -> str:
@@ -65,9 +79,19 @@ class DiskNames:
         name = with_other_prefix(module, _inverse(self.in_memory))
         return with_other_parts(name, _inverse(self.in_memory_inside))
 
-    def is_untouched(self, name: str) -> bool:
-        """Return whether a tensor on disk is of a part that is none of the language model's."""
-        return name in self.untouched or name.startswith(tuple(f"{part}." for part in self.untouched))
+    def is_untouched(self, name: str, num_experts: int | None = None) -> bool:
+        """Return whether a tensor on disk is of a part that is none of the language model's; `num_experts`
+        is the number of those that its routers choose among."""
+        if _is_of(self.untouched, name):
+            return True
+        _, in_layers, of_layer = name.partition(self.layer_prefix)
+        _, _, inside = of_layer.partition(".")
+        if not in_layers or _is_of(self.untouched_in_layers, inside):
+            return bool(in_layers)
+        if num_experts is None or not self.more_experts:
+            return False
+        expert = re.match(r"mlp\.experts\.(\d{1,6})\.", inside)
+        return expert is not None and int(expert[1]) >= num_experts
 
     @property
     def untouched_modules(self) -> tuple[str, ...]:
@@ -112,6 +136,16 @@ class DiskNames:
                 if module.endswith(f".{each}"):
                     return f"{module.removesuffix(each)}{whole}.{leaf}"
         return None
+
+    def is_transposed(self, parameter: str) -> bool:
+        """Return whether a checkpoint stores the matrix of a canonical parameter as [I, O]."""
+        _, _, name = parameter.partition("layers.")[2].partition(".")
+        return name.removesuffix(".weight") in self.transposed
+
+    def rows_with_others(self, parameter: str) -> int:
+        """Return the rows of the matrix whose first row is a canonical parameter, 0 where it is no row."""
+        _, _, name = parameter.partition("layers.")[2].partition(".")
+        return self.first_rows.get(name, 0)
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;

@@ -105,6 +105,8 @@ class Family(DiskNames):
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated;
     `layers_are_numbered`: other parts of the model write to some of its layers or read them, by number;
+    `has_adapters`: linears of its layers have adapters, in its files or others, that stay untouched and read
+    what the linears read;
     `computed_otherwise`: a note on what the class of `transformers` computes otherwise."""
 
     model_type: str
@@ -117,6 +119,7 @@ class Family(DiskNames):
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
     layers_are_numbered: bool = False
+    has_adapters: bool = False
     computed_otherwise: str | None = None
     windows: Windows = no_window
     rotated_layers: RotatedLayers = every_layer

@@ -221,6 +221,13 @@ def why_layers_stay(arch: Arch) -> str | None:
     return None
 
 
+def why_channels_stay(arch: Arch) -> str | None:
+    """Return the reason why no channel of an FFN can be removed, None where some can."""
+    if family_of({"model_type": arch.family}).has_adapters:
+        return f"linears of this {arch.family} model have adapters for images and sound, which stay as wide."
+    return None
+
+
 def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
     if any(layer.recurrence is not None and not layer.joint for layer in arch.layers):
@@ -233,6 +240,8 @@ def why_heads_stay(arch: Arch) -> str | None:
         return (
             f"the norms of q and k of this {arch.family} model span all heads, so each head depends on all."
         )
+    if (reason := why_channels_stay(arch)) is not None:
+        return reason
     if family_of({"model_type": arch.family}).heads_span_hidden:
         return (
             f"the class of this {arch.family} model in transformers takes hidden_size / number of heads for "

@@ -24,6 +24,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 TYPES = ("full_attention", "sliding_attention")
 WITHIN = ("text_config", "thinker_config")
 """Fields that hold the config of a text model, or another config that does."""
+OF_OTHER_PARTS = ("vision_config", "audio_config")
+"""Fields of flat configs that hold the configs of parts around the text model."""
 GONE = object()
 """The value of a field that is left out."""
 FAILURES = (
@@ -77,7 +79,7 @@ def variants(config: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tuple
     """Give the name of each field of a text config, another value, and the config that has it there: fields
     that the config states, those of its ropes, and the others of its class."""
     text = text_of(config)
-    for name in sorted({*text, *defaults} - IDLE_FIELDS - {"vocab_size"}):
+    for name in sorted({*text, *defaults} - IDLE_FIELDS - {"vocab_size", *OF_OTHER_PARTS}):
         value = text.get(name, defaults.get(name))
         if not isinstance(value, dict):
             others = [each for each in other_values(name, value) if each != value]

@@ -177,6 +177,7 @@ EXPORTED = [
     ("granite_docling", "W4A16_G128"),
     ("hunyuan_vl", "FP8_DYNAMIC"),
     ("glmga", "W4A16_G128"),
+    ("phi4_multimodal", "FP8_DYNAMIC"),
     ("deepseek_v3-dense", "W4A16_G128"),
     ("deepseek_v3-dense", "FP8_DYNAMIC"),
     ("deepseek_v32-dense", "W4A16_G128"),

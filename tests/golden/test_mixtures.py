@@ -91,7 +91,7 @@ IN_MEMORY = (
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
-RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear")
+RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear", "aria")
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
 
@@ -116,7 +116,7 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma4-experts", "gemma4-vision-experts", "qwen3_vl_moe", "mistral3-mistral4"]
+    "case", ["gemma4-experts", "gemma4-vision-experts", "qwen3_vl_moe", "mistral3-mistral4", "aria"]
 )
 def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_and_read_again(
     case: str, tmp_path: Path

@@ -97,6 +97,8 @@ REFUSED = {
         "janus",
         "docling",
         "glmga",
+        "multimodal",
+        "aria",
     ),
     "activation": ("apertus",),
     "longrope": ("longrope",),

@@ -137,6 +137,9 @@ CONFIGS: dict[str, Any] = {
     "granite_docling": transformers.GraniteDoclingConfig,
     "hunyuan_vl": transformers.HunYuanVLConfig,
     "glmga": transformers.GlmgaConfig,
+    "phi4_multimodal": transformers.Phi4MultimodalConfig,
+    "aria": transformers.AriaConfig,
+    "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -392,6 +395,35 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
     },
     "glmga": {**_GLM4V, "vision_config": {"model_type": "glm4v_vision", **_GLM4V["vision_config"]}},
+    "ernie4_5_vl_moe": {
+        "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "image_start_token_id": 99,
+        "image_end_token_id": 100,
+        "video_start_token_id": 101,
+        "video_end_token_id": 102,
+    },
+    "aria": {
+        "vision_config": {"model_type": "idefics3_vision", **_VISION},
+        "projector_patch_to_query_dict": {4: 3},
+        "image_token_index": 97,
+    },
+    "phi4_multimodal": {
+        "vision_config": {**_VISION, "crop_size": 28, "image_token_id": 97},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "input_size": 16,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "bias_max_distance": 8,
+            "audio_token_id": 98,
+        },
+    },
     "exaone4_5": {
         "vision_config": {
             "depth": 1,
@@ -435,7 +467,7 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
     },
 }
-BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3"}
+BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
 """What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -2119,6 +2151,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "rope_parameters": STRETCHED},
     ),
     "glmga": ("glmga", {}),
+    "phi4_multimodal": (
+        "phi4_multimodal",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+            "rope_parameters": {**HALF_ROTATED, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "ernie4_5_vl_moe": (
+        "ernie4_5_vl_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": [40, 24],
+            "moe_num_shared_experts": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "ernie4_5_vl_moe-dense-in-the-middle": (
+        "ernie4_5_vl_moe",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 5,
+            "moe_k": 3,
+            "moe_intermediate_size": [24, 40],
+            "moe_num_shared_experts": 0,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "aria": ("aria", {"intermediate_size": 40, "moe_num_experts": 6, "moe_topk": 2}),
+    "aria-one-shared": (
+        "aria",
+        {
+            "intermediate_size": 32,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 5,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "phi4_multimodal-longrope": (
+        "phi4_multimodal",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
     "qwen3_omni_moe-some-dense": (
         "qwen3_omni_moe",
@@ -2167,10 +2247,13 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
 
 OWN_EPS = {"olmo": 1e-5}
 """What the norms of families add that no field states."""
+FLAT = ("phi4_multimodal",)
+"""Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
-WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2")
-"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope."""
+WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, or sections in
+another order."""
 
 
 def build_config(family: str, changes: dict[str, Any]) -> Any:
@@ -2185,6 +2268,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])
+    if family in FLAT:
+        return CONFIGS[family](**stated, **around)
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
     if family in WIDE_AS_TEXT:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
@@ -2196,6 +2281,10 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
+    if family == "ernie4_5_vl_moe":
+        num_pairs = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"]) // 2
+        rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs - 2 * (num_pairs // 4)]
     if family == "hunyuan_vl":
         num_pairs = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"]) // 2
         sections = [num_pairs // 4] * 3
@@ -2233,7 +2322,7 @@ def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
     if family in OF_THINKERS:
         return Thinkers
-    if family in AROUND:
+    if family in AROUND and family not in FLAT:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -31,8 +31,11 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         sizes |= {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
     if "intermediate_size_mlp" in changes:
         sizes["intermediate_size_mlp"] = 2 * WIDE["intermediate_size"]
+    if "short_factor" in changes.get("rope_parameters", {}):  # one for each pair of a head's dimensions
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
-        sizes["moe_intermediate_size"] = 256
+        of_each = isinstance(changes["moe_intermediate_size"], list)
+        sizes["moe_intermediate_size"] = [256, 128] if of_each else 256
     if "linear_value_head_dim" in changes:
         sizes |= inner_widths(changes, 128) | {"linear_key_head_dim": 128, "head_dim": 256}
     if "kv_lora_rank" in changes:

@@ -36,68 +36,67 @@ def _state_sparse(is_sparse: list[bool]) -> dict[str, Any]:
     return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": 1}
 
 
-FAMILIES.add(
-    "ernie4_5_moe",
-    Family(
-        model_type="ernie4_5_moe",
-        architecture="Ernie4_5_MoeForCausalLM",
-        interleaved_rotary=True,
-        mixture=Mixture(
-            {"num_experts": "moe_num_experts", "top_k": "moe_k", "expert_size": "moe_intermediate_size"},
-            facts={"selection_bias": True, "renormalize": True},
-            is_sparse=_is_sparse,
-            state_sparse=_state_sparse,
-            read_more=shared_of("moe_num_shared_experts"),
-        ),
-        layer_modules={
-            **LAYER_MODULES,
-            "moe.router": "mlp.gate",
-            "moe.selection_bias": f"mlp.{_BIAS}",
-            "moe.shared.gate": "mlp.shared_experts.gate_proj",
-            "moe.shared.up": "mlp.shared_experts.up_proj",
-            "moe.shared.down": "mlp.shared_experts.down_proj",
-        },
-        in_one_row=frozenset({"moe.selection_bias"}),
-        expert_layouts=(
-            apart("mlp.experts"),
-            in_one(
-                AS_IN_MEMORY.modules["moe.experts.*.gate"],
-                AS_IN_MEMORY.modules["moe.experts.*.down"],
-                suffixes=BARE,
-                modules={"moe.selection_bias": f"mlp.gate.{_BIAS}"},
-            ),
-        ),
-        known_fields=frozenset(
-            {
-                "moe_num_experts",
-                "moe_k",
-                "moe_intermediate_size",
-                "moe_num_shared_experts",
-                "moe_layer_start_index",
-                "moe_layer_end_index",
-                "moe_layer_interval",
-            }
-        ),
-        fixed_fields={
-            "moe_norm_min": 1e-12,  # far below any sum of weights that float32 tells from zero
-            "use_bias": False,  # the head would have one, too
-        },
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "num_key_value_heads": 4,
-            "intermediate_size": 12288,
-            "max_position_embeddings": 131072,
-            "moe_num_experts": 64,
-            "moe_k": 6,
-            "moe_intermediate_size": 1536,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
-        },
-        ignored_tensors=r"rotary_emb\.inv_freq$|^model\.mtp_",
+ERNIE4_5_MOE = Family(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    interleaved_rotary=True,
+    mixture=Mixture(
+        {"num_experts": "moe_num_experts", "top_k": "moe_k", "expert_size": "moe_intermediate_size"},
+        facts={"selection_bias": True, "renormalize": True},
+        is_sparse=_is_sparse,
+        state_sparse=_state_sparse,
+        read_more=shared_of("moe_num_shared_experts"),
     ),
+    layer_modules={
+        **LAYER_MODULES,
+        "moe.router": "mlp.gate",
+        "moe.selection_bias": f"mlp.{_BIAS}",
+        "moe.shared.gate": "mlp.shared_experts.gate_proj",
+        "moe.shared.up": "mlp.shared_experts.up_proj",
+        "moe.shared.down": "mlp.shared_experts.down_proj",
+    },
+    in_one_row=frozenset({"moe.selection_bias"}),
+    expert_layouts=(
+        apart("mlp.experts"),
+        in_one(
+            AS_IN_MEMORY.modules["moe.experts.*.gate"],
+            AS_IN_MEMORY.modules["moe.experts.*.down"],
+            suffixes=BARE,
+            modules={"moe.selection_bias": f"mlp.gate.{_BIAS}"},
+        ),
+    ),
+    known_fields=frozenset(
+        {
+            "moe_num_experts",
+            "moe_k",
+            "moe_intermediate_size",
+            "moe_num_shared_experts",
+            "moe_layer_start_index",
+            "moe_layer_end_index",
+            "moe_layer_interval",
+        }
+    ),
+    fixed_fields={
+        "moe_norm_min": 1e-12,  # far below any sum of weights that float32 tells from zero
+        "use_bias": False,  # the head would have one, too
+    },
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 131072,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+    },
+    ignored_tensors=r"rotary_emb\.inv_freq$|^model\.mtp_",
 )
+
+FAMILIES.add("ernie4_5_moe", ERNIE4_5_MOE)

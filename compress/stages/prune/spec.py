@@ -18,6 +18,7 @@ from compress.models.pruning import (
     Widths,
     as_mistral,
     can_have_bias,
+    why_channels_stay,
     why_heads_stay,
     why_layers_stay,
 )
@@ -276,6 +277,8 @@ class Prune(Spec):
                 "ffn: the channels of experts are not pruned; remove whole experts, such as `experts: {keep: "
                 "0.75}`, or name `target: {prune: [heads, depth]}`."
             )
+        if "ffn" in self.axes and (reason := why_channels_stay(arch)) is not None:
+            raise UsageError(f"ffn: {reason}")
         if self.experts is not None:
             with_experts(arch, self.experts.num_kept(arch))
         if self.axes and not arch.is_uniform:
