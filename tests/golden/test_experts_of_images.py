@@ -1,5 +1,6 @@
 """ERNIE 4.5 VL: layers hold experts of text, which are compressed, and experts of images, which stay."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.cli.app import main
 from compress.errors import UnsupportedFormat, UsageError
 from compress.export import FORMATS, open_checkpoint
 from compress.export.format_writer import write_format
@@ -117,3 +119,30 @@ def test_neither_experts_nor_layers_are_removed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="as many experts as its text"):
         with_experts(arch, 4)
     assert why_layers_stay(arch) is not None
+
+
+def test_a_run_carries_what_is_of_images_through_its_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wide(CASE, tmp_path / "model")
+    quantize = {"kind": "quantize", "scheme": "W8A16", "round": {"kind": "rtn"}}
+    stages: list[dict[str, Any]] = [quantize, {"kind": "export", "formats": ["compressed-tensors"]}]
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"version": 1, "model": "./model", "stages": stages}))
+    code = main(["run", "recipe.yaml", "--offline", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err + out
+    (found,) = {
+        file.parent for file in tmp_path.rglob("compress.json") if (file.parent / "config.json").exists()
+    }
+    before, after = tensors_of(tmp_path / "model"), tensors_of(found)
+    stays = {name for name in before if of_images(name)}
+    assert all(torch.equal(before[name], after[name]) for name in stays)
+    decoders = [
+        build_decoder(source, dtype=torch.float32, device=CPU)
+        for source in (open_checkpoint(found), Checkpoint(tmp_path / "model"))
+    ]
+    with torch.no_grad():
+        ours, exact = (decoder(tokens(2, 12)) for decoder in decoders)
+    error_S = (ours - exact).square().mean(-1).median()
+    assert error_S.sqrt() < 0.1 * exact.square().mean().sqrt()
