@@ -14,6 +14,10 @@ ROUTERS = {
     **dict.fromkeys(("minimax_m2", "laguna"), "its router on a CPU takes no sigmoid without groups"),
 }
 """Families whose routers vLLM's CPU build does not compute, and why."""
+BIASED_SELECTION = (
+    "it has no kernel for experts of four bits behind a router with a bias of selection ('No WNA16 MoE "
+    "backend supports ...')"
+)
 OF_TRITON = {
     "olmo_hybrid": "its class of OLMo Hybrid sets an allocator of Triton, which its CPU build has not"
 }
@@ -126,6 +130,9 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
         return Consumer(name, loads=False, note="it has no FP8 experts ('Unsupported FP8 MoE backend')")
     if any(each.type == "int" and each.num_bits == 8 and each.activation is not None for each in experts):
         return Consumer(name, loads=False, note="it has no INT8 experts ('No Int8 MoE backend supports ...')")
+    is_biased = any(layer.experts is not None and layer.experts.selection_bias for layer in arch.layers)
+    if is_biased and any(each.type == "int" for each in experts):
+        return Consumer(name, loads=False, note=BIASED_SELECTION)
     if rows := _rows_of_mixers(arch, scheme):
         note = f"its kernel of four bits takes N % 32 = 0, and Mamba-2 mixers have {rows}"
         return Consumer(name, loads=False, note=note)

@@ -175,7 +175,7 @@ class Arch:
     @cached_property
     def has_latents(self) -> bool:
         """Whether queries, keys and values are linears of latents, in all layers with attention."""
-        return any(layer.latent is not None for layer in self.layers)
+        return any(layer.latent is not None for layer in self.layers if layer.attends)
 
     @cached_property
     def has_recurrences(self) -> bool:

@@ -21,8 +21,9 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import build_decoder, dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
-from tests.golden.test_wrappers import Rounded, tensors_of, wide
+from tests.golden.test_wrappers import tensors_of
 from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.wrappers import Rounded, wide
 
 CASE = "ernie4_5_vl_moe"
 CPU = torch.device("cpu")

@@ -1,0 +1,30 @@
+"""What vLLM's CPU build is stated to load of mixtures."""
+
+import pytest
+
+from compress.export import FORMATS, Consumer
+from compress.models.overrides import linear_names
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
+from scripts.interop_cases import arch_of, is_expert
+
+
+def on_a_cpu(family: str, form: str, scheme: ModelScheme) -> Consumer:
+    consumers = FORMATS.get(form).consumers(arch_of(family), scheme)
+    return next(each for each in consumers if each.name == "vLLM on a CPU")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_experts_of_four_bits_are_not_loaded_behind_a_router_with_a_bias_of_selection(form: str) -> None:
+    scheme = ModelScheme(SCHEMES["W4A16_G128"])
+    for family in ("glm4_moe", "dots1", "afmoe"):
+        assert "a bias of selection" in on_a_cpu(family, form, scheme).note
+        assert not on_a_cpu(family, form, scheme).loads
+    for family in ("qwen3_moe", "cohere2_moe"):
+        assert on_a_cpu(family, form, scheme).loads
+
+
+def test_dense_experts_are_loaded_behind_any_router() -> None:
+    experts = [name for name in linear_names(arch_of("glm4_moe")) if is_expert(name)]
+    scheme = ModelScheme(SCHEMES["W4A16_G128"], exceptions=tuple((name, None) for name in experts))
+    assert on_a_cpu("glm4_moe", "compressed-tensors", scheme).loads
