@@ -101,6 +101,7 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("nemotron-nano-9b-v2", 8_888_227_328),
         ("apertus-8b-2509", 8_053_338_240),
         ("falcon-h1-34b", 33_642_221_312),
+        ("kimi-linear-48b-a3b", 49_122_681_728),
         ("nemotron-3-nano-30b-a3b", 31_577_940_288),
         ("nemotron-3-super-120b-a12b", 120_668_707_840),
     ],
@@ -112,7 +113,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 35
+    assert len(known_models()) == 36
 
 
 @pytest.mark.usefixtures("no_network")
