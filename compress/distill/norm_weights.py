@@ -9,6 +9,8 @@ gradient of the identity.
 Shapes: D size of a norm.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -40,10 +42,12 @@ class NormInTraining(nn.Module):
         return y
 
 
-def train_norms_(model: nn.Module, *, pace: float) -> None:
-    """Replace every norm of a model by one whose weight is trained."""
+def train_norms_(model: nn.Module, *, pace: float, left: Collection[str] = ()) -> None:
+    """Replace every norm of a model by one whose weight is trained, except those with the names `left`."""
     for name, norm in [each for each in model.named_modules() if isinstance(each[1], Norm)]:
         parent, _, leaf = name.rpartition(".")
+        if leaf in left:
+            continue
         setattr(model.get_submodule(parent), leaf, NormInTraining(norm, pace=pace))
 
 

@@ -131,7 +131,7 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     if any(each.type == "int" and each.num_bits == 8 and each.activation is not None for each in experts):
         return Consumer(name, loads=False, note="it has no INT8 experts ('No Int8 MoE backend supports ...')")
     is_biased = any(layer.experts is not None and layer.experts.selection_bias for layer in arch.layers)
-    if is_biased and any(each.type == "int" for each in experts):
+    if is_biased and any(each.type == "int" and each.num_bits == 4 for each in experts):
         return Consumer(name, loads=False, note=BIASED_SELECTION)
     if rows := _rows_of_mixers(arch, scheme):
         note = f"its kernel of four bits takes N % 32 = 0, and Mamba-2 mixers have {rows}"

@@ -44,13 +44,19 @@ def write_checkpoint(
     family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
     waiting: dict[str, dict[str, Tensor | QuantizedWeight]] = {}
+    with_others = {
+        family.tensor(f"layers.{idx}.{name}") for idx in range(arch.num_layers) for name in family.first_rows
+    }
     untouched: dict[str, Tensor] = {}
+    config = family.changed(family.write_config(arch), **(fields or {}))
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
         if name.startswith(UNTOUCHED):
             assert isinstance(value, Tensor)
-            untouched[name.removeprefix(UNTOUCHED)] = value
-            shards.add(name.removeprefix(UNTOUCHED), value)
+            stored = name.removeprefix(UNTOUCHED)
+            if stored in with_others:
+                untouched[stored] = value
+            shards.add(stored, value)
             return
         module = name.rpartition(".")[0]
         stored = family.tensor(name)
@@ -97,7 +103,6 @@ def write_checkpoint(
         for name, value in with_shared_scales(shape, {**weights, **anothers}).items():
             add(f"layers.{idx}.{name}", value)
     shards.finish()
-    config = family.changed(family.write_config(arch), **(fields or {}))
     if quantization_config is not None:
         config["quantization_config"] = dict(quantization_config)
     (directory / CONFIG_NAME).write_text(

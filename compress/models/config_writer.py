@@ -18,6 +18,10 @@ PER_LAYER = "per_layer_config"
 def why_unstated(family: "Family", arch: Arch) -> str | None:
     """Return the reason why no config of the family can state the layers of a model, None where one
     can."""
+    try:
+        family.restated(arch)
+    except UnsupportedArch as error:
+        return str(error)
     if family.heads_by_layer is not None:
         of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
         arch = arch.replace(layers=tuple(of_one_width))

@@ -47,6 +47,7 @@ class DeltaNet(Recurrence):
     module: ClassVar[str] = "delta"
 
     rank: int = 0
+    doubled_beta: bool = False
 
     @property
     def first_linears(self) -> tuple[str, ...]:
@@ -67,8 +68,6 @@ class DeltaNet(Recurrence):
                 "head has keys of its own then."
             )
         return super().why_unfit()
-
-    doubled_beta: bool = False
 
     @property
     def beta_factor(self) -> float:

@@ -86,8 +86,10 @@ class DiskNames:
             return True
         _, in_layers, of_layer = name.partition(self.layer_prefix)
         _, _, inside = of_layer.partition(".")
-        if not in_layers or _is_of(self.untouched_in_layers, inside):
-            return bool(in_layers)
+        if not in_layers:
+            return False
+        if _is_of(self.untouched_in_layers, inside):
+            return True
         if num_experts is None or not self.more_experts:
             return False
         expert = re.match(r"mlp\.experts\.(\d{1,6})\.", inside)

@@ -274,6 +274,13 @@ class Family(DiskNames):
             raise config.wrong(self.full_widths["head_dim"], own["head_dim"], "even")
         return {**widths, **own}
 
+    @property
+    def shared_norms(self) -> tuple[str, ...]:
+        """The norms of a layer whose outputs untouched parts read, too."""
+        if self.has_adapters:
+            return ("attn_norm", "ffn_norm")
+        return ("ffn_norm",) if self.more_experts else ()
+
     def why_unstated(self, arch: Arch) -> str | None:
         """Return the reason why no config of the family can state the layers of a model, None where one
         can."""

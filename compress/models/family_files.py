@@ -5,6 +5,7 @@ inside of another (`wrapper.py`). A checkpoint of either kind is read under one 
 rows are stored in parts is one here, as well where some program cut it elsewhere than the family does.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ class FamilyFiles:
             if whole in own or (absent := [part for part in parts[whole] if part not in own]):
                 other = f"'{whole}', too" if whole in own else f"no '{absent[0]}'"
                 raise UnsupportedArch(f"{path} holds a part of '{whole}' and {other}.")
+            self._check_parts(whole, [own[part] for part in parts[whole]])
         of_parts = {part for each in parts.values() for part in each}
         self._stored = {name: (stored,) for name, stored in own.items() if name not in of_parts}
         self._stored |= {whole: tuple(own[part] for part in each) for whole, each in parts.items()}
@@ -54,6 +56,16 @@ class FamilyFiles:
     def get(self, name: str) -> Tensor:
         first, *others = (self._files.get(each) for each in self._of(name))
         return torch.cat((first, *others)) if others else first
+
+    def _check_parts(self, whole: str, parts: Sequence[str]) -> None:
+        """Raises UnsupportedArch: tensors are no rows of one."""
+        shapes = [self._files.shape(part) for part in parts]
+        dtypes = {self._files.dtype(part) for part in parts}
+        if not all(shapes) or len({shape[1:] for shape in shapes}) > 1 or len(dtypes) > 1:
+            stated = ", ".join(f"{part} {list(shape)}" for part, shape in zip(parts, shapes, strict=True))
+            raise UnsupportedArch(
+                f"the parts of '{whole}' differ in more than their number of rows, or in dtype: {stated}."
+            )
 
     def _of(self, name: str) -> tuple[str, ...]:
         """Return the names in the files of a tensor."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
 from compress.cli.app import main
+from compress.distill.norm_weights import NormInTraining, train_norms_
 from compress.errors import UnsupportedArch, UsageError
 from compress.export import FORMATS, open_checkpoint
 from compress.models.checkpoint import Checkpoint
@@ -126,3 +127,15 @@ def test_what_another_program_would_compute_is_refused(name: str, value: Any, tm
     config = json.loads((tmp_path / "config.json").read_text()) | {name: value}
     with pytest.raises(UnsupportedArch, match=name):
         family_of(config).read_config(config)
+
+
+@pytest.mark.parametrize(("case", "left"), [("phi4_multimodal", 0), ("ernie4_5_vl_moe", 1), ("phi3", 2)])
+def test_norms_that_untouched_parts_read_are_not_trained(case: str, left: int, tmp_path: Path) -> None:
+    """Of the two norms of a layer, as many are trained as no adapter and no expert of images reads."""
+    saved(tmp_path, *CASES[case])
+    decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    train_norms_(decoder, pace=1.0, left=family_of({"model_type": decoder.arch.family}).shared_norms)
+    layer = decoder.layers[0]
+    trained = [isinstance(norm, NormInTraining) for norm in (layer.attn_norm, layer.ffn_norm)]
+    assert sum(trained) == left
+    assert isinstance(decoder.norm, NormInTraining)

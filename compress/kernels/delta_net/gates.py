@@ -1,4 +1,5 @@
-"""The decays and gates of a delta net in PyTorch's operators, as its kernels on a CPU have them.
+"""The decays and gates of a delta net in PyTorch's operators. Kernels on a CPU compute all of them so; those
+on a GPU share `delta_of` and `gates_of`.
 
 Shapes: T rows, F channels of the convolution, H value heads, D decays (`DeltaWeights`), Z outputs of all
 heads.

@@ -1,5 +1,6 @@
 """OLMo Hybrid: where the norms of its layers are, doubled betas, and a convolution in parts on disk."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.family import family_of
 from compress.models.pruning import with_layers
+from compress.models.random_source import RandomSource
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_hf import CASES, build, saved
@@ -157,6 +159,36 @@ def test_a_checkpoint_that_was_cut_elsewhere_is_read_and_written_as_published(tm
         for tensors in (again, load_file(tmp_path / "thirds" / FILE))
     ]
     assert sizes == [[16, 16, 48], [27, 27, 26]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda part: part[..., :-1],
+        lambda part: part.squeeze(1),
+        lambda part: part.sum(),
+        lambda part: part.to(torch.float64),
+    ],
+)
+def test_parts_that_are_no_rows_of_one_tensor_are_refused(
+    wrong: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    saved(tmp_path, *CASES["olmo_hybrid"])
+    parts = load_file(tmp_path / FILE)
+    name = CONV.format("k_")
+    save_file({**parts, name: wrong(parts[name]).contiguous()}, tmp_path / FILE)
+    with pytest.raises(UnsupportedArch, match="differ in more than their number of rows"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_layers_of_one_type_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    arch = arch_of()
+    kept = [idx for idx, layer in enumerate(arch.layers) if layer.recurrence is not None]
+    left = with_layers(arch, kept)
+    assert "of one type" in str(family_of({"model_type": "olmo_hybrid"}).why_unstated(left))
+    with pytest.raises(UnsupportedArch, match="of one type"):
+        write_checkpoint(tmp_path, RandomSource(left, device=torch.device("cpu"), dtype=torch.float32))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_convolution_may_be_one_tensor_but_not_both(tmp_path: Path) -> None:
