@@ -58,7 +58,11 @@ class FamilyFiles:
         return torch.cat((first, *others)) if others else first
 
     def _check_parts(self, whole: str, parts: Sequence[str]) -> None:
-        """Raises UnsupportedArch: tensors are no rows of one."""
+        """Compare the parts of a tensor.
+
+        Raises:
+            UnsupportedArch: they are no rows of one tensor.
+        """
         shapes = [self._files.shape(part) for part in parts]
         dtypes = {self._files.dtype(part) for part in parts}
         if not all(shapes) or len({shape[1:] for shape in shapes}) > 1 or len(dtypes) > 1:
