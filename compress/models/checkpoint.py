@@ -25,8 +25,8 @@ from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.passed_over import modules_of_others, prefixes_of_predictors
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
-from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
-from compress.models.weights import UNTOUCHED, check_untouched, dense, parameter_names
+from compress.models.stored_tensors import as_stored, members_of, most_experts, num_experts_of, places_of
+from compress.models.weights import UNTOUCHED, check_untouched, dense, names_with_scales
 from compress.models.wide_codes import check_dtype, check_powers_of_two, dense_in_codes, is_layout
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -72,9 +72,7 @@ class Checkpoint:
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self._files.shape(name) for name in self._files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
-        self._num_experts = max(
-            (each.experts.num_experts for each in self._arch.layers if each.experts), default=0
-        )
+        self._num_experts = most_experts(self._arch)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._is_layout = is_layout(config)
@@ -82,7 +80,7 @@ class Checkpoint:
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
         self._wide = frozenset(self._schemes if self._is_layout else others)
         self.kv_format = kv_format if stated is None else stated
-        self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
+        self._names = names_with_scales(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
         if not (
             config.get("dtype") or config.get("torch_dtype")
@@ -364,18 +362,6 @@ class Checkpoint:
 def _is_dense(dtype: torch.dtype) -> bool:
     """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _names_of(
-    arch: Arch, *, kv_scales: bool
-) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
-    """Return the names and shapes of the tensors in a checkpoint: (outer, one mapping a layer)."""
-    outer, layers = parameter_names(arch)
-    scales = dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}
-    return outer, [
-        names | (scales if layer.attends and layer.kv_source is None else {})
-        for layer, names in zip(arch.layers, layers, strict=True)
-    ]
 
 
 def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -20,6 +20,11 @@ def members_of(family: Family, arch: Arch, name: str) -> list[str]:
     return [f"{each}.{leaf}" for each in stacked_modules]
 
 
+def most_experts(arch: Arch) -> int:
+    """Return the largest number of experts of a layer, 0 for a model without."""
+    return max((layer.experts.num_experts for layer in arch.layers if layer.experts), default=0)
+
+
 def num_experts_of(arch: Arch, name: str) -> int:
     """Return the number of experts of the layer that a parameter belongs to, 0 for none."""
     if not name.startswith("layers."):

@@ -218,6 +218,18 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     return outer, [dict(shapes[shape]) for shape in arch.layers]
 
 
+def names_with_scales(
+    arch: Arch, *, kv_scales: bool
+) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
+    """Return the names and shapes of the tensors in a checkpoint: (outer, one mapping a layer)."""
+    outer, layers = parameter_names(arch)
+    scales = dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}
+    return outer, [
+        names | (scales if layer.attends and layer.kv_source is None else {})
+        for layer, names in zip(arch.layers, layers, strict=True)
+    ]
+
+
 class MemorySource:
     """A decoder in memory as a source of its weights (trained models, tests)."""
 

@@ -19,7 +19,7 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.config_file import read_config
 from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
-from compress.models.stored_tensors import members_of
+from compress.models.stored_tensors import members_of, most_experts
 from compress.models.weights import build_decoder, parameter_names
 from tests.support.tiny_hf import (
     BY_ANOTHER_NAME,
@@ -405,7 +405,7 @@ def test_canonical_names_map_onto_those_on_disk_and_back(family: str, tmp_path: 
     members = {source.family.tensor(name): members_of(source.family, source.arch, name) for name in canonical}
     stored = {source.family.from_memory(name) for name in tensors_of(tmp_path)}
     on_disk = {source.family.whole_of(name) or name for name in stored}
-    num_experts = max((each.experts.num_experts for each in source.arch.layers if each.experts), default=0)
+    num_experts = most_experts(source.arch)
     others = {name for name in on_disk if source.family.is_untouched(name, num_experts)}
     in_both = {name for name in others if name.endswith(".mlp.moe_statics.e_score_correction_bias")}
     assert members.keys() == (on_disk - others) | in_both
