@@ -1,13 +1,14 @@
 """The parameters of a gated delta net in serving, other than the linears that schemes quantize.
 
-Shapes: T rows, F channels and W positions of the convolution, H value heads, D decays (`DeltaWeights`), Z
-outputs of all heads.
+Shapes: T rows, F channels and W positions of the convolution, H value heads, D decays (`DeltaWeights`), R
+latents of decays or of gates, Z outputs of all heads.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import DeltaWeights
@@ -18,17 +19,19 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse_padded
 
+COLUMNS_MULTIPLE = 128
+"""Columns of a linear that the decode kernels of dense linears serve a multiple of."""
+
 
 @dataclass(frozen=True)
 class DeltaLinears:
     """The linears of beta, decays and gates, which stay dense, and the parameters of the recurrence. `first`
-    reads the stream: its outputs are those of beta and decay, or with a `rank` those of beta and the latents,
-    which `decay` and `gate` read."""
+    reads the stream: its outputs are those of beta and decay, or with a `rank` those of beta and of two
+    latents, which `second` reads."""
 
     facts: DeltaNet
     first: FusedLinear
-    decay: FusedLinear | None
-    gate: FusedLinear | None
+    second: FusedLinear | None
     weights: DeltaWeights
 
     @staticmethod
@@ -41,16 +44,16 @@ class DeltaLinears:
         def in_float32(name: str) -> Tensor:
             return dense(weights[name]).to(device=deployment.device, dtype=torch.float32)
 
-        def of_latent(name: str) -> FusedLinear | None:
-            return fuse_padded(f"delta.{name}", rows(name), deployment) if facts.rank else None
-
         names = ("beta", "decay_down", "gate_down") if facts.rank else ("beta", "decay")
         convolutions = ("q_conv", "k_conv", "v_conv") if facts.rank else ("conv",)
+        first, second = rows(*names), None
+        if facts.rank:
+            first = F.pad(first, (0, 0, 0, -len(first) % COLUMNS_MULTIPLE))
+            second = _of_latents(len(first), facts.num_heads, rows("decay"), rows("gate"))
         return DeltaLinears(
             facts,
-            fuse_padded("delta.beta_decay", rows(*names), deployment),
-            of_latent("decay"),
-            of_latent("gate"),
+            fuse_padded("delta.beta_decay", first, deployment),
+            None if second is None else fuse_padded("delta.latents", second, deployment),
             DeltaWeights(
                 deployment.placed(rows(*convolutions)).squeeze(1).contiguous(),
                 -in_float32("delta.A_log").flatten().exp(),
@@ -62,22 +65,17 @@ class DeltaLinears:
         )
 
     def of_rows(self, rows_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor | None]:
-        """Return beta and decays of normed rows, float32 [T, H + D], and gates [T, Z] where latents are what
-        their linear reads."""
-        facts = self.facts
-        first = self.first(rows_TD, phase, out_dtype=torch.float32)
-        if self.decay is None or self.gate is None:
-            return first[:, : facts.num_heads + facts.num_decays], None
-        ends = facts.num_heads, facts.num_heads + facts.rank, facts.num_heads + 2 * facts.rank
-        beta_TH, *latents, _ = first.tensor_split(ends, dim=1)
-        of_decay, of_gate = (each.to(rows_TD.dtype).contiguous() for each in latents)
-        decay_TD = self.decay(of_decay, phase, out_dtype=torch.float32)[:, : facts.num_decays]
-        gate_TZ = self.gate(of_gate, phase)[:, : facts.value_size]
-        return torch.cat((beta_TH, decay_TD), dim=1), gate_TZ
+        """Return beta and decays of normed rows, float32 [T, H + D], and gates, float32 [T, Z], where latents
+        are what their linear reads."""
+        num_first = self.facts.num_heads + self.facts.num_decays
+        if self.second is None:
+            return self.first(rows_TD, phase, out_dtype=torch.float32)[:, :num_first], None
+        out_TF = self.second(self.first(rows_TD, phase), phase, out_dtype=torch.float32)
+        return out_TF[:, :num_first], out_TF[:, num_first : num_first + self.facts.value_size]
 
     @property
     def _linears(self) -> tuple[FusedLinear, ...]:
-        return tuple(each for each in (self.first, self.decay, self.gate) if each is not None)
+        return tuple(each for each in (self.first, self.second) if each is not None)
 
     @property
     def weight_bytes(self) -> int:
@@ -88,3 +86,10 @@ class DeltaLinears:
     def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
         return [row for each in self._linears for row in each.report(layer_idx)]
+
+
+def _of_latents(num_first: int, num_heads: int, decay_DR: Tensor, gate_ZR: Tensor) -> Tensor:
+    """Return the weights of one linear of the `num_first` outputs of the first: beta as it is, decays and
+    gates each of their own latents, and nothing of what the rows of zeros at the end give."""
+    together = torch.block_diag(decay_DR.new_ones(num_heads).diag(), decay_DR, gate_ZR)
+    return F.pad(together, (0, num_first - together.shape[1]))

@@ -32,7 +32,7 @@ def delta_net(
     delta = delta_of(states)
     gates_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
     x_TF = qkv_gate_TF[:, : delta.num_channels]
-    out_TZ = torch.empty_like(gates_TZ)
+    out_TZ = qkv_gate_TF.new_empty(gates_TZ.shape)
 
     def run(part: Part, rows: slice) -> None:
         out_TZ[rows] = _gated(part, weights, x_TF[rows], gates_TZ[rows], beta_decay_TH[rows])
@@ -57,8 +57,8 @@ def _gated(part: Part, weights: DeltaWeights, x_TF: Tensor, gate_TZ: Tensor, bet
     beta_TH = weights.beta_factor * torch.sigmoid(beta_TH)
     operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_THD, beta_TH
     out_THV = (_step if part.length == 1 else _chunks)(part, *operands)
-    normed_THV = rms_norm(out_THV.to(gate_TZ.dtype), weights.norm_V, weights.norm_eps)
-    return (normed_THV.flatten(1) * gate_factor(delta, gate_TZ)).to(gate_TZ.dtype)
+    normed_THV = rms_norm(out_THV.to(x_TF.dtype), weights.norm_V, weights.norm_eps)
+    return (normed_THV.flatten(1) * gate_factor(delta, gate_TZ)).to(x_TF.dtype)
 
 
 def _step(

@@ -34,7 +34,7 @@ def delta_net(
     another linear computes."""
     delta = delta_of(states)
     gate_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
-    out_TZ = torch.empty_like(gate_TZ)
+    out_TZ = qkv_gate_TF.new_empty(gate_TZ.shape)
     saving = states.saving if sequences.chunks_C4 is not None else None
     row = 0
     for idx, length in enumerate(sequences.query_lens):
