@@ -46,7 +46,8 @@ class DeltaLinears:
 
         names = ("beta", "decay_down", "gate_down") if facts.rank else ("beta", "decay")
         convolutions = ("q_conv", "k_conv", "v_conv") if facts.rank else ("conv",)
-        first, second = rows(*names), None
+        first = rows(*names)
+        second = None
         if facts.rank:
             first = F.pad(first, (0, 0, 0, -len(first) % COLUMNS_MULTIPLE))
             second = _of_latents(len(first), facts.num_heads, rows("decay"), rows("gate"))

@@ -85,7 +85,9 @@ def test_every_file_is_formatted() -> None:
 
 @each_source
 def test_a_file_holds_no_more_than_one_noun(path: Path) -> None:
-    assert code_lines(path) <= MAX_CODE_LINES
+    with path.open("rb") as stream:
+        short = sum(1 for _ in stream) <= MAX_CODE_LINES
+    assert short or code_lines(path) <= MAX_CODE_LINES
 
 
 @each_source

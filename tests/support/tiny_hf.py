@@ -346,6 +346,8 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
     },
     "ovis2": {
+        "hidden_size": 48,
+        "vocab_size": 97,
         "vision_config": {**_VISION, "vocab_size": 40, "num_visual_indicator_tokens": 5},
         "image_token_id": 97,
         "visual_indicator_token_ids": [98, 99, 100, 101, 102],
