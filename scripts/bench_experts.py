@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from compress.kernels.experts import fused, launch, packed, reference, slices
+from compress.kernels.experts import fused, launch, packed, reference, slice_tiles, slices
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.matrix_product import Tile
@@ -328,9 +328,11 @@ def plans_of(
             return
     elif not prefill and ready.format in packed.DECODED_IN_SLICES:
         gpu = gpu_of(ready.down.data.device)
-        served = slices.tiles_of(ready, rows, top_k, gpu)
+        served = slice_tiles.tiles_of(ready, rows, top_k, gpu)
         yield "served", slices.decode, {"tiles": served}
-        most_parts = slices.MOST_WARPS // top_k if slices.is_paired(ready, rows, top_k, gpu) else SLICES
+        most_parts = (
+            slice_tiles.MOST_WARPS // top_k if slice_tiles.is_paired(ready, rows, top_k, gpu) else SLICES
+        )
         for tiles in sweep_tiles(served, most_parts, gated=ready.gated) if sweep else ():
             yield "sweep", slices.decode, {"tiles": tiles}
         return

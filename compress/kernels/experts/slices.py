@@ -3,19 +3,16 @@
 
 Up to a few rows (two of many choices) every pair is a unit of its own (few experts are hit twice, and L2
 serves the second), and a block has warps for each choice of a token, whose outputs it adds; more pairs are
-sorted by expert. y is
-float32 and added in the order of K, so a row has the same bits in any company.
+sorted by expert. y is float32 and added in the order of K, so a row has the same bits in any company.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.launch import MAX_DECODE_ROWS, MAX_PAIRED_ROWS, add_choices, operand_of
+from compress.kernels.experts.launch import MAX_DECODE_ROWS, add_choices, operand_of
 from compress.kernels.experts.packed import (
     DECODED_IN_SLICES,
     PackedExperts,
@@ -24,111 +21,13 @@ from compress.kernels.experts.packed import (
     repack,
 )
 from compress.kernels.experts.reference import ACTIVATIONS
+from compress.kernels.experts.slice_tiles import is_paired, tiles_of
 from compress.kernels.experts.units import sort_pairs
-from compress.kernels.operands.gpu import Gpu, gpu_of
-from compress.kernels.operands.matrices import IN_WORDS, Matrices
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.operands.slices import (
-    SLICES,
-    STATIC_BYTES,
-    Chosen,
-    Sum,
-    Tile,
-    multiply,
-    steps_of,
-    variant_of,
-)
+from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-
-FEW_CHOICES = 16
-MAX_PAIRED_ROWS_OF_MANY = 2
-"""Rows of more than `FEW_CHOICES` whose pairs are units of their own."""
-DOWN_OF_MANY = Tile(1, 1, 2, 1, 1, staged=True)
-"""The tile of down with a warp for each of many choices."""
-FEW_ROWS = 32
-MOST_WARPS = 32
-"""Warps of a block."""
-
-
-def is_paired(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> bool:
-    """Return whether every pair is a unit of its own."""
-    if top_k <= FEW_CHOICES:
-        return num_rows <= MAX_PAIRED_ROWS
-    if num_rows > MAX_PAIRED_ROWS_OF_MANY or top_k > MOST_WARPS:
-        return False
-    return shared_bytes(packed, DOWN_OF_MANY, top_k) <= gpu.shared_bytes - STATIC_BYTES
-
-
-def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
-    """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
-    (`scripts/bench_experts.py`, and the steps of whole models) of experts with gates. Without, an item of up
-    has as many tiles where rows are few, of which more blocks fit, and those of both where they are many."""
-    gate_up, down = _gated_tiles(packed, num_rows, top_k, gpu)
-    if packed.gated or is_paired(packed, num_rows, top_k, gpu):
-        return gate_up, down
-    if num_rows <= FEW_ROWS:
-        return replace(gate_up, blocks=gate_up.blocks + 1), down
-    return replace(gate_up, output_tiles=2 * gate_up.output_tiles), down
-
-
-def _gated_tiles(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tuple[Tile, Tile]:
-    if is_paired(packed, num_rows, top_k, gpu):
-        items = -(-packed.gate_up.out_features // 32) * num_rows * top_k
-        gate = _paired_gate(items / gpu.num_sms if packed.format in IN_WORDS else 0)
-        room = gpu.shared_bytes - STATIC_BYTES
-        downs = _paired_downs(packed.down, num_rows, top_k, gpu.num_sms)
-        return gate, next(each for each in downs if shared_bytes(packed, each, top_k) <= room)
-    if num_rows <= FEW_ROWS:
-        return Tile(2, 1, 1, 4, 1), Tile(2, 1, 1, 5, 1)
-    if num_rows <= 64:
-        return Tile(1, 1, 1, 6, 1), Tile(2, 1, 1, 6, 1)
-    row_tiles = 2 if num_rows <= 256 else 4
-    return Tile(1, row_tiles, 1, 3, 1), Tile(2, row_tiles, 1, 3, 1)
-
-
-def _paired_gate(items: float) -> Tile:
-    """Return the tile of gate and up where a multiprocessor has so many items of 16 outputs; with few, all
-    are there at once."""
-    if items <= 3:
-        return Tile(1, 1, 1, 3, 8)
-    if items <= 8:
-        return Tile(2, 1, 2, 2, 4, staged=True)
-    return Tile(2, 1, 1, 3, 2, staged=True) if items <= 16 else Tile(2, 1, 2, 3, 1, staged=True)
-
-
-def _paired_downs(down: Matrices, num_rows: int, top_k: int, num_sms: int) -> Iterator[Tile]:
-    """Yield tiles of down, a block of which has the choices of a token, the best first; the last one needs
-    next to no shared memory."""
-    if top_k > FEW_CHOICES:
-        yield DOWN_OF_MANY
-        return
-    long = steps_of(down) > SLICES
-    if num_rows > 2 or (num_rows == 2 and long and top_k > 4):
-        yield Tile(2, 1, 2, 2, 1, staged=True)
-    elif num_rows == 1 and 4 * top_k <= MOST_WARPS:
-        if long and top_k <= 4:
-            yield Tile(2, 1, 2, 1, 4, staged=True)
-        elif long and down.out_features > 16 * num_sms:  # blocks of one tile each are not there at once
-            yield Tile(2, 1, 2, 1, 2, staged=True)
-        else:
-            yield Tile(1, 1, 1, 1, 4)
-    yield Tile(1, 1, 6 if long or num_rows == 1 else 3, 1, 1, staged=True)
-    yield Tile(1, 1, 1, 2, 1)
-
-
-def shared_bytes(packed: PackedExperts, tile: Tile, top_k: int) -> int:
-    """Return the bytes of shared memory of down where every pair is a unit of its own."""
-    variant = variant_of(
-        packed.down,
-        tile,
-        dtype=packed.dtype,
-        activation=None,
-        out_dtype=packed.dtype,
-        rows="by pair",
-        choices=top_k,
-    )
-    return variant.shared_bytes(steps_of(packed.down))
 
 
 def decode(

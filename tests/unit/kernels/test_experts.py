@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.experts import packed as packed_experts
-from compress.kernels.experts import reference, slices
+from compress.kernels.experts import reference, slice_tiles, slices
 from compress.kernels.experts.launch import operand_of
 from compress.kernels.operands import matrices
 from compress.kernels.operands.gpu import Gpu
@@ -26,6 +26,7 @@ from compress.models.moe import route
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
+from scripts.bench_experts import empty_layer
 from tests.support.emulated_kernels import use_emulated
 from tests.support.random_experts import randn, random_experts
 from tests.support.slow import slow
@@ -439,9 +440,9 @@ def test_the_choices_of_a_row_fit_the_shared_memory_of_a_block(
     )
     gpu = Gpu(80, 108, shared_kib * 1024)
     for num_rows in (1, 2, 3, 4):
-        _, down = slices.tiles_of(packed, num_rows, top_k, gpu)
-        assert slices.shared_bytes(packed, down, top_k) < gpu.shared_bytes
-        assert top_k * down.parts <= slices.MOST_WARPS
+        _, down = slice_tiles.tiles_of(packed, num_rows, top_k, gpu)
+        assert slice_tiles.shared_bytes(packed, down, top_k) < gpu.shared_bytes
+        assert top_k * down.parts <= slice_tiles.MOST_WARPS
 
 
 @pytest.mark.parametrize(("shared_kib", "fits"), [(99, False), (163, True), (227, True)])
@@ -450,11 +451,11 @@ def test_pairs_of_many_choices_are_units_of_their_own_where_few_rows_fit(shared_
         layer("W4A16_G128", torch.bfloat16).experts, dtype=torch.bfloat16, device=CPU
     )
     gpu = Gpu(90, 132, shared_kib * 1024)
-    paired = [slices.is_paired(packed, rows, 22, gpu) for rows in (1, 2, 3)]
+    paired = [slice_tiles.is_paired(packed, rows, 22, gpu) for rows in (1, 2, 3)]
     assert paired == [fits, fits, False]
-    assert not slices.is_paired(packed, 1, 33, gpu)
+    assert not slice_tiles.is_paired(packed, 1, 33, gpu)
     if fits:
-        assert slices.tiles_of(packed, 1, 22, gpu)[1] == slices.DOWN_OF_MANY
+        assert slice_tiles.tiles_of(packed, 1, 22, gpu)[1] == slice_tiles.DOWN_OF_MANY
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32, 33, 64])
@@ -462,28 +463,51 @@ def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(nu
     def gate_up(activation: str, ffn: int) -> tuple[slices.Tile, int]:
         given = layer("W4A16_G128", torch.bfloat16, ffn=ffn, activation=activation)
         packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
-        tile, _ = slices.tiles_of(packed, num_rows, 2, Gpu(90, 4, 227 * 1024))
+        tile, _ = slice_tiles.tiles_of(packed, num_rows, 2, Gpu(90, 4, 227 * 1024))
         variant = variant_of(
             packed.gate_up, tile, dtype=packed.dtype, activation=activation, out_dtype=packed.dtype
         )
         return tile, variant.shared_bytes(1)
 
     (up, own), (of_both, whole) = gate_up("relu2", 512), gate_up("silu", 256)
-    if num_rows > slices.FEW_ROWS:
+    if num_rows > slice_tiles.FEW_ROWS:
         assert (up.output_tiles, own) == (2 * of_both.output_tiles, whole)
     else:
-        few = num_rows <= slices.MAX_PAIRED_ROWS
-        assert up == replace(of_both, blocks=of_both.blocks + (not few))
-        assert own < whole
+        assert own <= whole
 
 
-def test_down_has_two_tiles_where_blocks_of_one_are_more_than_multiprocessors() -> None:
-    """Blocks that are not there at once take twice as long."""
+@pytest.mark.parametrize("num_sms", [40, 43, 50, 52, 60, 80, 86, 100])
+def test_all_tiles_of_few_pairs_are_under_way_at_once(num_sms: int) -> None:
+    """What is left over takes as long as a whole wave."""
+    given = layer("W4A16_G128", torch.bfloat16, hidden=256, ffn=512)
+    packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    gate_up, down = slice_tiles.tiles_of(packed, 1, 8, Gpu(90, num_sms, 227 * 1024))
+    assert slice_tiles.GATE_UP_OF_PAIRS[gate_up].at_once * num_sms >= 8 * 512 // 16
+    assert slice_tiles.downs_at_once(down, 8) * num_sms >= 256 // 16
+
+
+@pytest.mark.parametrize(("num_sms", "at_once"), [(15, 2), (16, 1)])
+def test_blocks_of_down_are_two_at_once_where_multiprocessors_are_fewer(num_sms: int, at_once: int) -> None:
     given = layer("W4A16_G128", torch.bfloat16, hidden=256, ffn=1280)
     packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
-    tiles = {sms: slices.tiles_of(packed, 1, 8, Gpu(90, sms, 227 * 1024))[1] for sms in (15, 16)}
-    assert tiles[15].output_tiles == 2
-    assert tiles[16].output_tiles == 1
+    _, down = slice_tiles.tiles_of(packed, 1, 8, Gpu(90, num_sms, 227 * 1024))
+    assert slice_tiles.downs_at_once(down, 8) == at_once
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate_up", "down"),
+    [
+        (1, slices.Tile(1, 1, 1, 3, 8), slices.Tile(1, 1, 1, 1, 4)),
+        (16, slices.Tile(2, 1, 1, 4, 1), slices.Tile(2, 1, 1, 5, 1)),
+        (64, slices.Tile(1, 1, 1, 6, 1), slices.Tile(2, 1, 1, 6, 1)),
+    ],
+)
+def test_tiles_of_qwen3_30b_are_the_fastest_of_its_sweep(
+    rows: int, gate_up: slices.Tile, down: slices.Tile
+) -> None:
+    meta = torch.device("meta")
+    packed = empty_layer("W4A16_G128", 2048, 768, 128, torch.bfloat16, meta, gated=True)
+    assert slice_tiles.tiles_of(packed, rows, 8, Gpu(90, 132, 227 * 1024)) == (gate_up, down)
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
