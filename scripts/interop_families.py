@@ -365,6 +365,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "axk1": {
+        "architectures": ["AXK1ForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"],
         **_LATENT,
@@ -441,6 +448,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "mup_enabled": True,
+    },
+    "kolibri1": {
+        "architectures": ["Kolibri1ForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "norm_topk_prob": False,
+        "sliding_window": 33,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "cohere2_moe": {
         "architectures": ["Cohere2MoeForCausalLM"],

@@ -6,6 +6,7 @@ from dataclasses import replace
 from compress.export import Consumer
 from compress.export.experts import has_several_schemes
 from compress.models.arch import Arch
+from compress.models.mixture import FIRST_DENSE
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 
@@ -50,6 +51,7 @@ STACKS_ALONE = {
 UNKNOWN = {
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
+    "kolibri1": "it knows no model_type kolibri1",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",
     "lfm3": "it knows no model_type lfm3",
     "lfm3_vl": "it knows no model_type lfm3_vl",
@@ -70,6 +72,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its attention of Trinity has no biases"
     if arch.family == "olmo_hybrid" and arch.qkv_bias:
         return "its attention of OLMo Hybrid has no biases"
+    if arch.family == "axk1" and arch.config.get(FIRST_DENSE) is None:
+        return f"its class of A.X K1 reads {FIRST_DENSE}, which this config does not state"
     if arch.family == "kimi_linear" and (reason := _why_kimi_refused(arch)):
         return reason
     if has_several_schemes(arch, scheme):

@@ -44,14 +44,12 @@ class Arch:
         norm_bias: the norms of the stream have a bias; those of heads have none.
         norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1; with
             `plain_final_norm` not to that of the last one.
-        post_norm_eps: is added to the mean square by the norms of the outputs of half-layers; None for
-            `norm_eps`.
+        post_norm_eps: the eps of the norms of the outputs of half-layers; None for `norm_eps`.
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`), or one for each
             with `own_ffn_norm`.
         unit_norms: the norms of the stream have no weights.
-        recurrent_block: the block of layers with a recurrence in place of attention; None for that of the
-            others.
+        recurrent_block: the block of layers with a recurrence in place of attention; None for `block`.
         recurrent_norm_eps: is added to the mean square by the norms of the outputs of recurrences; None for
             `norm_eps`.
         own_ffn_norm: in a `parallel` block the FFN has a norm of its own.
@@ -272,7 +270,7 @@ class Arch:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
         absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
         norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1 + self.own_ffn_norm}
-        return norms[self.block_of(layer)] - absent
+        return norms[self.block_of(layer)] - absent + layer.norms_experts
 
     def block_of(self, layer: LayerShape) -> str:
         """Return where the halves of a layer are normed, as `block` states it."""
@@ -282,6 +280,10 @@ class Arch:
     def norms_outputs(self, layer: LayerShape) -> bool:
         """Return whether the outputs of the halves of a layer are normed."""
         return self.block_of(layer) in NORMED_OUTPUTS
+
+    def ends_in_norm(self, layer: LayerShape) -> bool:
+        """Return whether the output of the last half of a layer is normed, alone or as that of both is."""
+        return self.norms_outputs(layer) or layer.norms_experts
 
     @property
     def shares_norm(self) -> bool:

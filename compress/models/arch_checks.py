@@ -122,11 +122,24 @@ def check_arch(arch: "Arch") -> None:
             )
         if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")
+        if layer.norms_experts and (reason := _why_no_post_norm(arch)):
+            raise UnsupportedArch(f"layer {idx}: the output of its experts is normed, and {reason}.")
         if layer.experts is not None and layer.experts.branch_norms and block != "sandwich":
             raise UnsupportedArch(
                 f"layer {idx}: the branches of a mixture are normed apart in a '{block}' block; the "
                 "decoder computes them in a 'sandwich' block."
             )
+
+
+def _why_no_post_norm(arch: "Arch") -> str | None:
+    """Return why the runtime does not norm the outputs of experts alone, None where it does."""
+    if arch.block != "pre":
+        return f"the block is '{arch.block}'; the decoder computes that norm in a 'pre' block"
+    if arch.residual_scale != 1:
+        return f"the residual scale is {arch.residual_scale:g}; the runtime computes that norm where it is 1"
+    if arch.unit_norms or arch.norm_bias:
+        return "norms have no weights, or a bias; the decoder computes that norm with a weight alone"
+    return None
 
 
 def _activations_of(layer: LayerShape) -> tuple[str, ...]:

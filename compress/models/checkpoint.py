@@ -23,10 +23,10 @@ from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
-from compress.models.passed_over import modules_of_others, prefixes_of_predictors
+from compress.models.passed_over import passed_over
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, most_experts, num_experts_of, places_of
-from compress.models.weights import UNTOUCHED, check_untouched, dense, names_with_scales
+from compress.models.weights import UNTOUCHED, check_untouched, dense, names_with_scales, stored_as
 from compress.models.wide_codes import check_dtype, check_powers_of_two, dense_in_codes, is_layout
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -168,6 +168,8 @@ class Checkpoint:
         module, _, leaf = name.rpartition(".")
         disk = self.family.to_disk(module) if leaf == "weight" else ""
         stored = self.family.tensor(name)
+        if self._is_absent(name):
+            return torch.zeros(self._shape_of(name), dtype=stored_as(name, getattr(torch, self._arch.dtype)))
         if leaf == "weight" and disk in self._schemes:
             scheme = self._schemes[disk]
             leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
@@ -270,8 +272,7 @@ class Checkpoint:
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
-        anothers = modules_of_others(self.family, self._arch)
-        prefixes = prefixes_of_predictors(self.family, self._arch, self._files.names())
+        prefixes = passed_over(self.family, self._arch, self._files.names())
         for name in self._files.names():
             if (
                 name not in expected
@@ -280,7 +281,6 @@ class Checkpoint:
                 and not self.family.is_untouched(name, self._num_experts)
                 and not name.startswith(prefixes)
                 and not self._is_idle_bias(name)
-                and not name.startswith(anothers)
             ):
                 raise UnsupportedArch(
                     f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does "
@@ -322,7 +322,7 @@ class Checkpoint:
         """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its
         codec checks, and for the scales of a cache, which their reader does. A scalar may be [] or [1]."""
         expected: dict[str, tuple[int, ...] | None] = {}
-        for name in self._parameters():
+        for name in (each for each in self._parameters() if not self._is_absent(each)):
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module) if leaf == "weight" else ""
             stored = self.family.tensor(name)
@@ -341,6 +341,10 @@ class Checkpoint:
                 else:
                     expected[stored] = None if name.endswith(tuple(KV_SCALES.values())) else shape
         return expected
+
+    def _is_absent(self, name: str) -> bool:
+        """Return whether a parameter is zeros because the checkpoint leaves it out."""
+        return self.family.may_be_absent(name) and self.family.tensor(name) not in self._files
 
     def _parameters(self) -> list[str]:
         """Return the canonical names of all parameters."""

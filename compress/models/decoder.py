@@ -121,7 +121,7 @@ class DecoderLayer(nn.Module):
                 self.ffn = Ffn(arch, self.shape)
             else:
                 self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
-            self.ffn_post_norm = norm("ffn_post_norm", has_post)
+            self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
         if arch.layer_scalar:

@@ -43,7 +43,8 @@ class DiskNames:
     router of a layer chooses among are such parts, too. `first_rows` maps a vector of a layer to the number
     of rows of the matrix whose first row it is; the other rows are of such parts, and the matrix is among
     `untouched_in_layers`. `untouched_elsewhere` is what vLLM calls modules of theirs where that is another
-    name, and tensors whose names match `ignored_tensors` are read by nobody."""
+    name, and tensors whose names match `ignored_tensors` are read by nobody. Parameters of a layer that are
+    `zero_if_absent` are zeros in checkpoints that do not store them."""
 
     interleaved_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
@@ -63,6 +64,7 @@ class DiskNames:
     untouched_in_layers: tuple[str, ...] = ()
     more_experts: bool = False
     untouched_elsewhere: tuple[str, ...] = ()
+    zero_if_absent: frozenset[str] = frozenset()
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in classes of consumers: what configs call it."""
@@ -148,6 +150,10 @@ class DiskNames:
         """Return the rows of the matrix whose first row is a canonical parameter, 0 where it is no row."""
         _, _, name = parameter.partition("layers.")[2].partition(".")
         return self.first_rows.get(name, 0)
+
+    def may_be_absent(self, parameter: str) -> bool:
+        """Return whether a canonical parameter is zeros where a checkpoint does not store it."""
+        return parameter.partition("layers.")[2].partition(".")[2] in self.zero_if_absent
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;

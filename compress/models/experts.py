@@ -59,6 +59,8 @@ class Experts:
         router_bias: the router adds a bias to its logits.
         selection_bias: a bias is added to scores where experts are chosen, and not to their weights (arXiv
             2408.15664).
+        biased_logits: that bias is added to the logits, which are compared in place of their sigmoids
+            (Kolibri 1).
         expert_bias: the linears of the experts have biases.
         weighs_input: an expert's input is multiplied by its weight, and not its output (Llama 4); tokens go
             to one expert then.
@@ -69,6 +71,8 @@ class Experts:
             layer gives them, and another linear computes the layer's output of their sum; 0 for none. The
             router and the shared expert read what the layer gives (Nemotron 3 Super).
         latent_bias: these two linears have biases.
+        post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
+            added to the stream, by `ffn_post_norm` of the layer (A.X K1).
     """
 
     num_experts: int
@@ -85,12 +89,14 @@ class Experts:
     group_best: int = 2
     router_bias: bool = False
     selection_bias: bool = False
+    biased_logits: bool = False
     expert_bias: bool = False
     weighs_input: bool = False
     branch_norms: bool = False
     output_scale: bool = False
     latent_size: int = 0
     latent_bias: bool = False
+    post_norm: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -104,12 +110,16 @@ class Experts:
         assert self.shared_scale == 1 or (self.shared_size and not self.shared_gate and not self.branch_norms)
         assert not self.latent_size or not (self.branch_norms or self.weighs_input)
         assert self.latent_size or not self.latent_bias
+        assert not self.biased_logits or (
+            self.selection_bias and self.score == "sigmoid" and self.num_groups == 1
+        )
 
     @property
     def compares_logits(self) -> bool:
-        """Whether logits decide the choice: softmax keeps their order, and they do not underflow."""
+        """Whether logits decide the choice: softmax keeps their order, and they do not underflow; or the
+        bias is added to them."""
         plain = not self.selection_bias and self.num_groups == 1
-        return self.score == "softmax_topk" or (self.score == "softmax" and plain)
+        return self.score == "softmax_topk" or self.biased_logits or (self.score == "softmax" and plain)
 
     @property
     def changes_input(self) -> bool:
@@ -196,11 +206,13 @@ class Experts:
             "renormalize",
             "router_bias",
             "selection_bias",
+            "biased_logits",
             "expert_bias",
             "weighs_input",
             "branch_norms",
             "output_scale",
             "latent_bias",
+            "post_norm",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
@@ -232,6 +244,11 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong("latent_size", facts["latent_size"], "0 where inputs are normed apart or weighed")
     if facts.get("latent_bias") and not facts.get("latent_size"):
         raise stated.wrong("latent_size", 0, "at least 1 where the linears of latents have biases")
+    is_biased = facts.get("selection_bias") and facts.get("score") == "sigmoid"
+    if facts.get("biased_logits") and not (is_biased and facts.get("num_groups", 1) == 1):
+        raise stated.wrong(
+            "score", facts.get("score"), "sigmoid, with a bias and no groups, where logits have it"
+        )
     groups = facts.get("num_groups", 1)
     top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:

@@ -112,6 +112,11 @@ class LayerShape:
         return self.only_half != "mixer"
 
     @property
+    def norms_experts(self) -> bool:
+        """Whether the layer has experts with a norm of what they add to the stream."""
+        return self.experts is not None and self.experts.post_norm
+
+    @property
     def attends(self) -> bool:
         """Whether the layer has attention."""
         return self.has_mixer and (self.recurrence is None or self.joint)

@@ -17,7 +17,7 @@ from compress.untrusted.fields import Fields
 EXPERT = "moe.experts.*."
 """How the tables spell the modules of each expert."""
 _GATE_UP_DOWN = ("gate", "up", "down")
-_FIRST_DENSE = "first_k_dense_replace"
+FIRST_DENSE = "first_k_dense_replace"
 DENSE_LAYER = "dense"
 SPARSE_LAYER = "sparse"
 
@@ -161,13 +161,13 @@ def state_types(is_sparse: list[bool]) -> dict[str, Any]:
     return {"mlp_layer_types": [SPARSE_LAYER if sparse else DENSE_LAYER for sparse in is_sparse]}
 
 
-def sparse_after_first(config: Fields, num_layers: int, field: str = _FIRST_DENSE) -> list[bool]:
+def sparse_after_first(config: Fields, num_layers: int, field: str = FIRST_DENSE) -> list[bool]:
     """Return which layers have experts: all after the first ones, whose number a field states."""
     first = config.integer(field, 0, MAX_EXPERT_SIZE)
     return [idx >= first for idx in range(num_layers)]
 
 
-def state_first(is_sparse: list[bool], field: str = _FIRST_DENSE) -> dict[str, Any]:
+def state_first(is_sparse: list[bool], field: str = FIRST_DENSE) -> dict[str, Any]:
     """Return the number of dense layers, which are the first ones."""
     first = is_sparse.index(True) if True in is_sparse else len(is_sparse)
     if not all(is_sparse[first:]):
@@ -187,7 +187,7 @@ def sparse_by_type_or_count(config: Fields, num_layers: int) -> list[bool]:
 def sparse_by_both(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers have experts where a config states it twice: `transformers` reads the type of each
     FFN, vLLM and SGLang read how many of the first layers are dense."""
-    read = sparse_after_first if config.has(_FIRST_DENSE) else _sparse_by_type_or_first
+    read = sparse_after_first if config.has(FIRST_DENSE) else _sparse_by_type_or_first
     return read(config, num_layers)
 
 
@@ -203,10 +203,21 @@ def state_both(is_sparse: list[bool]) -> dict[str, Any]:
     return {**state_types(is_sparse), **state_first(is_sparse)}
 
 
+def check_dense_layers(config: Fields) -> None:
+    """Refuse a config that contradicts itself: the types of its FFNs and the number of its first dense layers
+    state different layers."""
+    if not (config.has("mlp_layer_types") and config.has(FIRST_DENSE)):
+        return
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if sparse_by_type(config, num_layers) != sparse_after_first(config, num_layers):
+        wanted = "the number of dense layers, all first, that mlp_layer_types states"
+        raise config.wrong(FIRST_DENSE, config.integer(FIRST_DENSE, 0, MAX_LAYERS), wanted)
+
+
 def same_dense_layers(config: Fields) -> dict[str, Any]:
     """Return no facts; refuse a config of which programs read other layers as dense."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     if sparse_by_both(config, num_layers) != _sparse_by_type_or_first(config, num_layers):
         wanted = "the number of dense layers, all first, that mlp_layer_types states (1 if it is absent)"
-        raise config.wrong(_FIRST_DENSE, config.integer(_FIRST_DENSE, 0, MAX_LAYERS), wanted)
+        raise config.wrong(FIRST_DENSE, config.integer(FIRST_DENSE, 0, MAX_LAYERS), wanted)
     return {}

@@ -1,6 +1,7 @@
 """A mixture of experts in the canonical decoder: routing, and the experts one after the other.
 
     s = score(router(x)),  chosen = the top_k largest of s (+ selection bias),  w = weights of the chosen
+                           or of router(x) + selection bias, where logits have it (`Experts.biased_logits`)
     y = sum over chosen e of w_e down_e(act(gate_e(x)) * up_e(x))  [+ shared(x)]
 
 or, where w weighs inputs (`Experts.weighs_input`), of the one chosen

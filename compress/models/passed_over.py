@@ -7,7 +7,13 @@ from compress.models.disk_names import DiskNames
 from compress.quant.kv import KV_SCALES
 
 
-def prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
+def passed_over(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
+    """Return how the names of tensors begin that a reader of these `stored` names passes over."""
+    of_layers = (*_modules_of_others(names, arch), *_norms_of_dense_layers(names, arch))
+    return (*_prefixes_of_predictors(names, arch, stored), *of_layers)
+
+
+def _prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
     """Return how the names of tensors begin that are of layers after the last, each of which joins a hidden
     state and the next token to predict the one after (arXiv 2412.19437), and which the decoder does not
     read."""
@@ -21,7 +27,16 @@ def prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) 
     return tuple(f"{names.layer_prefix}{idx}." for idx in after)
 
 
-def modules_of_others(names: DiskNames, arch: Arch) -> tuple[str, ...]:
+def _norms_of_dense_layers(names: DiskNames, arch: Arch) -> tuple[str, ...]:
+    """Return how the names of tensors begin that are norms of the outputs of dense layers, in models that
+    norm those of experts alone: A.X K1 was published with such norms, and nothing reads them."""
+    if not any(layer.norms_experts for layer in arch.layers):
+        return ()
+    dense = [idx for idx, layer in enumerate(arch.layers) if not arch.ends_in_norm(layer)]
+    return tuple(f"{names.to_disk(f'layers.{idx}.ffn_post_norm')}." for idx in dense)
+
+
+def _modules_of_others(names: DiskNames, arch: Arch) -> tuple[str, ...]:
     """Return how the names of tensors begin that belong to keys and values in layers that read those of
     another: the linears with which Gemma 4 was published and which nothing reads, and the scales of the
     other layer, which consumers look up here, too."""

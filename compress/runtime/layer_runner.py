@@ -80,7 +80,7 @@ class LayerRunner:
             "rms_norm": bound("rms_norm", arch.hidden_size),
             "act_mul": bound("act_mul", max(gated, default=arch.hidden_size)),
         }
-        if any(map(arch.norms_outputs, arch.layers)):
+        if any(map(arch.ends_in_norm, arch.layers)):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
             self._post_norm = self._ops["post_norm"].kernel.fn
         if arch.logit_softcap is not None:

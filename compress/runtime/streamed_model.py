@@ -122,7 +122,7 @@ class StreamedModel:
     def _reader(self, layer_idx: int) -> tuple[LayerWeights | None, Reader | None]:
         """Return what must be there while a layer runs: the layer after it, and what reads the stream in
         between, the head after the last one."""
-        if not self.arch.norms_outputs(self.arch.layers[layer_idx]):
+        if not self.arch.ends_in_norm(self.arch.layers[layer_idx]):
             return None, None
         if layer_idx == self.arch.num_layers - 1:
             return None, self._head()

@@ -72,6 +72,8 @@ REFUSED = {
         "deepseek_v32",
         "glm_moe_dsa",
         "afmoe",
+        "axk1",
+        "kolibri1",
         "hunyuan_v1_moe",
         "flint",
         "laguna",

@@ -264,6 +264,40 @@ FEATURES: dict[str, dict[str, Any]] = {
             ),
         )
     },
+    "experts whose logits have a bias": {
+        "layers": (
+            tiny_shape(
+                experts=Experts(
+                    7, 3, 32, shared_size=40, score="sigmoid", selection_bias=True, biased_logits=True
+                )
+            ),
+        )
+    },
+    "a norm of what experts add": {
+        "qk_norm": True,
+        "layers": (
+            tiny_shape(experts=Experts(6, 2, 48, shared_size=96, post_norm=True)),
+            tiny_shape(window=5),
+            tiny_shape(experts=Experts(5, 3, 32, renormalize=True, post_norm=True)),
+        ),
+    },
+    "a centered norm of what experts add, and latents": {
+        "norm": "layer",
+        "norm_offset": 1.0,
+        "layers": (
+            tiny_shape(**LATENT),
+            tiny_shape(**LATENT, experts=Experts(6, 2, 48, shared_size=48, post_norm=True)),
+        ),
+    },
+    "a norm of what experts alone add": {
+        "activation": "relu2",
+        "layers": (
+            tiny_shape(only_half="mixer", gated=False),
+            tiny_shape(
+                only_half="ffn", gated=False, experts=Experts(6, 2, 48, latent_size=40, post_norm=True)
+            ),
+        ),
+    },
     "experts with biases and a clamped gate": {
         "activation": "swiglu_clamped",
         "layers": (
@@ -685,6 +719,7 @@ RARE = [
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
+    "a norm of what experts add",
 ]
 
 

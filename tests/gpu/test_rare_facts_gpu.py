@@ -161,6 +161,17 @@ FACTS: dict[str, dict[str, Any]] = {
             PLAIN_QUERIES,
         ),
     },
+    "a.x k1": {
+        "layers": (LATENT, replace(LATENT, experts=replace(WHOLE_GROUPS, post_norm=True)), LATENT),
+    },
+    "kolibri 1": {
+        "block": "sandwich",
+        "qk_norm": True,
+        "layers": (
+            replace(LOCAL, window=71, experts=replace(WHOLE_GROUPS, renormalize=False, biased_logits=True)),
+            replace(LAYER, rope=None, experts=replace(WHOLE_GROUPS, renormalize=False, biased_logits=True)),
+        ),
+    },
     "mistral small 4": {
         "query_growth": (0.1, 64),
         "layers": (

@@ -49,6 +49,7 @@ CONFIGS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
     "deepseek_v32": transformers.DeepseekV32Config,
+    "axk1": transformers.AXK1Config,
     "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
@@ -82,6 +83,7 @@ CONFIGS: dict[str, Any] = {
     "mellum": transformers.MellumConfig,
     "flex_olmo": transformers.FlexOlmoConfig,
     "afmoe": transformers.AfmoeConfig,
+    "kolibri1": transformers.Kolibri1Config,
     "cohere2_moe": transformers.Cohere2MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
@@ -502,6 +504,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},
     "deepseek_v32": {"num_key_value_heads": 6},
+    "axk1": {"num_key_value_heads": 6},
     "glm_moe_dsa": {"num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "gemma4_text": _GEMMA4,
@@ -1191,6 +1194,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "axk1": (
+        "axk1",
+        {
+            **LATENTS,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+        },
+    ),
+    "axk1-types": (
+        "axk1",
+        {
+            **LATENTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "v_head_dim": 16,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_interleave": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         {
@@ -1807,6 +1836,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "afmoe": ("afmoe", {**EXPERTS, "head_dim": 8, "sliding_window": 5, "global_attn_every_n_layers": 2}),
+    "kolibri1": (
+        "kolibri1",
+        {
+            **EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 24,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "kolibri1-renormalized": (
+        "kolibri1",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": YARN,
+            "tie_word_embeddings": True,
+        },
+    ),
     "afmoe-scaled": (
         "afmoe",
         {

@@ -47,6 +47,7 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
+    BIASED_LOGITS: tl.constexpr,
     LEAST: tl.constexpr,
     SHARED: tl.constexpr,
 ) -> None:
@@ -65,7 +66,7 @@ def _choose(
     else:
         scores = logits
     BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1
-    compared = logits if BY_LOGIT else scores
+    compared = logits if BY_LOGIT or BIASED_LOGITS else scores
     if SELECTION_BIAS:
         at_bias = selection_bias_ptr + places // SPAN * MEMBERS + places % SPAN
         compared += tl.load(at_bias, mask=places % SPAN < MEMBERS, other=0.0)
@@ -152,6 +153,7 @@ def _choose_rows(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
+    BIASED_LOGITS: tl.constexpr,
     LEAST: tl.constexpr,
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
@@ -169,7 +171,7 @@ def _choose_rows(
         logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, LEAST, SHARED,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, LEAST, SHARED,
     )  # fmt: skip
 
 
@@ -187,6 +189,7 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
         "TOP_GROUPS": facts.top_groups,
         "GROUP_BEST": facts.group_best,
         "SELECTION_BIAS": facts.selection_bias,
+        "BIASED_LOGITS": facts.biased_logits,
         "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
         "SHARED": shared,
     }

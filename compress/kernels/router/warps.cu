@@ -1,7 +1,7 @@
 // The router of decode rows in one launch: logits by matrix instructions, the choice by a warp for each row.
 //
 //     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
-//     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits where those decide alone
+//     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits, alone or + that bias
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
 //
@@ -10,7 +10,7 @@
 // integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; CLUSTER = blocks of a cluster, or 0.
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; CLUSTER = blocks of a cluster, or 0.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
@@ -101,7 +101,7 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
         scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
-        float compared = BY_LOGIT ? logits[j] : scores[j];
+        float compared = BY_LOGIT || OF_LOGITS ? logits[j] : scores[j];
         if (SELECTION) compared += biases[j];
         keys[j] = id < args.num_experts ? ordered(compared) : 0;
         if (GROUPED && id < args.num_experts) compared_of[id] = compared;

@@ -41,6 +41,7 @@ class Variant:
     renormalize: bool
     grouped: bool
     selection_bias: bool
+    biased_logits: bool
     cluster: int
 
     @property
@@ -54,6 +55,7 @@ class Variant:
             "RENORMALIZE": int(self.renormalize),
             "GROUPED": int(self.grouped),
             "SELECTION": int(self.selection_bias),
+            "OF_LOGITS": int(self.biased_logits),
             "CLUSTER": self.cluster,
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
@@ -105,6 +107,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
         renormalize=facts.renormalize,
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
+        biased_logits=facts.biased_logits,
         cluster=blocks if sm >= 90 and blocks in CLUSTERS else 0,
     )
 

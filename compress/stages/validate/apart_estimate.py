@@ -72,7 +72,7 @@ def apart_needs(
 
 def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     """Return the bytes of what a streamed model holds, without those of a batch."""
-    ends_in_norm = any(map(arch.norms_outputs, arch.layers))
+    ends_in_norm = any(map(arch.ends_in_norm, arch.layers))
     outer = arch.vocab_size * arch.hidden_size
     stored = STORED_BYTES * arch.num_outer_params
     layer = max(_layer_params(arch, each) for each in arch.layers)

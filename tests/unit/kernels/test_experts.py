@@ -46,6 +46,7 @@ ROUTINGS = (
     Experts(7, 4, 16, score="softmax_topk"),
     Experts(16, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
     Experts(8, 3, 16, renormalize=True, output_scale=True),
+    Experts(14, 4, 16, score="sigmoid", selection_bias=True, biased_logits=True),
     Experts(16, 4, 16, scale=16.0, num_groups=4, top_groups=2, group_best=1),
     Experts(20, 4, 16, num_groups=4, top_groups=2, group_best=1),
     Experts(24, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
