@@ -56,6 +56,7 @@ EXPORTED = [
     ("nemotron_h-latents", "FP8_DYNAMIC"),
     ("laguna-by-default", "W4A16_G128"),
     ("kimi_linear", "FP8_DYNAMIC"),
+    ("mimo_v2_flash", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -87,6 +88,7 @@ IN_MEMORY = (
     "cohere2_moe",
     "hunyuan_v1_moe",
     "flint",
+    "mimo_v2_flash",
     "qwen3_next",
     "granitemoehybrid-h-experts",
     "lfm2_moe",
