@@ -4,8 +4,8 @@ each head rotates, and after a dense layer experts are chosen by the sigmoids of
 their weights do not have. The layers that predict further tokens are not read.
 
 The factor of the values is one of the outputs of `attn.o`, which has no bias. Published configs state the
-layers by fields that `transformers` does not read (`hybrid_layer_pattern`, `swa_rope_theta` and others); they
-are read where they say the same, and refused where not.
+layers by fields that `transformers` does not read (`hybrid_layer_pattern`, `swa_rope_theta` and others): a
+config in which they differ from what `transformers` computes is refused.
 """
 
 from collections.abc import Mapping
