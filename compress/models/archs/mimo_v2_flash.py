@@ -85,10 +85,9 @@ def _implied(config: Fields) -> dict[str, Any]:
         if config.has(pattern) and config.integers(pattern, 0, 1) != expected:
             raise config.wrong(pattern, config.integers(pattern, 0, 1), f"{expected}, by {name}")
     for twin, (name, times) in _TWINS.items():
-        if config.has(twin) and config.integer(twin, 1, MAX_SIZE) != times * config.integer(
-            name, 1, MAX_SIZE
-        ):
-            raise config.wrong(twin, config.integer(twin, 1, MAX_SIZE), f"{times} times {name}")
+        expected_size = times * config.integer(name, 1, MAX_SIZE)
+        if (size := config.integer(twin, 1, MAX_SIZE, default=expected_size)) != expected_size:
+            raise config.wrong(twin, size, f"{expected_size}, by {name}")
     window = config.integer(_WINDOW, 1, MAX_POSITIONS)
     if config.has(_PAST):  # does not count the query itself
         window = config.integer(_PAST, 1, MAX_POSITIONS - 1) + 1
@@ -146,7 +145,7 @@ def _restated(arch: Arch) -> dict[str, Any]:
     of_windows = min(heads)
     if len(heads) > 1 or of_windows % 2:
         raise UnsupportedArch(
-            f"layers with a window do not have twice the KV heads of those without, as configs of "
+            "layers with a window do not have twice the KV heads of those without, as configs of "
             f"{arch.family} state it."
         )
     stated = {_KV_HEADS: of_windows // 2}
