@@ -86,7 +86,8 @@ class KeysValues:
         shape = self.layer.shape
         angles = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
         k_BSKC, v_BSKC = self.layer.attn.keys_values(self.layer.attn_norm(x_BSD), angles)
-        for name, heads_BSKC in (("k", k_BSKC), ("v", v_BSKC)):
+        stored = {"k": k_BSKC, "v": v_BSKC[..., : shape.value_dim]}
+        for name, heads_BSKC in stored.items():
             tap(name, heads_BSKC.flatten(-2).to(torch.float32) / self.scales[name])
         return x_BSD
 

@@ -148,29 +148,29 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
         for idx in evenly(new.num_heads // new.num_kv_heads, old_repeat)
     ]
 
-    def spread(chosen: list[int]) -> Tensor:
-        return torch.tensor(
-            [head * old.head_dim + channel for head in chosen for channel in range(old.head_dim)]
-        )
+    def spread(chosen: list[int], width: int = old.head_dim) -> Tensor:
+        return torch.tensor([head * width + channel for head in chosen for channel in range(width)])
 
     return {
         "heads": torch.tensor(heads),
         "q": spread(heads),
-        "kv": spread(groups),
+        "k": spread(groups),
+        "v": spread(groups, old.value_dim),
+        "o": spread(heads, old.value_dim),
         "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size)),
     }
 
 
 _ROWS = {
     "attn.q": "q",
-    "attn.k": "kv",
-    "attn.v": "kv",
+    "attn.k": "k",
+    "attn.v": "v",
     "attn.gate": "q",
     "attn.head_gate": "heads",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
 }
-_COLUMNS = {"attn.o": "q", "ffn.down": "ffn"}
+_COLUMNS = {"attn.o": "o", "ffn.down": "ffn"}
 _WHOLE = ("layer_scalar", *(f"ffn.{name}" for name in PARAMETERS))
 """Parameters that do not depend on widths."""
 
@@ -183,7 +183,7 @@ def _cut(
     if name == "attn.sinks":
         return tensor[channels["heads"]]
     if module in ("attn.q_norm", "attn.k_norm"):
-        own = channels["q" if module == "attn.q_norm" else "kv"]
+        own = channels["q" if module == "attn.q_norm" else "k"]
         return tensor[own] if is_whole else tensor
     if name in _WHOLE:
         return tensor

@@ -24,6 +24,7 @@ OF_TRITON = {
 }
 """Families whose classes in vLLM's CPU build (0.32) need Triton, and why: 'module 'triton' has no attribute
 'set_allocator''."""
+NARROW_VALUES = "it has no attention whose values are narrower than keys"
 LATENTS = "it computes latent attention otherwise than transformers, of dense weights too"
 """Why its CPU build (0.32) is stated to load no model with latent attention: only its first token agrees."""
 
@@ -42,6 +43,24 @@ NO_GPTQ_OF_STABLELM = (
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
 also looks up those of attention and of the FFN by others."""
+MIMO_STATES = (
+    "hybrid_layer_pattern",
+    "moe_layer_freq",
+    "layernorm_epsilon",
+    "rope_theta",
+    "swa_rope_theta",
+    "partial_rotary_factor",
+    "sliding_window_size",
+    "add_swa_attention_sink_bias",
+    "swa_num_attention_heads",
+    "swa_num_key_value_heads",
+    "swa_head_dim",
+    "swa_v_head_dim",
+)
+"""Fields of MiMo-V2-Flash that vLLM's class reads; configs that `transformers` writes have others."""
+MIMO_WINDOW = (
+    "its windows hold sliding_window_size positions with the query, and those of transformers one more"
+)
 KIMI_STATES = ("linear_attn_config", "mla_use_nope")
 """Fields of Kimi Linear that vLLM's class reads; configs that `transformers` writes may have others."""
 STACKS_ALONE = {
@@ -76,6 +95,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return f"its class of A.X K1 reads {FIRST_DENSE}, which this config does not state"
     if arch.family == "kimi_linear" and (reason := _why_kimi_refused(arch)):
         return reason
+    if arch.family == "mimo_v2_flash" and (reason := _why_mimo_refused(arch)):
+        return reason
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -92,6 +113,18 @@ def _why_kimi_refused(arch: Arch) -> str | None:
     absent = [name for name in KIMI_STATES if not arch.config.get(name)]
     if absent:
         return f"its class of Kimi Linear reads {' and '.join(absent)}, which this config does not state"
+    return None
+
+
+def _why_mimo_refused(arch: Arch) -> str | None:
+    """Return why vLLM's class of MiMo-V2-Flash does not load a model, None where it does."""
+    absent = [name for name in MIMO_STATES if arch.config.get(name) is None]
+    if absent:
+        return f"its class of MiMo-V2-Flash reads {', '.join(absent)}, which this config does not state"
+    ropes = {layer.rope.kind for layer in arch.layers if layer.rope is not None}
+    scales = {layer.experts.scale for layer in arch.layers if layer.experts is not None}
+    if ropes != {"default"} or scales - {1.0}:
+        return "its class of MiMo-V2-Flash has plain ropes and no factor of the weights of experts"
     return None
 
 
@@ -115,6 +148,8 @@ def vllm_builds(
     """Return how vLLM and its CPU build load a checkpoint. Where `loads` is false, `note` is the reason;
     `cpu_refused` is one of the CPU build alone."""
     refused = why_vllm_refuses(arch, scheme) or (None if loads else note)
+    if arch.family == "mimo_v2_flash":
+        note = f"{note}; {MIMO_WINDOW}"
     on_gpu = Consumer("vLLM", loads=refused is None, note=refused or note)
     return on_gpu, on_a_cpu(arch, scheme, refused=refused or cpu_refused)
 
@@ -127,6 +162,8 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     refused = refused or (SHORT_CONVS if arch.has_recurrence("conv") else None)
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
+    if any(layer.narrow_value_dim is not None for layer in arch.layers):
+        return Consumer(name, loads=False, note=NARROW_VALUES)
     if any(layer.experts is not None and not layer.gated for layer in arch.layers):
         return Consumer(name, loads=False, note=UNGATED_EXPERTS)
     experts = _of_experts(arch, scheme)

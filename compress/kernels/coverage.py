@@ -141,12 +141,16 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of attention over keys and values, in each format of their cache."""
     attending = [layer for layer in arch.layers if layer.attends] or arch.layers[:1]
-    heads = dict.fromkeys((layer.head_dim, layer.num_heads // layer.num_kv_heads) for layer in attending)
-    return [row for head_dim, repeat in heads for row in _attending(arch, device, head_dim, repeat)]
+    heads: dict[tuple[int, int], bool] = {}
+    for layer in attending:
+        key = layer.head_dim, layer.num_heads // layer.num_kv_heads
+        heads[key] = heads.get(key, False) or arch.has_sinks(layer)
+    return [row for key, sinks in heads.items() for row in _attending(arch, device, *key, sinks=sinks)]
 
 
-def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int) -> list[Served]:
-    """Return the kernels of attention with so many dimensions of a head and query heads of a KV head."""
+def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int, *, sinks: bool) -> list[Served]:
+    """Return the kernels of attention with so many dimensions of a head and query heads of a KV head, and
+    with `sinks` or not."""
     rows: list[Served] = []
     cached: tuple[tuple[Op, Phase], ...] = (
         ("rope_store", "decode"),
@@ -164,7 +168,7 @@ def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int) -> 
                 phase=phase,
                 scheme=page_format(kv_format),
                 softcap=arch.attn_softcap is not None and op != "rope_store",
-                sinks=arch.attn_sinks and op != "rope_store",
+                sinks=sinks and op != "rope_store",
             )
             own = kv_format if transforms_heads(kv_format) else None
             rows.append(replace(_served(op, phase, [problem]), kv_format=own))

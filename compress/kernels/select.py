@@ -29,12 +29,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
                           whole=False, rotates_first=False, centered=False, growth_P=None, v_norm=False,
-                          hadamard=False, leading_dim=0, early=False) -> q_THC
+                          hadamard=False, leading_dim=0, value_dim=None, early=False) -> q_THC
                        writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
                        `rotates_first`: heads are normed after they are turned
                        `hadamard`: q, k and v are returned and written in the transform of their head
                        `leading_dim`: so many first dimensions of q and k turn, half with half
+                       `value_dim`: heads of v have so many dimensions, and zeros up to those of k in kv
                        `early`: attention may start before this launch waits for those before it
     hadamard           fn(x_THC) -> the transform of each head
     delta_net          fn(qkv_gate_TF, beta_decay_TH, weights, states, sequences, *, gate_TZ=None)

@@ -71,7 +71,7 @@ class Arch:
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
-            (gpt-oss, arXiv 2309.17453).
+            (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
     """
 
     family: str
@@ -118,6 +118,7 @@ class Arch:
     recurrent_block: str | None = None
     recurrent_norm_eps: float | None = None
     unit_norms: bool = False
+    windowed_sinks: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -231,7 +232,7 @@ class Arch:
             if layer.latent is not None:
                 total += sum(layer.latent.norm_sizes().values())
             total += sum(map(math.prod, layer.dense_shapes(self.hidden_size).values()))
-            if self.attn_sinks and layer.attends:
+            if self.has_sinks(layer):
                 total += layer.num_heads
             total += self.layer_scalar
             if self.activation == XIELU and layer.has_ffn:
@@ -303,6 +304,10 @@ class Arch:
     def queries_grow(self, layer: LayerShape) -> bool:
         """Return whether the queries of a layer grow with their position."""
         return self.query_growth is not None and not (self.growth_unrotated and layer.rope is not None)
+
+    def has_sinks(self, layer: LayerShape) -> bool:
+        """Return whether the heads of a layer have sinks."""
+        return self.attn_sinks and layer.attends and not (self.windowed_sinks and layer.window is None)
 
     @property
     def norms_rotated(self) -> bool:

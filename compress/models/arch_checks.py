@@ -63,6 +63,8 @@ def check_arch(arch: "Arch") -> None:
             f"norms have no weights in a '{arch.block}' block, or something is added to them; the decoder "
             "computes such norms as they are, in a 'pre' block."
         )
+    if arch.windowed_sinks and not arch.attn_sinks:
+        raise UnsupportedArch("layers with a window alone have attention sinks, and the model has none.")
     if arch.own_ffn_norm and arch.block != "parallel":
         raise UnsupportedArch(
             f"the FFN has a norm of its own in a '{arch.block}' block; that is a fact of a 'parallel' block, "
@@ -120,6 +122,10 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: a gate of the heads in a 'parallel' block; the runtime computes it in others."
             )
+        if arch.v_norm and layer.narrow_value_dim is not None:
+            raise UnsupportedArch(
+                f"layer {idx}: values are normed and narrower than keys; the runtime norms those as wide."
+            )
         if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")
         if layer.norms_experts and (reason := _why_no_post_norm(arch)):
@@ -166,7 +172,9 @@ def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
         return f"it reads the keys and values of layer {layer.kv_source}, which has none before it."
     if source.joint:
         return f"it reads the keys and values of layer {layer.kv_source}, which has a recurrence, too."
-    heads = [(each.num_kv_heads, each.head_dim, each.rope, each.window) for each in (layer, source)]
+    heads = [
+        (each.num_kv_heads, each.head_dim, each.value_dim, each.rope, each.window) for each in (layer, source)
+    ]
     if heads[0] != heads[1]:
         return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
     return None

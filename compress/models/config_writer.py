@@ -27,10 +27,10 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
         arch = arch.replace(layers=tuple(of_one_width))
     if not family.full_widths:
         return None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
-    if arch.layers[-1].window is not None:
-        return f"the last layer has a window; in {family.model_type} models it has full attention."
     of_kind = {(layer.window is None, layer.widths[:3]) for layer in arch.layers}
-    ffns = {(layer.kv_source is None, layer.intermediate_size) for layer in arch.layers}
+    ffns = {
+        ((layer.kv_source is None, layer.experts is None), layer.intermediate_size) for layer in arch.layers
+    }
     if len({layer.num_heads for layer in arch.layers}) == 1 and all(
         len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)
     ):

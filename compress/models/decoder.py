@@ -290,7 +290,7 @@ class DecoderLayer(nn.Module):
             return pairs
         repeat = self.shape.num_heads // self.shape.num_kv_heads
         return [
-            SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat),
+            SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.value_dim, repeat=repeat),
             *pairs,
         ]
 

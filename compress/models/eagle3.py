@@ -313,7 +313,8 @@ def fresh_eagle3(
 
     It begins as the target's last layer with attention and head on the deepest hidden state that it reads: fc
     passes that one on, and the columns that read the embedding are normal with std 0.02, as are the linears
-    of its FFN that the layer does not have, and its q, k and v where that layer has latent attention.
+    of its FFN that the layer does not have, its q and k where the values of that layer are narrower than its
+    keys, and its q, k and v where it has latent attention.
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
@@ -322,6 +323,7 @@ def fresh_eagle3(
     last = target.layer(idx) if kv_source is None else {**target.layer(kv_source), **target.layer(idx)}
     size = facts.arch.hidden_size
     layer = "layers.0."
+    others = _without_heads_of(target.arch.layers[idx])
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if name == "fc.weight":
@@ -335,9 +337,8 @@ def fresh_eagle3(
                     own = "ffn_norm" if "moe.shared_norm.weight" not in last else "moe.shared_norm"
                     parameter.copy_(_norm_weight(target.arch, last, own))
                     continue
-                of_latents = target.arch.has_latents and inner.startswith(("attn.q", "attn.k", "attn.v"))
                 of_experts = inner not in last and inner.startswith("ffn.")
-                if of_latents or of_experts:
+                if of_experts or inner.startswith(others):
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                     continue
                 if inner not in last:  # values that are keys
@@ -355,6 +356,13 @@ def fresh_eagle3(
             dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W]
         )
     return decoder
+
+
+def _without_heads_of(shape: LayerShape) -> tuple[str, ...]:
+    """Return the linears of a head that cannot begin as those of a layer, whose heads are other ones."""
+    if shape.latent is not None:
+        return ("attn.q", "attn.k", "attn.v")
+    return ("attn.q", "attn.k") if shape.narrow_value_dim is not None else ()
 
 
 def _last_attention(target: Arch) -> int:

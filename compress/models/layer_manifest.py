@@ -31,6 +31,7 @@ _RARE_FACTS = (
     "recurrence",
     "only_half",
     "joint",
+    "narrow_value_dim",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
 
@@ -89,6 +90,9 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         only_half=half,
         gated=layer.flag("gated", default=True),
         joint=layer.flag("joint", default=False),
+        narrow_value_dim=(
+            layer.integer("narrow_value_dim", 1, MAX_SIZE) if layer.has("narrow_value_dim") else None
+        ),
     )
 
 

@@ -81,7 +81,8 @@ class LayerShape:
     attends to the keys and values of the layer with this index (arXiv 2405.12981). A layer has both halves,
     or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
     or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that of an FFN one
-    of `GATED_OR_NOT`."""
+    of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where they are narrower
+    than the keys; a cache stores them with zeros up to the width of the keys."""
 
     num_heads: int
     num_kv_heads: int
@@ -100,6 +101,7 @@ class LayerShape:
     only_half: Half | None = None
     gated: bool = True
     joint: bool = False
+    narrow_value_dim: int | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -160,6 +162,8 @@ class LayerShape:
             return "it has an FFN only, and facts of what is in place of attention." if has_own else None
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
+        if reason := self._why_values_unfit():
+            return reason
         is_gated = self.output_gate or self.head_gate is not None
         if is_gated and (self.latent is not None or self.keys_are_values):
             return "attention has an output gate, and latents or keys that are its values, too."
@@ -182,6 +186,22 @@ class LayerShape:
         if self.rope is not None and (reason := self._why_rope_unfit(self.rope)):
             return reason
         return None if self.latent is None else self._why_latent_unfit(self.latent)
+
+    def _why_values_unfit(self) -> str | None:
+        if self.narrow_value_dim is None:
+            return None
+        if self.narrow_value_dim >= self.head_dim or self.narrow_value_dim % 2:
+            return (
+                f"values of {self.narrow_value_dim} dimensions and keys of {self.head_dim}; narrower values "
+                "must have an even width below that of the keys."
+            )
+        others = (self.latent, self.recurrence, self.kv_source)
+        if self.output_gate or self.keys_are_values or any(each is not None for each in others):
+            return (
+                "values are narrower than keys, and it has an output gate, latents, a recurrence, keys that "
+                "are its values or those of another layer, too."
+            )
+        return None
 
     def _why_rope_unfit(self, rope: Rope) -> str | None:
         if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
@@ -234,7 +254,9 @@ class LayerShape:
     @property
     def value_dim(self) -> int:
         """The dimensions of the values of a head, of which `attn.o` reads those of all heads."""
-        return self.head_dim if self.latent is None else self.latent.value_dim
+        if self.latent is not None:
+            return self.latent.value_dim
+        return self.narrow_value_dim or self.head_dim
 
     @property
     def cached_numbers(self) -> int:
@@ -321,14 +343,14 @@ class LayerShape:
         if self.recurrence is not None and linear.startswith(f"{self.recurrence.module}."):
             return self.recurrence.linear_shapes(hidden_size)[linear]
         q_size = self.num_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
+        k_size = self.num_kv_heads * self.head_dim
         ffn_size = self.intermediate_size
         shapes = {
             "attn.q": (q_size, hidden_size),
-            "attn.k": (kv_size, hidden_size),
-            "attn.v": (kv_size, hidden_size),
+            "attn.k": (k_size, hidden_size),
+            "attn.v": (self.num_kv_heads * self.value_dim, hidden_size),
             "attn.gate": (q_size, hidden_size),
-            "attn.o": (hidden_size, q_size),
+            "attn.o": (hidden_size, self.num_heads * self.value_dim),
             "ffn.gate": (ffn_size, hidden_size),
             "ffn.up": (ffn_size, hidden_size),
             "ffn.down": (hidden_size, ffn_size),
@@ -340,7 +362,6 @@ class LayerShape:
                 "attn.q_up": (q_size, self.latent.q_rank),
                 "attn.kv_down": (self.latent.kv_rank + self.latent.rope_dim, hidden_size),
                 "attn.kv_up": (self.num_heads * (still_dim + self.value_dim), self.latent.kv_rank),
-                "attn.o": (hidden_size, self.num_heads * self.value_dim),
             }
         return shapes[linear]
 

@@ -22,6 +22,8 @@ FIELDS_BY_LAYER = (
     "layers_block_type",
     "hybrid_override_pattern",
     "mlp_layer_types",
+    "hybrid_layer_pattern",
+    "moe_layer_freq",
     "no_rope_layers",
     "layer_rope_theta",
     "moe_topk",

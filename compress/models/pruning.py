@@ -79,7 +79,8 @@ def keep_heads_(
     of_queries = ("attn.q", "attn.q_up", "attn.gate")
     rows: dict[str, Tensor] = dict.fromkeys(of_queries, kept_H.repeat_interleave(shape.head_dim))
     if unit == "kv_group":
-        rows |= dict.fromkeys(("attn.k", "attn.v"), kept_U.repeat_interleave(shape.head_dim))
+        rows["attn.k"] = kept_U.repeat_interleave(shape.head_dim)
+        rows["attn.v"] = kept_U.repeat_interleave(shape.value_dim)
     if shape.latent is not None:
         of_head = shape.head_dim - shape.latent.rope_dim + shape.value_dim
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)

@@ -22,6 +22,7 @@ _FLAGS = (
     "norm_bias",
     "own_ffn_norm",
     "unit_norms",
+    "windowed_sinks",
 )
 
 

@@ -7,6 +7,7 @@ of a latent.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
@@ -46,7 +47,7 @@ class Attention(TokenMixer):
                 self.k_norm = norm_of(arch, k_size, heads=heads[1])
         if shape.head_gate is not None:
             self.head_gate = Linear(arch.hidden_size, shape.num_heads, bias=False)
-        if arch.attn_sinks:
+        if arch.has_sinks(shape):
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch
 
@@ -73,7 +74,7 @@ class Attention(TokenMixer):
         facts = {
             "scale": self.arch.attn_scale,
             "softcap": self.arch.attn_softcap,
-            "sinks": self.sinks if self.arch.attn_sinks else None,
+            "sinks": self.sinks if self.arch.has_sinks(shape) else None,
             "chunk": shape.chunk,
             "source": shape.kv_source,
             "kept": True if layer_idx in self.arch.kv_sources else None,
@@ -95,13 +96,16 @@ class Attention(TokenMixer):
     def keys_values(
         self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
     ) -> tuple[Tensor, Tensor]:
-        """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
+        """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C], which
+        zeros fill up to C where they are narrower."""
         del tap
         k_BSF = self.k(x_BSD)
         v_BSF = k_BSF if self.shape.keys_are_values else self.v(x_BSD)
-        v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.head_dim))
+        v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.value_dim))
         if self.arch.v_norm:
             v_BSKC = unit_norm(v_BSKC, self.arch.norm_eps)
+        if self.shape.value_dim < self.shape.head_dim:
+            v_BSKC = F.pad(v_BSKC, (0, self.shape.head_dim - self.shape.value_dim))
         return self._rotated("k", self._heads_of("k", k_BSF), cos_sin_SC), v_BSKC
 
     def _rotated(self, name: str, x: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> Tensor:

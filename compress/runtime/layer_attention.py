@@ -51,8 +51,8 @@ class Projected:
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents [T, H, V], of a
-recurrence [T, H V]; what the cache stores of the rows is in it afterwards."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents or narrower values
+[T, H, V], of a recurrence [T, H V]; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:
@@ -66,8 +66,11 @@ class LayerAttention:
         self._arch = arch
         self._transforms_heads = transforms_heads(kv_format)
 
+        attending = [layer for layer in arch.layers if layer.attends]
+
         def bound(op: Op, key: tuple[int, int], phase: Phase = "decode") -> BoundKernel:
             attends = op.startswith("attention")
+            has_sinks = any(arch.has_sinks(layer) for layer in attending if _head_key(layer) == key)
             problem = deployment.kernel_device.problem(
                 op,
                 n=key[0],
@@ -75,12 +78,11 @@ class LayerAttention:
                 phase=phase,
                 scheme=None if op == "hadamard" else page_format(kv_format),
                 softcap=attends and arch.attn_softcap is not None,
-                sinks=attends and arch.attn_sinks,
+                sinks=attends and has_sinks,
             )
             return BoundKernel.of(problem)
 
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        attending = [layer for layer in arch.layers if layer.attends]
         for key in sorted({_head_key(layer) for layer in attending}):
             self._ops["rope_store", key] = bound("rope_store", key)
             self._ops["attention_decode", key] = bound("attention_decode", key)
@@ -190,6 +192,7 @@ class LayerAttention:
             v_norm=self._arch.v_norm,
             hadamard=self._transforms_heads,
             leading_dim=shape.leading_dim,
+            value_dim=shape.value_dim,
             early=early,
         )
         return q_THC
@@ -218,11 +221,12 @@ class LayerAttention:
         return self._ops[op, _head_key(shape)].kernel.fn, facts
 
     def _restored(self, layer: LayerWeights, attended_THC: Tensor) -> Tensor:
-        """Return what was attended to out of the transform of the values, which is its own inverse."""
-        if not self._transforms_heads:
-            return attended_THC
-        restored_THC: Tensor = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
-        return restored_THC
+        """Return what was attended to out of the transform of the values, which is its own inverse, and
+        without the zeros that fill narrower values [T, H, V]."""
+        if self._transforms_heads:
+            attended_THC = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
+        value_dim = layer.shape.value_dim
+        return attended_THC if value_dim == layer.shape.head_dim else attended_THC[..., :value_dim]
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

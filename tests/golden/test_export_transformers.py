@@ -183,6 +183,8 @@ EXPORTED = [
     ("deepseek_v32-dense", "W4A16_G128"),
     ("helium", "W4A16_G128"),
     ("granite_swa", "FP8_DYNAMIC"),
+    ("mimo_v2_flash-dense", "W4A16_G128"),
+    ("mimo_v2_flash-dense", "FP8_DYNAMIC"),
     ("qwen3_5_text", "W4A16_G128"),
     ("qwen3_5", "FP8_DYNAMIC"),
 ]
@@ -333,6 +335,7 @@ def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
     gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
     with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
+    with_and_without.add("mimo_v2_flash")
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
     assert {CASES[case][0] for case, _ in EXPORTED} == (dense | with_and_without) - BY_ANOTHER_NAME.keys()
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)

@@ -30,6 +30,7 @@ from tests.support.tiny_hf import (
     OWN_EPS,
     SMALL,
     TEXT_FAMILIES,
+    TWICE_IN_WINDOWS,
     build,
     saved,
     tokens,
@@ -378,7 +379,8 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
     assert arch.tied_head == stated.tie_word_embeddings
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
-        assert layer.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        kv_heads = getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        assert layer.num_kv_heads == kv_heads * (2 if family in TWICE_IN_WINDOWS and layer.window else 1)
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert layer.head_dim == (getattr(theirs, "qk_head_dim", None) or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
@@ -388,7 +390,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         if layer.rope is not None:
             rope = stated.rope_parameters.get(kind, stated.rope_parameters)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
-            assert (layer.rope.rotary_dim or head_dim) == head_dim * rope.get("partial_rotary_factor", 1)
+            assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))
     if arch.has_experts:
         experts = next(layer.experts for layer in arch.layers if layer.experts is not None)
         assert experts.top_k == stated.num_experts_per_tok

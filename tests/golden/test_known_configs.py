@@ -24,7 +24,7 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES
+from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES, TWICE_IN_WINDOWS
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -104,7 +104,9 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        assert layer.num_kv_heads == getattr(own, "num_key_value_heads", own.num_attention_heads)
+        kv_heads = getattr(own, "num_key_value_heads", own.num_attention_heads)
+        is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
+        assert layer.num_kv_heads == kv_heads * (2 if is_twice else 1)
         assert layer.head_dim == (getattr(own, "qk_head_dim", None) or head_dim)
         if layer.rope is None:
             continue
@@ -113,7 +115,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert layer.rope.theta == rope["rope_theta"] * stretch
         assert layer.rope.kind == ("default" if rope["rope_type"] == "dynamic" else rope["rope_type"])
         assert layer.rope.factor == rope.get("factor", 1.0)  # that of a plain rope is not used
-        assert (layer.rope.rotary_dim or head_dim) == head_dim * rope.get("partial_rotary_factor", 1)
+        assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))
         if layer.rope.kind in ("llama3", "yarn", "longrope"):
             assert layer.rope.original_max_position == rope["original_max_position_embeddings"]
     assert [each.window for each in arch.layers] == _windows_in_transformers(theirs)

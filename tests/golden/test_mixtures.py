@@ -58,6 +58,7 @@ EXPORTED = [
     ("nemotron_h-latents", "FP8_DYNAMIC"),
     ("laguna-by-default", "W4A16_G128"),
     ("kimi_linear", "FP8_DYNAMIC"),
+    ("mimo_v2_flash", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -67,7 +68,14 @@ WHOLE_GROUPS = {
     "head_dim": 32,
 }
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
-FP8_BLOCKS = ["qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe", "minimax_m2"]
+FP8_BLOCKS = [
+    *("qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe", "minimax_m2"),
+    "mimo_v2_flash",
+]
+OF_BLOCKS: dict[str, dict[str, int]] = {
+    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 192, "v_head_dim": 64}
+}
+"""Widths by which every linear of a case is whole blocks, where four KV heads do not make it so."""
 IN_MEMORY = (
     "mixtral",
     "qwen2-moe-some-dense",
@@ -92,6 +100,7 @@ IN_MEMORY = (
     "cohere2_moe",
     "hunyuan_v1_moe",
     "flint",
+    "mimo_v2_flash",
     "qwen3_next",
     "granitemoehybrid-h-experts",
     "lfm2_moe",
@@ -397,7 +406,8 @@ def test_experts_of_one_tensor_are_refused_in_every_scheme(scheme_name: str, tmp
 
 @pytest.mark.parametrize("case", FP8_BLOCKS)
 def test_blocks_of_fp8_open_with_our_codes_and_transformers_loads_them(case: str, tmp_path: Path) -> None:
-    source, scheme = rounded(tmp_path / "source", case, "FP8_BLOCK", num_key_value_heads=4)
+    widths = OF_BLOCKS.get(case, {"num_key_value_heads": 4})
+    source, scheme = rounded(tmp_path / "source", case, "FP8_BLOCK", **widths)
     (tmp_path / "exported").mkdir()
     write_format("fp8", tmp_path / "exported", source, scheme)
     opened = open_checkpoint(tmp_path / "exported")

@@ -45,7 +45,7 @@ REFUSED = {
         "falcon_h1",
         "olmo_hybrid",
     ),
-    "attention-sinks": ("granite_swa",),
+    "attention-sinks": ("granite_swa", "mimo_v2_flash-dense"),
     "latent-attention": ("youtu", "minicpm3", "deepseek_v3-dense", "deepseek_v32-dense"),
     "experts": (
         "qwen3_next",
@@ -77,6 +77,7 @@ REFUSED = {
         "hunyuan_v1_moe",
         "flint",
         "laguna",
+        "mimo_v2_flash",
         "cohere2_moe",
     ),
     "language-model-only": (

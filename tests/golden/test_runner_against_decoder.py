@@ -71,6 +71,20 @@ FEATURES: dict[str, dict[str, Any]] = {
         )
     },
     "attention sinks": {"attn_sinks": True, "layers": (tiny_shape(window=5), tiny_shape())},
+    "sinks in layers with a window": {
+        "attn_sinks": True,
+        "windowed_sinks": True,
+        "layers": (tiny_shape(window=5, num_kv_heads=4), tiny_shape()),
+    },
+    "values narrower than keys": {
+        "qkv_bias": True,
+        "linear_factors": (("attn.o", 0.7),),
+        "layers": (
+            tiny_shape(narrow_value_dim=6, window=5),
+            tiny_shape(head_dim=24, rope=Rope(10000.0, rotary_dim=6, leading=True), narrow_value_dim=20),
+            tiny_shape(narrow_value_dim=8, head_gate="sigmoid", experts=Experts(6, 2, 48)),
+        ),
+    },
     "sinks beside capped scores": {"attn_sinks": True, "attn_softcap": 2.0},
     "gated outputs of attention": {
         "qk_norm": True,
@@ -720,6 +734,7 @@ RARE = [
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
+    "values narrower than keys",
 ]
 
 

@@ -329,6 +329,24 @@ FACTS: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "mimo v2 flash": {
+        "attn_sinks": True,
+        "windowed_sinks": True,
+        "linear_factors": (("attn.o", 0.707),),
+        "layers": (
+            replace(LAYER, narrow_value_dim=LAYER.head_dim // 2),
+            replace(
+                LAYER,
+                head_dim=192,
+                narrow_value_dim=128,
+                num_kv_heads=LAYER.num_heads,
+                rope=Rope(1e4, rotary_dim=64, leading=True),
+                window=50,
+                experts=replace(WHOLE_GROUPS, score="sigmoid", selection_bias=True),
+                intermediate_size=128,
+            ),
+        ),
+    },
     "muse glimmer": {
         "norm_offset": 1.0,
         "plain_final_norm": True,
@@ -459,7 +477,11 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", ["gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"]
+    "facts",
+    [
+        *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
+        "mimo v2 flash",
+    ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
     source = make_source(FACTS[facts])

@@ -172,6 +172,9 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
                 leading_dim=leading_dim,
                 early=num_stored == 8,
             )
+    if head_dim == 256:
+        narrow = {"num_heads": 8, "qk_norm": None, "eps": 1e-5, "leading_dim": 64, "value_dim": 128}
+        fused.rope_store(qkv[:, : 10 * head_dim + 2 * 128], rope, rope, rows, rows, kv, **narrow)
 
 
 def compile_latents(num_heads: int, kv_format: str) -> None:

@@ -93,6 +93,7 @@ CONFIGS: dict[str, Any] = {
     "iquestcoder": transformers.IQuestCoderConfig,
     "youtu": transformers.YoutuConfig,
     "flint": transformers.FlintConfig,
+    "mimo_v2_flash": transformers.MiMoV2FlashConfig,
     "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
     "gemma3": transformers.Gemma3Config,
@@ -492,6 +493,7 @@ _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
+    "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
@@ -576,6 +578,13 @@ ROUTED = {
     "moe_intermediate_size": 40,
     "head_dim": 8,
     "partial_rotary_factor": 0.5,
+}
+NARROW_VALUES = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "head_dim": 12,
+    "v_head_dim": 8,
 }
 # Two value heads for each key head, values wider than keys, and attention in every other layer.
 DELTA_NET = {
@@ -1905,6 +1914,80 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            **NARROW_VALUES,
+            "sliding_window": 5,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "full_attention": HALF_ROTATED,
+                "sliding_attention": {**HALF_ROTATED, "rope_theta": 50.0},
+            },
+        },
+    ),
+    "mimo_v2_flash-groups-yarn-biases-tied": (
+        "mimo_v2_flash",
+        {
+            **NARROW_VALUES,
+            "num_key_value_heads": 3,
+            "head_dim": 136,
+            "v_head_dim": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "layer_types": MIXED,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "sliding_window": 4,
+            "attention_value_scale": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.25},
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
+    "mimo_v2_flash-dense": (
+        "mimo_v2_flash",
+        {
+            "head_dim": 16,
+            "v_head_dim": 10,
+            "sliding_window": 5,
+            "mlp_layer_types": ["dense"] * 3,
+            "rope_parameters": {"full_attention": HALF_ROTATED, "sliding_attention": HALF_ROTATED},
+        },
+    ),
+    "mimo_v2_flash-as-published": (
+        "mimo_v2_flash",
+        {
+            **NARROW_VALUES,
+            "v_head_dim": 12,
+            "swa_v_head_dim": 12,
+            "swa_head_dim": 12,
+            "swa_num_attention_heads": 6,
+            "swa_num_key_value_heads": 2,
+            "swa_rope_theta": 10000.0,
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 0.334,
+            "layernorm_epsilon": 1e-5,
+            "hybrid_layer_pattern": [0, 1, 1],
+            "moe_layer_freq": [0, 1, 1],
+            "sliding_window": 5,
+            "sliding_window_size": 5,
+            "attention_chunk_size": 5,
+            "add_full_attention_sink_bias": False,
+            "add_swa_attention_sink_bias": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": None,
+        },
+    ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 8, "rope_parameters": STRETCHED}),
     "hunyuan_v1_dense-bias": (
         "hunyuan_v1_dense",
@@ -2271,9 +2354,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
-    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, of a
-    delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H, or of experts that act on latents reads;
-    none for a case without."""
+    """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, after
+    narrower values of 4 heads, of a delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H, or of
+    experts that act on latents reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
@@ -2286,6 +2369,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         return {"mamba_d_ssm": 2 * size, "mamba_d_head": "auto"}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
+    if "v_head_dim" in changes and "kv_lora_rank" not in changes:
+        return {"head_dim": size // 2, "v_head_dim": of_head}
     if "kv_lora_rank" not in changes:
         return {}
     delta_net = {"linear_num_heads": 4, "linear_head_dim": of_head} if "linear_head_dim" in changes else {}
@@ -2302,6 +2387,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
 
 OWN_EPS = {"olmo": 1e-5}
 """What the norms of families add that no field states."""
+TWICE_IN_WINDOWS = ("mimo_v2_flash",)
+"""Families whose layers with a window have twice the KV heads that their configs state."""
 FLAT = ("phi4_multimodal",)
 """Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
@@ -2316,10 +2403,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
     if stated.get("head_dim", 0) is None:
         del stated["head_dim"]
-    if stated.get("layer_types"):  # of the model with the most layers; some tests make fewer
-        stated["layer_types"] = stated["layer_types"][: stated["num_hidden_layers"]]
-    if "layers_block_type" in stated:
-        stated["layers_block_type"] = stated["layers_block_type"][: stated["num_hidden_layers"]]
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if stated.get(name):  # of the model with the most layers; some tests make fewer
+            stated[name] = stated[name][: stated["num_hidden_layers"]]
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])

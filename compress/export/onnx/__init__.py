@@ -267,6 +267,8 @@ class Onnx:
             rules.append(
                 Rule("output-gate", "attention has an output gate, which the graph does not compute.")
             )
+        if any(layer.narrow_value_dim is not None for layer in arch.layers):
+            rules.append(Rule("narrow-values", "values are narrower than keys, and the graph has one width."))
         if arch.attn_sinks:
             rules.append(Rule("attention-sinks", "attention has sinks, which the graph does not compute."))
         if arch.activation in ("swiglu_clamped", XIELU):

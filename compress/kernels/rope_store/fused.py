@@ -2,7 +2,7 @@
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
-or q, k = norm(rope(q, k)).
+or q, k = norm(rope(q, k)). Values that are narrower than keys are stored with zeros up to their width.
 
 Before the last step, q, k and v may be replaced by the Hadamard transform of their head.
 
@@ -19,8 +19,8 @@ squares: a few KB from the second-level cache, and no launch of their own. Inter
 model's dtype where the reference rounds them. A head's result depends on that head alone, or on those that
 share its norm.
 
-Shapes: T rows, H heads, K kv heads of the projection, C head dimension, P positions, F = (H + 2 K) C, or
-(H + K) C where the keys are the values. K is 0 in a layer without keys of its own.
+Shapes: T rows, H heads, K kv heads of the projection, C head dimension, V that of values, P positions,
+F = (H + K) C + K V, or (H + K) C where the keys are the values. K is 0 in a layer without keys of its own.
 """
 
 import torch
@@ -73,6 +73,7 @@ def _rope_store(
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
+    V: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -119,8 +120,14 @@ def _rope_store(
         first_shift = tl.where((heads >= H + K) | turns, 0, LEADING // 2)
         second_shift = tl.where((heads < H + K) & turns, LEADING // 2, C // 2)
     at = qkv_ptr + row * row_stride + stored * C + columns
-    first = tl.load(at + first_shift, mask=mask, other=0.0)
-    second = tl.load(at + second_shift, mask=mask, other=0.0)
+    has_first = mask
+    has_second = mask
+    if V < C:
+        at -= tl.where(heads < H + K, 0, heads - (H + K)) * (C - V)
+        has_first = mask & ((heads < H + K) | (columns < V))
+        has_second = mask & ((heads < H + K) | (columns < V - C // 2))
+    first = tl.load(at + first_shift, mask=has_first, other=0.0)
+    second = tl.load(at + second_shift, mask=has_second, other=0.0)
     position = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     k_scale = 1.0
@@ -256,15 +263,21 @@ def rope_store(
     v_norm: bool = False,
     hadamard: bool = False,
     leading_dim: int = 0,
+    value_dim: int | None = None,
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
     weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
     H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
-    earlier one: these are `kv`, `qk_norm` is [H, C], and nothing is written."""
+    earlier one: these are `kv`, `qk_norm` is [H, C], and nothing is written. Where values are
+    narrower than keys, the last K heads of it have `value_dim` dimensions."""
     num_rows = qkv_TF.shape[0]
     head_dim = kv.head_dim
-    num_stored = qkv_TF.shape[1] // head_dim
+    value_dim = head_dim if value_dim is None else value_dim
+    num_columns = qkv_TF.shape[1] + kv.k.shape[0] * (head_dim - value_dim)
+    assert num_columns % head_dim == 0
+    assert not (v_norm and value_dim < head_dim)
+    num_stored = num_columns // head_dim
     num_kv_heads = kv.k.shape[0] if num_stored != num_heads else 0
     assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     assert qkv_TF.stride(1) == 1
@@ -299,6 +312,7 @@ def rope_store(
         H=num_heads,
         K=num_kv_heads,
         C=head_dim,
+        V=value_dim,
         HALF=half,
         HEADS=heads,
         FORMAT=CODED_FORMATS.get(kv.format, 0),

@@ -5,13 +5,15 @@ Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.p
 of q and k of which leading dimensions turn are first put in this order, in which keys are stored. The
 norms of q and of k span one head, before or after it is turned, or all heads at once; the heads of v may be
 normed, too, without a weight. The values are the last K heads of the projection, which may be the keys as
-well. A query may be multiplied by a factor of its position, last. A layer that attends to the pages of an
-earlier one has queries alone, and writes nothing.
+well. Values may be narrower than keys, and are stored with zeros up to their width. A query may be multiplied
+by a factor of its position, last. A layer that attends to the pages of an earlier one has queries alone, and
+writes nothing.
 Each step rounds to the model's dtype, as the canonical decoder does. Last, queries, keys and values may be
 replaced by the Hadamard transform of their head (`hadamard/reference.py`).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.hadamard.reference import hadamard as transform
@@ -39,14 +41,21 @@ def rope_store(
     v_norm: bool = False,
     hadamard: bool = False,
     leading_dim: int = 0,
+    value_dim: int | None = None,
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
     each query and key head of `qkv_TF`, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads,
     or H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
-    earlier one: these are `kv`, and nothing is written."""
+    earlier one: these are `kv`, and nothing is written. Where values are narrower than keys, the last K heads
+    of it have `value_dim` dimensions."""
     assert not (leading_dim and rotates_first)
     head_dim = kv.head_dim
+    if value_dim is not None and value_dim < head_dim:
+        assert not v_norm
+        qk_TF, v_TF = qkv_TF.split([(num_heads + kv.k.shape[0]) * head_dim, kv.k.shape[0] * value_dim], dim=1)
+        v_TKC = F.pad(v_TF.unflatten(1, (-1, value_dim)), (0, head_dim - value_dim))
+        qkv_TF = torch.cat((qk_TF, v_TKC.flatten(1)), dim=1)
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], qkv_TF.shape[1] // head_dim, head_dim)
     num_stored = qkv_THC.shape[1]
     num_kv_heads = kv.k.shape[0] if num_stored != num_heads else 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.config_writer import PER_LAYER
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_shape import LayerShape
@@ -100,6 +101,13 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     return (*layers[:num_own], *shared)
 
 
+def _restated(arch: Arch) -> dict[str, Any]:
+    """Return no fields; refuse a last layer with a window, which no config can state."""
+    if arch.layers[-1].window is not None:
+        raise UnsupportedArch(f"the last layer has a window; in {arch.family} models it has full attention.")
+    return {}
+
+
 def _implied(config: Fields) -> dict[str, Any]:
     stated = every_nth_full(config, _PERIOD).get("layer_types") or config.texts("layer_types")
     types = [*stated[:-1], FULL]  # as `transformers` does, which warns where another type is stated
@@ -156,6 +164,7 @@ GEMMA4_TEXT = Family(
     facts=_facts,
     shapes=_shapes,
     implied=_implied,
+    restated=_restated,
     spelled={"hidden_act": "hidden_activation"},
     mixture=Mixture(
         {

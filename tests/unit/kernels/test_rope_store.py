@@ -286,6 +286,33 @@ if INTERPRETED:
             bits(actual.v), bits(expected.v)
         )  # neither normed nor turned: exact, and nothing else was written
 
+    @pytest.mark.parametrize("kv_format", FORMATS)
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim", "value_dim", "leading_dim"),
+        [(8, 2, 64, 32, 0), (7, 1, 192, 128, 64), (9, 3, 80, 78, 0), (4, 2, 24, 2, 8)],
+    )
+    def test_narrower_values_are_stored_as_values_with_zeros(
+        kv_format: str, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, leading_dim: int
+    ) -> None:
+        qkv_TF, *others = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        qk_TF, v_TF = qkv_TF.split([(num_heads + num_kv_heads) * head_dim, num_kv_heads * head_dim], dim=1)
+        v_TKC = v_TF.unflatten(1, (-1, head_dim)).clone()
+        v_TKC[..., value_dim:] = 0
+        narrow_TF = torch.cat((qk_TF, v_TKC[..., :value_dim].flatten(1)), dim=1)
+        qk_norm = 1 + randn(num_heads + num_kv_heads, head_dim, dtype=torch.float16, seed=3) / 4
+        facts = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": 1e-5, "leading_dim": leading_dim}
+        for store in (reference.rope_store, rope_store):
+            expected, actual = (
+                filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2)
+            )
+            q = store(torch.cat((qk_TF, v_TKC.flatten(1)), dim=1), *others, expected, **facts)
+            got = store(narrow_TF, *others, actual, value_dim=value_dim, **facts)
+            assert torch.equal(got, q)
+            assert all(
+                torch.equal(bits(ours), bits(theirs))
+                for ours, theirs in zip(actual.tensors, expected.tensors, strict=True)
+            )
+
     def test_a_rotation_without_norm_rounds_where_the_reference_does() -> None:
         args = arguments(4, 2, 64, torch.float16)
         expected, actual = (filled_pages("FP8_STATIC", 2, 64, torch.float16) for _ in range(2))

@@ -82,6 +82,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash",
+        "layer_types": ["full_attention"] * 4,
+        "mlp_layer_types": ["dense"] * 4,
+        "v_head_dim": 6,
+        "rope_parameters": {"full_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    },
     "qwen3-layer-types": {
         "model_type": "qwen3",
         **{key: value for key, value in WINDOWED.items() if key != "max_window_layers"},
