@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.calibrate.observe import observe_on_one_rank
-from compress.calibrate.side_inputs import SideInputs
+from compress.calibrate.side_inputs import SideInputs, joined, parts_of_kept
 from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
@@ -218,8 +218,8 @@ def _backward(
     of_kept: Mapping[int, Tensor],
 ) -> Tensor:
     """Return the gradient at the layer's input; the visitor receives those at the outputs of its linears.
-    `of_kept` are the gradients [1, S, 2 K C] at keys and values that several layers read, by the layer that
-    makes them: such a layer adds its own, and that one passes them on."""
+    `of_kept` are the gradients [1, S, W] at keys and values, or latents, that several layers read, by the
+    layer that makes them: such a layer adds its own, and that one passes them on."""
     taps: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -237,20 +237,19 @@ def _backward(
     read: tuple[Tensor, ...] = ()
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     if source is not None:
-        k_1SKC, v_1SKC = attention.kept[source]
-        read = k_1SKC.requires_grad_(True), v_1SKC.requires_grad_(True)
-        kept[source] = (k_1SKC, v_1SKC)
+        kept[source] = attention.kept[source]
+        read = tuple(each.requires_grad_(True) for each in kept[source] if each.numel())
     attention.kept = kept
     y_1SD = layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), attention, tap)
     for hook in hooks:
         hook.remove()  # type: ignore[attr-defined]
     made = kept[layer.layer_idx] if layer.layer_idx in of_kept else ()
-    of_made = [each.view_as(made[0]) for each in of_kept[layer.layer_idx].chunk(2, dim=-1)] if made else []
+    of_made = parts_of_kept(of_kept[layer.layer_idx], layer.shape) if made else ()
     gradient, *others = torch.autograd.grad(
         [y_1SD, *made], [x_1SD, *read, *outputs.values()], [gradient_1SD, *of_made]
     )
     if source is not None:
-        of_kept[source].add_(torch.cat([each.flatten(2) for each in others[: len(read)]], dim=-1))
+        of_kept[source].add_(joined(others[: len(read)]))
     of_outputs = others[len(read) :]
     found = {name: each.flatten(0, -2) for name, each in zip(outputs, of_outputs, strict=True)}
     with torch.no_grad():

@@ -1,14 +1,15 @@
 """The inputs of layers other than the stream of a rank's samples: the embeddings of tokens for each layer,
-and the keys and values of an earlier layer.
+and the keys and values of an earlier layer, or its latents.
 
 An embedding for a layer depends on the token alone, so those of all tokens that occur are computed once. Keys
 and values are those of the last pass through their layer: of the compressed layer, once it is compressed.
+Latents are kept normed, with the dimensions that all keys share, which are not rotated.
 
 Shapes: N samples, B of them, S sequence, U tokens that occur, L layers, P width of an embedding for a layer,
-K kv heads, C head dimension.
+K kv heads, C head dimension, R width of a latent, W numbers of a position.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.layer_embedding import inputs_of_tokens
+from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, layer_embed_weights
 
 
@@ -26,14 +28,14 @@ class SideInputs:
     """The inputs of layers other than the stream, for some samples.
 
     `inputs_ULP` are the embeddings of the tokens that occur, and `rows_NS` where in them each token lies;
-    None where tokens have none. `kept` holds keys and then values [N, S, 2 K C] by layer, of those that later
-    layers read, and `num_heads` the kv heads of each.
+    None where tokens have none. `kept` holds keys and then values [N, S, W] by layer, of those that later
+    layers read, and `shapes` are those of these layers.
     """
 
     inputs_ULP: Tensor | None
     rows_NS: Tensor | None
     kept: Mapping[int, Samples]
-    num_heads: Mapping[int, int]
+    shapes: Mapping[int, LayerShape]
 
     @staticmethod
     def of(
@@ -65,17 +67,10 @@ class SideInputs:
             rows_NS = rows_NS[own].to(device)
         layers = {idx: arch.layers[idx] for idx in arch.kv_sources}
         kept = {
-            idx: Samples(
-                (*tokens_NS[own].shape, 2 * layer.num_kv_heads * layer.head_dim),
-                dtype,
-                device,
-                on_host=on_host,
-            )
+            idx: Samples((*tokens_NS[own].shape, layer.cached_numbers), dtype, device, on_host=on_host)
             for idx, layer in layers.items()
         }
-        return SideInputs(
-            inputs_ULP, rows_NS, kept, {idx: layer.num_kv_heads for idx, layer in layers.items()}
-        )
+        return SideInputs(inputs_ULP, rows_NS, kept, layers)
 
     def twin(self) -> "SideInputs":
         """Return those of the same samples on their way through other layers."""
@@ -88,6 +83,21 @@ class SideInputs:
             attention.layer_inputs = _InputsOfPiece(self.inputs_ULP, self.rows_NS[piece])
         attention.kept = _KeptOfPiece(self, piece)
         return attention
+
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """Return keys and values, or latents and what follows them, as one tensor [B, S, W]."""
+    return torch.cat([each.flatten(2) for each in parts], dim=-1)
+
+
+def parts_of_kept(kept_BSW: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """Return the parts that `joined` was given of a layer."""
+    if shape.latent is not None:
+        latent_BSR, shared_BSP = kept_BSW.split([shape.latent.kv_rank, shape.latent.rope_dim], dim=-1)
+        return latent_BSR, shared_BSP
+    k_BSF, v_BSF = kept_BSW.chunk(2, dim=-1)
+    heads = (shape.num_kv_heads, -1)
+    return k_BSF.unflatten(-1, heads), v_BSF.unflatten(-1, heads)
 
 
 @dataclass(frozen=True)
@@ -109,19 +119,17 @@ class _InputsOfPiece(Mapping[int, Tensor]):
 
 @dataclass(frozen=True)
 class _KeptOfPiece(MutableMapping[int, tuple[Tensor, Tensor]]):
-    """Layer -> its keys and values [B, S, K, C] of a piece."""
+    """Layer -> its keys and values [B, S, K, C] of a piece, or its latents [B, S, R] and what all keys
+    share."""
 
     inputs: SideInputs
     piece: slice
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        heads = self.inputs.kept[layer_idx][self.piece].unflatten(-1, (2, -1))
-        k_BSF, v_BSF = heads.unbind(-2)
-        shape = (self.inputs.num_heads[layer_idx], -1)
-        return k_BSF.unflatten(-1, shape), v_BSF.unflatten(-1, shape)
+        return parts_of_kept(self.inputs.kept[layer_idx][self.piece], self.inputs.shapes[layer_idx])
 
     def __setitem__(self, layer_idx: int, keys_values: tuple[Tensor, Tensor]) -> None:
-        self.inputs.kept[layer_idx][self.piece] = torch.cat([each.flatten(2) for each in keys_values], dim=-1)
+        self.inputs.kept[layer_idx][self.piece] = joined(keys_values)
 
     def __delitem__(self, layer_idx: int) -> None:
         raise KeyError(layer_idx)

@@ -76,6 +76,7 @@ UNKNOWN = {
     "lfm3_vl": "it knows no model_type lfm3_vl",
     "vlm": "it knows the model_type vlm by the code of a checkpoint only",
     "hyperclovax_vision_v2": "it knows no model_type hyperclovax_vision_v2",
+    "mistral_large4": "it knows no model_type mistral_large4",
     "granite_docling": "it knows no model_type granite_docling",
     "ernie4_5_vl_moe": "it reads this model by the config of a checkpoint with its own code only",
     "phi4_multimodal": "it knows this model by the code of a checkpoint (phi4mm) only",

@@ -48,7 +48,7 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     latent_store       fn(q_TF, latent_TF, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, latent,
                           head_dim, quant=None) -> rotated q_THC
                        writes the latents, normed and rounded by `quant`, and the rotated dimensions of keys
-                       to pages of latents
+                       to pages of latents; nothing where latents and norm are None
     latent_heads       fn(kv_MF, rotated_MP, k_HMC, v_HMC, *, latent, head_dim)
                        writes keys and values of M positions
     latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale) -> [T, H, R]

@@ -14,6 +14,7 @@ from typing import Any
 
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
+from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE
@@ -65,6 +66,9 @@ class Arch:
         linear_factors: linears of layers, by their canonical names, and what their outputs are multiplied by.
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
             o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
+        learned_growth: head h of the query at position p is multiplied by s_h ln(p + 1) + b_h, parameters of
+            the layer (the same paper).
+        latent_eps: is added to the mean square by the norms of latents.
         unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope; with
             `unit_norm_unrotated` in the others, too.
         embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
@@ -119,6 +123,8 @@ class Arch:
     recurrent_norm_eps: float | None = None
     unit_norms: bool = False
     windowed_sinks: bool = False
+    learned_growth: bool = False
+    latent_eps: float = LATENT_EPS
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -229,11 +235,12 @@ class Arch:
             total += self.num_norms(layer) * norm_size
             if self.qk_norm and layer.attends:
                 total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
-            if layer.latent is not None:
-                total += sum(layer.latent.norm_sizes().values())
+            total += sum(layer.latent_norm_sizes.values())
             total += sum(map(math.prod, layer.dense_shapes(self.hidden_size).values()))
             if self.has_sinks(layer):
                 total += layer.num_heads
+            if self.learned_growth and layer.attends:
+                total += 2 * layer.num_heads
             total += self.layer_scalar
             if self.activation == XIELU and layer.has_ffn:
                 total += len(PARAMETERS)

@@ -83,6 +83,11 @@ def check_arch(arch: "Arch") -> None:
             f"'{arch.block}' blocks, with a residual scale of {arch.residual_scale:g}; the runtime computes "
             "both kinds where no halves run side by side and that scale is 1."
         )
+    if arch.learned_growth and (arch.query_growth is not None or not arch.has_latents):
+        raise UnsupportedArch(
+            "queries grow by parameters of the layers, and by a factor of the model, too, or without "
+            "latents; the runtime computes the first alone, with latent attention."
+        )
     for idx, layer in enumerate(arch.layers):
         block = arch.block_of(layer)
         if arch.norms_rotated and layer.leading_dim:
@@ -175,6 +180,9 @@ def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
     heads = [
         (each.num_kv_heads, each.head_dim, each.value_dim, each.rope, each.window) for each in (layer, source)
     ]
+    ranks = [each.latent and (each.latent.kv_rank, each.latent.rope_dim) for each in (layer, source)]
+    if ranks[0] != ranks[1]:
+        return f"it reads the latents of layer {layer.kv_source}, which are of another width."
     if heads[0] != heads[1]:
         return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
     return None

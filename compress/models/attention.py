@@ -5,8 +5,9 @@ contiguous cache of earlier positions.
 in this object and in nothing of the model. The serving runtime has its own paged attention, which is
 tested against these two.
 
-Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `window` counts positions
-including the query itself; with a `chunk`, a query sees no key of an earlier chunk of so many positions.
+Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension, R width of a latent. `window`
+counts positions including the query itself; with a `chunk`, a query sees no key of an earlier chunk of so
+many positions.
 """
 
 import math
@@ -115,7 +116,8 @@ class FullAttention:
         self.layer_inputs: Mapping[int, Tensor] = {}
         """Layer -> the embeddings [B, S, P] of the tokens of this call for it (`layer_embedding.py`)."""
         self.kept: MutableMapping[int, tuple[Tensor, Tensor]] = {}
-        """Layer -> its keys and values [B, S, K, C]."""
+        """Layer -> its keys and values [B, S, K, C]; with latents, those of this call [B, S, R] and the
+        dimensions that all keys share."""
 
     def __call__(
         self,
@@ -186,3 +188,9 @@ def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:
     """Return the embeddings [B, S, P] of the tokens of a call for a layer."""
     assert isinstance(attention, FullAttention)
     return attention.layer_inputs[layer_idx]
+
+
+def kept_by(attention: AttentionFn) -> MutableMapping[int, tuple[Tensor, Tensor]]:
+    """Return what an attention keeps of some layers for later ones."""
+    assert isinstance(attention, FullAttention)
+    return attention.kept

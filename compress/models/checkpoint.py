@@ -26,6 +26,7 @@ from compress.models.layout import ROTATED, Place
 from compress.models.passed_over import passed_over
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, members_of, most_experts, num_experts_of, places_of
+from compress.models.trained_rope import with_exponents
 from compress.models.weights import UNTOUCHED, check_untouched, dense, names_with_scales, stored_as
 from compress.models.wide_codes import check_dtype, check_powers_of_two, dense_in_codes, is_layout
 from compress.quant.codec import ForeignCodec
@@ -68,6 +69,8 @@ class Checkpoint:
         self.family = self.family.in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
+        if self.family.rope_exponents is not None:
+            self._arch = with_exponents(self._arch, self._files, self.family.rope_exponents)
         if not self.family.states_tie(config):
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self._files.shape(name) for name in self._files.names()}

@@ -34,7 +34,7 @@ from compress.models.delta_net_mixer import GatedDeltaNet
 from compress.models.embedding import Embedding
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
-from compress.models.latent import Q_LATENT
+from compress.models.latent import KV_LATENT, Q_LATENT
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
 from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
@@ -259,11 +259,14 @@ class DecoderLayer(nn.Module):
 
     def _latent_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of latents: the norm of each and its linear, but for the latent of queries that an
-        indexer reads, too. The values of all heads are some rows of one linear, and have no pair with o."""
+        indexer reads, too, and for one of keys and values that several layers read. The values of all heads
+        are some rows of one linear, and have no pair with o."""
+        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
+        shared = {KV_LATENT: is_shared, Q_LATENT: self._has_indexer}
         return [
             SmoothingPair(f"attn.{group.tap}_norm", group.tap, group.linears)
             for group in self.shape.attention_groups[1:-1]
-            if group.tap != Q_LATENT or not self._has_indexer
+            if not shared[group.tap]
         ]
 
     @property

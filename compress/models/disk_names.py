@@ -44,7 +44,8 @@ class DiskNames:
     of rows of the matrix whose first row it is; the other rows are of such parts, and the matrix is among
     `untouched_in_layers`. `untouched_elsewhere` is what vLLM calls modules of theirs where that is another
     name, and tensors whose names match `ignored_tensors` are read by nobody. Parameters of a layer that are
-    `zero_if_absent` are zeros in checkpoints that do not store them."""
+    `zero_if_absent` are zeros in checkpoints that do not store them. `rope_exponents` is the untouched tensor
+    that holds the trained exponents of a rope's frequencies (`trained_rope.py`)."""
 
     interleaved_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
@@ -65,6 +66,7 @@ class DiskNames:
     more_experts: bool = False
     untouched_elsewhere: tuple[str, ...] = ()
     zero_if_absent: frozenset[str] = frozenset()
+    rope_exponents: str | None = None
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in classes of consumers: what configs call it."""

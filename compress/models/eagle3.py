@@ -117,7 +117,7 @@ def eagle3_facts(
         )
     last = target.layers[_last_attention(target)]
     rope = last.rope
-    if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
+    if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim or rope.exponents:
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
     having = [each for each in (*target.layers, last) if each.has_ffn]
     if not having:
@@ -320,7 +320,10 @@ def fresh_eagle3(
     outer = target.outer()
     idx = _last_attention(target.arch)
     kv_source = target.arch.layers[idx].kv_source
-    last = target.layer(idx) if kv_source is None else {**target.layer(kv_source), **target.layer(idx)}
+    last = target.layer(idx)
+    if kv_source is not None:
+        of_source = target.layer(kv_source).items()
+        last = {**{name: each for name, each in of_source if name.startswith("attn.")}, **last}
     size = facts.arch.hidden_size
     layer = "layers.0."
     others = _without_heads_of(target.arch.layers[idx])

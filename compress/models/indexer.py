@@ -1,5 +1,7 @@
 """The facts of an indexer (DeepSeek sparse attention, arXiv 2512.02556): it reads the input of latent
-attention and the latent of its queries, and chooses the keys that a query attends to, at most `top_k`.
+attention and the latent of its queries, and chooses the keys that a query attends to, at most `top_k`. An
+indexer `of_stream` computes its queries from the input of attention, too, normed (LayerNorm with a bias), and
+they grow with the position as those of attention do (`Arch.learned_growth`).
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
 decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
@@ -16,7 +18,10 @@ from compress.models.limits import MAX_POSITIONS, MAX_SIZE
 from compress.untrusted.fields import Fields
 
 MATRICES = ("q", "k", "weights")
-"""The linears of an indexer: of the latent of queries, of its keys, and of the weights of its heads."""
+"""The linears of an indexer: those of its queries, of its keys, and of the weights of its heads."""
+
+_ONES = ("norm.weight", "growth_base")
+"""How the names of parameters end that are 1 where they change nothing."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +30,41 @@ class Indexer:
 
     Args:
         top_k: the most keys that it chooses for a query.
+        of_stream: its queries are a linear of the normed input of attention.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
+    of_stream: bool = False
 
     def dense_shapes(self, hidden_size: int, q_rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by their names in attention; `q_rank` is the width of the
         latent of queries."""
+        own = {
+            "attn.indexer.q_norm.weight": (hidden_size,),
+            "attn.indexer.q_norm.bias": (hidden_size,),
+            "attn.indexer.growth_scale": (self.num_heads,),
+            "attn.indexer.growth_base": (self.num_heads,),
+        }
         return {
-            "attn.indexer.q.weight": (self.num_heads * self.head_dim, q_rank),
+            "attn.indexer.q.weight": (
+                self.num_heads * self.head_dim,
+                hidden_size if self.of_stream else q_rank,
+            ),
             "attn.indexer.k.weight": (self.head_dim, hidden_size),
             "attn.indexer.k_norm.weight": (self.head_dim,),
             "attn.indexer.k_norm.bias": (self.head_dim,),
             "attn.indexer.weights.weight": (self.num_heads, hidden_size),
+            **(own if self.of_stream else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
-        return dataclasses.asdict(self)
+        facts = dataclasses.asdict(self)
+        if not self.of_stream:
+            del facts["of_stream"]
+        return facts
 
     @staticmethod
     def from_json(stored: Fields) -> "Indexer":
@@ -54,6 +74,7 @@ class Indexer:
             num_heads=stored.integer("num_heads", 1, MAX_SIZE),
             head_dim=stored.integer("head_dim", 1, MAX_SIZE),
             top_k=stored.integer("top_k", 1, MAX_POSITIONS),
+            of_stream=stored.flag("of_stream", default=False),
         )
 
 
@@ -64,10 +85,10 @@ class IndexerParameters(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             module, _, leaf = name.removeprefix("attn.indexer.").rpartition(".")
-            if not hasattr(self, module):
+            if module and not hasattr(self, module):
                 self.add_module(module, nn.Module())
-            filled: Tensor = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
-            getattr(self, module).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
+            filled: Tensor = torch.ones(shape) if name.endswith(_ONES) else torch.zeros(shape)
+            self.get_submodule(module).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
 
 
 def train_all_but_indexers_(decoder: nn.Module) -> nn.Module:

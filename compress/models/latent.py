@@ -5,7 +5,8 @@ latents, which are narrower than all heads.
     k, v = kv_up(norm(c)),        c, r = kv_down(x)
 
 Each head of q and k has dimensions that do not rotate, and after them `rope_dim` that do; those of the keys
-are r, the same in all heads.
+are r, the same in all heads. A layer may attend to c and r of an earlier one (`LayerShape.kv_source`), by a
+`kv_up` of its own.
 
 Shapes: H heads, C head dimension, N = C - `rope_dim`, V value dimension.
 """
@@ -22,8 +23,8 @@ from compress.models.indexer import Indexer
 from compress.untrusted.fields import Fields
 
 LATENT_EPS = 1e-6
-"""The norms of latents add this to the mean square, whatever the other norms of a model add: the published
-code of the models and `transformers` leave it at this default."""
+"""The norms of latents add this to the mean square in most families, whatever the other norms of a model add:
+the published code of the models and `transformers` leave it at this default."""
 Q_LATENT = "q_latent"
 KV_LATENT = "kv_latent"
 """The taps of what `attn.q_up` and `attn.kv_up` read."""
@@ -40,7 +41,7 @@ class Latent:
         q_rank: width of the latent of queries; 0 where there is none and `attn.q` reads the input of
             attention.
         kv_rank: width of the latent of keys and values.
-        rope_dim: dimensions of a head that rotate.
+        rope_dim: dimensions of a head that rotate, or that all keys share where none does; 0 for none.
         value_dim: dimensions of the values of a head, at most those of its keys.
         interleaved: neighbours rotate as a pair, and not dimensions half of `rope_dim` apart.
         indexer: what chooses the keys of a query, None where it attends to all, or where the layer before
@@ -63,6 +64,8 @@ class Latent:
     def whole_heads(self, still: Tensor, rotated: Tensor) -> Tensor:
         """Return heads [..., C] in the order of the canonical rotation (`rope.py`), of the dimensions that do
         not rotate [..., N] and of those that do [..., `rope_dim`]."""
+        if not self.rope_dim:
+            return still
         halves = self.paired(rotated).chunk(2, -1)
         still_halves = still.chunk(2, -1)
         return torch.cat((halves[0], still_halves[0], halves[1], still_halves[1]), dim=-1)
@@ -80,9 +83,13 @@ class Latent:
         shared = rotated.unsqueeze(-2).expand(*still.shape[:-1], self.rope_dim)
         return self.whole_heads(still, shared), F.pad(values, (0, head_dim - self.value_dim))
 
-    def norm_sizes(self) -> dict[str, int]:
-        """Return the norms of latents, by module, and how many numbers each spans."""
-        sizes = {"attn.q_latent_norm": self.q_rank, "attn.kv_latent_norm": self.kv_rank}
+    def norm_sizes(self, *, reads_anothers: bool) -> dict[str, int]:
+        """Return the norms of latents, by module, and how many numbers each spans; `reads_anothers`: those of
+        keys and values are an earlier layer's."""
+        sizes = {
+            "attn.q_latent_norm": self.q_rank,
+            "attn.kv_latent_norm": 0 if reads_anothers else self.kv_rank,
+        }
         return {name: size for name, size in sizes.items() if size}
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +115,7 @@ class Latent:
         return Latent(
             q_rank=stored.integer("q_rank", 0, MAX_RANK),
             kv_rank=stored.integer("kv_rank", 1, MAX_RANK),
-            rope_dim=stored.integer("rope_dim", 2, MAX_RANK),
+            rope_dim=stored.integer("rope_dim", 0, MAX_RANK),
             value_dim=stored.integer("value_dim", 1, MAX_RANK),
             interleaved=stored.flag("interleaved"),
             indexer=Indexer.from_json(stored.fields("indexer")) if stored.has("indexer") else None,

@@ -10,6 +10,7 @@ from compress.models.latent import Latent
 from compress.models.layer_shape import HALVES, HEAD_GATES, LayerShape, Rope
 from compress.models.limits import (
     FACTORS,
+    FREQUENCY_EXPONENTS,
     FREQUENCY_FACTORS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -33,7 +34,7 @@ _RARE_FACTS = (
     "joint",
     "narrow_value_dim",
 )
-_RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors")
+_RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
 
 def layer_to_json(shape: LayerShape) -> dict[str, Any]:
@@ -117,14 +118,15 @@ def _rope_of(layer: Fields) -> Rope:
     stated = set(rope)
     whole = {"original_max_position": MAX_POSITIONS, "rotary_dim": MAX_SIZE}
     flags = {"truncate", "leading"}
-    for name in stated - {"kind", "theta", "short_factors", "long_factors", *flags, *whole}:
+    lists = {"short_factors", "long_factors", "exponents"}
+    for name in stated - {"kind", "theta", *lists, *flags, *whole}:
         rope.number(name, 0, FACTORS[1])
     for name in stated & whole.keys():
         rope.integer(name, 0, whole[name])
     for name in sorted(stated & flags):
         rope.flag(name)
     factors = {
-        name: tuple(rope.numbers(name, *FREQUENCY_FACTORS))
-        for name in stated & {"short_factors", "long_factors"}
+        name: tuple(rope.numbers(name, *(FREQUENCY_EXPONENTS if name == "exponents" else FREQUENCY_FACTORS)))
+        for name in stated & lists
     }
     return Rope(**{**layer.mapping("rope"), **factors})

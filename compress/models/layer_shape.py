@@ -32,7 +32,8 @@ class Rope:
     every frequency by `factor` (arXiv 2306.15595); `llama3` and `yarn` (arXiv 2309.00071) rescale each
     dimension by its wavelength against `original_max_position`; `longrope` (arXiv 2402.13753) divides each by
     its own of `short_factors`, or of `long_factors` once a sequence is longer than `original_max_position`;
-    `proportional` (Gemma 4) keeps the exponents of the whole head.
+    `proportional` (Gemma 4) keeps the exponents of the whole head. Each frequency is multiplied by exp(a) of
+    its own of the `exponents` a, which were trained, where there are any.
     """
 
     theta: float
@@ -49,6 +50,7 @@ class Rope:
     leading: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    exponents: tuple[float, ...] = ()
 
 
 Half = Literal["mixer", "ffn"]
@@ -77,8 +79,9 @@ class LayerShape:
     `head_gate`, by this function of one number for each head, which `attn.head_gate` computes of the input
     and no scheme quantizes. A layer with a `recurrence` has it in place of attention, and its heads are those
     that other layers of the model have; a `joint` layer has both, which read one input and whose outputs are
-    added. A layer with a `kv_source` has no `attn.k` and no `attn.v`: it
-    attends to the keys and values of the layer with this index (arXiv 2405.12981). A layer has both halves,
+    added. A layer with a `kv_source` has no `attn.k` and no `attn.v`, or no `attn.kv_down`: it
+    attends to the keys and values, or to the latents, of the layer with this index (arXiv 2405.12981). A
+    layer has both halves,
     or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
     or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that of an FFN one
     of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where they are narrower
@@ -146,7 +149,8 @@ class LayerShape:
         if self.output_gate:
             return GATED_HEADS, LINEAR_GROUPS["o"]
         if self.kv_source is not None:
-            return QUERIES_ONLY, LINEAR_GROUPS["o"]
+            of_latents = () if self.latent is None else OF_LATENTS[1:]
+            return QUERIES_ONLY, *of_latents, LINEAR_GROUPS["o"]
         if self.latent is None:
             return KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
         if not self.latent.q_rank:
@@ -169,11 +173,11 @@ class LayerShape:
             return "attention has an output gate, and latents or keys that are its values, too."
         if self.output_gate and self.head_gate is not None:
             return "attention has an output gate of each channel and one of each head."
-        own = is_gated or self.latent is not None or self.recurrence is not None or self.keys_are_values
-        if self.kv_source is not None and (own or self.chunk):
+        own = is_gated or self.recurrence is not None or self.keys_are_values
+        if self.kv_source is not None and (own or self.chunk or self.query_rank):
             return (
-                "a layer reads the keys and values of another, and has an output gate, latents, a "
-                "recurrence, a chunk or keys that are its values, too."
+                "a layer reads the keys and values of another, and has an output gate, a latent of queries, "
+                "a recurrence, a chunk or keys that are its values, too."
             )
         if self.joint and self.recurrence is None:
             return "attention and a recurrence are joint, and it has no recurrence."
@@ -209,6 +213,11 @@ class LayerShape:
                 f"its rope rotates {rope.rotary_dim} of the {self.head_dim} dimensions of a head, and must "
                 "rotate an even number of them."
             )
+        if rope.exponents and len(rope.exponents) != (rope.rotary_dim or self.head_dim) // 2:
+            return (
+                f"its rope has {len(rope.exponents)} exponents of frequencies, and "
+                f"{(rope.rotary_dim or self.head_dim) // 2} frequencies."
+            )
         if rope.leading and (not rope.rotary_dim or rope.kind == "proportional" or self.latent is not None):
             return (
                 "the dimensions that rotate lead its heads, which is for heads that rotate in part, without "
@@ -217,11 +226,13 @@ class LayerShape:
         return None
 
     def _why_latent_unfit(self, latent: Latent) -> str | None:
+        if not latent.rope_dim and self.rope is not None:
+            return "it has a rope, and its latents have no dimension that rotates."
         still_dim = self.head_dim - latent.rope_dim
         if still_dim < 2 or still_dim % 2 or latent.rope_dim % 2:
             return (
                 f"{latent.rope_dim} of the {self.head_dim} dimensions of a head rotate; both they and the "
-                "others have to be even numbers, at least 2."
+                "others have to be even numbers, the others at least 2."
             )
         if self.rope is not None and self.rope.rotary_dim != latent.rope_dim:
             return (
@@ -250,6 +261,18 @@ class LayerShape:
         """The first dimensions of heads of q and k whose two halves turn with one another, 0 where the halves
         of the whole head do."""
         return self.rope.rotary_dim if self.rope is not None and self.rope.leading else 0
+
+    @property
+    def query_rank(self) -> int:
+        """The width of the latent of queries, 0 where there is none."""
+        return 0 if self.latent is None else self.latent.q_rank
+
+    @property
+    def latent_norm_sizes(self) -> dict[str, int]:
+        """The norms of latents, by module, and how many numbers each spans."""
+        if self.latent is None:
+            return {}
+        return self.latent.norm_sizes(reads_anothers=self.kv_source is not None)
 
     @property
     def value_dim(self) -> int:

@@ -10,5 +10,6 @@ THETAS = (1.01, 1e15)
 FACTORS = (1.0, 1e6)
 """Ranges of a rope's base and of the factor that its positions are stretched by."""
 FREQUENCY_FACTORS = (1e-6, 1e6)
+FREQUENCY_EXPONENTS = (-14.0, 14.0)
 SCALES = (-1e6, 1e6)
-"""Ranges of the factors of single frequencies (`longrope`), and of scales and caps."""
+"""Ranges of the factors of single frequencies (`longrope`), of their logarithms, and of scales and caps."""

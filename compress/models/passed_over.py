@@ -41,6 +41,8 @@ def _modules_of_others(names: DiskNames, arch: Arch) -> tuple[str, ...]:
     another: the linears with which Gemma 4 was published and which nothing reads, and the scales of the
     other layer, which consumers look up here, too."""
     layers = [idx for idx, layer in enumerate(arch.layers) if layer.kv_source is not None]
+    if arch.has_latents:  # readers of latents were published without linears of theirs
+        return ()
     modules = [f"layers.{idx}.{name}" for idx in layers for name in ("attn.k", "attn.v", "attn.k_norm")]
     scales = [f"layers.{idx}.{name}" for idx in layers for name in KV_SCALES.values()]
     return (*(f"{names.to_disk(module)}." for module in modules), *(names.tensor(scale) for scale in scales))

@@ -29,6 +29,8 @@ from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
 HeadUnit = Literal["kv_group", "query_head"]
+OF_HEADS = ("attn.sinks", "attn.head_gate.weight", "attn.growth_scale", "attn.growth_base")
+"""The parameters that have a number, or a row, for each query head."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def keep_heads_(
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
     for linear, kept in rows.items():
         _keep_rows_(weights, linear, kept)
-    for name in ("attn.sinks", "attn.head_gate.weight"):
+    for name in OF_HEADS:
         if name in weights:
             weights[name] = weights[name][kept_H]
     weights["attn.o.weight"] = weights["attn.o.weight"][:, columns] if o_weight is None else o_weight
@@ -233,7 +235,7 @@ def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
     if any(layer.recurrence is not None and not layer.joint for layer in arch.layers):
         return f"most layers of this {arch.family} model have recurrences, whose heads are not removed."
-    if arch.kv_sources:
+    if arch.kv_sources and not arch.has_latents:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."
     if arch.own_qk_norm:
         return f"each head of q and k of this {arch.family} model has a norm of its own."

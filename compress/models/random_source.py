@@ -100,6 +100,8 @@ class RandomSource:
             return tensor.copy_(_OF_ACTIVATION[name])
         if len(shape) == 3:
             return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        if name.endswith("growth_scale"):  # queries do not grow
+            return tensor.zero_()
         if name.endswith("bias"):
             return tensor.normal_(0.0, _BIAS_STD, generator=generator)
         offset = 0.0 if name == PLAIN_NORM else self._arch.offset_of(name.removesuffix(".weight"))

@@ -23,6 +23,7 @@ _FLAGS = (
     "own_ffn_norm",
     "unit_norms",
     "windowed_sinks",
+    "learned_growth",
 )
 
 
@@ -41,7 +42,7 @@ def rare_facts(model: Fields) -> dict[str, Any]:
     for name in ("attn_scale", "attn_softcap"):
         if model.has(name):
             model.number(name, *SCALES)
-    for name in ("post_norm_eps", "recurrent_norm_eps"):
+    for name in ("post_norm_eps", "recurrent_norm_eps", "latent_eps"):
         if model.has(name):
             model.number(name, 0, 1)
     if model.has("query_growth"):

@@ -43,6 +43,8 @@ def inverse_frequencies(
     elif rope.kind == "longrope":
         factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, device=device)
         plain = 1.0 / (factors * rope.theta**exponents)
+    if rope.exponents:
+        plain = plain * torch.tensor(rope.exponents, dtype=torch.float32, device=device).exp()
     return F.pad(plain, (0, (head_dim - rotary_dim) // 2))
 
 

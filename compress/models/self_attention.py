@@ -1,7 +1,7 @@
 """The attention of a layer: its linears, the norms of heads, the rotation, and what a cache stores.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F outputs of a linear, R width
-of a latent.
+of a latent, P dimensions that all keys share.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn
+from compress.models.attention import AttentionFn, kept_by
 from compress.models.ffn import OUTPUT_GATE, activation, gated
 from compress.models.indexer import IndexerParameters
-from compress.models.latent import KV_LATENT, LATENT_EPS, Q_LATENT, Latent
+from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
@@ -49,6 +49,9 @@ class Attention(TokenMixer):
             self.head_gate = Linear(arch.hidden_size, shape.num_heads, bias=False)
         if arch.has_sinks(shape):
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
+        if arch.learned_growth:
+            self.growth_scale = nn.Parameter(torch.zeros(shape.num_heads))
+            self.growth_base = nn.Parameter(torch.ones(shape.num_heads))
         self.arch = arch
 
     def heads(
@@ -68,16 +71,17 @@ class Attention(TokenMixer):
         if self.arch.queries_grow(shape):
             growth_S = query_growth(self.arch, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
-        keys_values: tuple[Tensor | None, Tensor | None] = (None, None)
-        if shape.kv_source is None:
-            keys_values = self.keys_values(x_BSD, cos_sin_SC, tap)
+        if self.arch.learned_growth:
+            growth_SH = learned_growth(self.growth_scale, self.growth_base, positions, q_BSHC.dtype)
+            q_BSHC = q_BSHC * growth_SH.unsqueeze(-1)
+        keys_values = self.attended(x_BSD, cos_sin_SC, attention, tap, layer_idx)
         facts = {
             "scale": self.arch.attn_scale,
             "softcap": self.arch.attn_softcap,
             "sinks": self.sinks if self.arch.has_sinks(shape) else None,
             "chunk": shape.chunk,
-            "source": shape.kv_source,
-            "kept": True if layer_idx in self.arch.kv_sources else None,
+            "source": shape.kv_source if keys_values[0] is None else None,
+            "kept": True if layer_idx in self.arch.kv_sources and shape.latent is None else None,
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
@@ -92,6 +96,18 @@ class Attention(TokenMixer):
         """Return the queries [B, S, H, C], normed where norms come first, and not rotated."""
         del tap
         return self._heads_of("q", self.q(x_BSD))
+
+    def attended(
+        self,
+        x_BSD: Tensor,
+        cos_sin_SC: tuple[Tensor, Tensor],
+        attention: AttentionFn,
+        tap: Tap,
+        layer_idx: int,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the keys and values of this call, none where `attention` has them of another layer."""
+        del attention, layer_idx
+        return (None, None) if self.shape.kv_source is not None else self.keys_values(x_BSD, cos_sin_SC, tap)
 
     def keys_values(
         self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
@@ -124,7 +140,9 @@ class Attention(TokenMixer):
 
 
 class LatentAttention(Attention):
-    """Attention whose queries, keys and values are linears of latents (`latent.py`)."""
+    """Attention whose queries, keys and values are linears of latents (`latent.py`). Where layers share the
+    latents of keys and values, `attention` keeps those of this call; each layer computes keys and values of
+    its own from them."""
 
     q_down: nn.Linear
     q_up: nn.Linear
@@ -134,8 +152,8 @@ class LatentAttention(Attention):
     def __init__(self, arch: Arch, shape: LayerShape, latent: Latent) -> None:
         super().__init__(arch, shape)
         self.latent = latent
-        for name, size in latent.norm_sizes().items():
-            self.add_module(name.removeprefix("attn."), Norm(size, LATENT_EPS))
+        for name, size in shape.latent_norm_sizes.items():
+            self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps))
         if latent.indexer is not None:
             self.indexer = IndexerParameters(latent.dense_shapes(arch.hidden_size))
 
@@ -149,11 +167,36 @@ class LatentAttention(Attention):
     def keys_values(
         self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
     ) -> tuple[Tensor, Tensor]:
+        return self._heads_of_latents(self.latents(x_BSD), cos_sin_SC, tap)
+
+    def attended(
+        self,
+        x_BSD: Tensor,
+        cos_sin_SC: tuple[Tensor, Tensor],
+        attention: AttentionFn,
+        tap: Tap,
+        layer_idx: int,
+    ) -> tuple[Tensor, Tensor]:
+        source = self.shape.kv_source
+        latents = self.latents(x_BSD) if source is None else kept_by(attention)[source]
+        if layer_idx in self.arch.kv_sources:
+            kept_by(attention)[layer_idx] = latents
+        return self._heads_of_latents(latents, cos_sin_SC, tap)
+
+    def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed latents of keys and values [B, S, R], and the dimensions that all keys share
+        [B, S, P], not rotated."""
         sizes = [self.latent.kv_rank, self.latent.rope_dim]
-        latent_BSR, rotated_BSC = self.kv_down(x_BSD).split(sizes, dim=-1)
-        latent_BSR = self.get_submodule("kv_latent_norm")(latent_BSR)
+        latent_BSR, rotated_BSP = self.kv_down(x_BSD).split(sizes, dim=-1)
+        return self.get_submodule("kv_latent_norm")(latent_BSR), rotated_BSP
+
+    def _heads_of_latents(
+        self, latents: tuple[Tensor, Tensor], cos_sin_SC: tuple[Tensor, Tensor], tap: Tap
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys [B, S, H, C], rotated, and the values of latents."""
+        latent_BSR, rotated_BSP = latents
         tap(KV_LATENT, latent_BSR)
-        k_BSHC, v_BSHC = self.latent.keys_values(self.kv_up(latent_BSR), rotated_BSC, self.shape.head_dim)
+        k_BSHC, v_BSHC = self.latent.keys_values(self.kv_up(latent_BSR), rotated_BSP, self.shape.head_dim)
         return rotate(k_BSHC, *cos_sin_SC), v_BSHC
 
 
@@ -162,3 +205,10 @@ def query_growth(arch: Arch, positions: Tensor) -> Tensor:
     assert arch.query_growth is not None
     factor, num_positions = arch.query_growth
     return 1 + factor * torch.log(1 + torch.floor((positions + arch.growth_offset) / num_positions))
+
+
+def learned_growth(scale_H: Tensor, base_H: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor [S, H] of each head of the queries at each position, from the parameters of a layer;
+    all numbers are rounded to `dtype` first, as `transformers` rounds them."""
+    log_S1 = torch.log((positions + 1).to(torch.float32)).to(dtype).unsqueeze(-1)
+    return scale_H.to(dtype) * log_S1 + base_H.to(dtype)

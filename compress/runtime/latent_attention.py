@@ -28,6 +28,7 @@ from compress.models.arch import Arch
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.rope import cos_sin
+from compress.models.self_attention import learned_growth
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.latent_linears import LatentLinears
@@ -71,8 +72,12 @@ class LatentAttention:
             problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
             return BoundKernel.of(problem)
 
+        attending = [layer for layer in arch.layers if layer.attends]
+        self._stores = {
+            rope_dim: bound("latent_store", latent.kv_rank, rope_dim, scheme=kv_format)
+            for rope_dim in sorted({latent_of(layer).rope_dim for layer in attending})
+        }
         self._ops: dict[Op, BoundKernel] = {
-            "latent_store": bound("latent_store", latent.kv_rank, latent.rope_dim, scheme=kv_format),
             "latent_attention": bound("latent_attention", latent.kv_rank, shape.num_heads, scheme=kv_format),
             "latent_heads": bound("latent_heads", shape.head_dim),
             "attention_prefill": bound("attention_prefill", shape.head_dim, 1, "prefill"),
@@ -82,8 +87,8 @@ class LatentAttention:
         # One position more than a sequence has, as in `layer_attention.py`.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
-            rope: cos_sin(rope, latent.rope_dim, positions, deployment.dtype, length=max_model_len)
-            for rope in {layer.rope for layer in arch.layers if layer.attends}
+            (rope, rope_dim): cos_sin(rope, rope_dim, positions, deployment.dtype, length=max_model_len)
+            for rope, rope_dim in {(layer.rope, latent_of(layer).rope_dim) for layer in attending}
         }
         self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._expanded_positions = max(max_model_len, deployment.max_step_tokens)
@@ -237,11 +242,15 @@ class LatentAttention:
             q_TF = linears.q_up(q_TF, phase, self._ops["rms_norm"].kernel.fn)
         if self._growth_P is not None and self._arch.queries_grow(layer.shape):
             q_TF = q_TF * self._growth_P[projected.positions_T].unsqueeze(1)
-        q_THC: Tensor = self._ops["latent_store"].kernel.fn(
+        if layer.growth_2H is not None:
+            scale_H, base_H = layer.growth_2H
+            growth_TH = learned_growth(scale_H, base_H, projected.positions_T, q_TF.dtype)
+            q_TF = (q_TF.unflatten(1, (-1, linears.head_dim)) * growth_TH.unsqueeze(-1)).flatten(1)
+        q_THC: Tensor = self._stores[linears.facts.rope_dim].kernel.fn(
             q_TF,
             latent_TF,
             linears.kv_norm,
-            *self._rope_tables[layer.shape.rope],
+            *self._rope_tables[layer.shape.rope, linears.facts.rope_dim],
             projected.positions_T,
             projected.slots_T,
             projected.kv,
@@ -258,7 +267,8 @@ class LatentAttention:
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op."""
-        rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        rows = [each.report(layer=None, linear="latent_store") for each in self._stores.values()]
+        rows += [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
         return rows + self._recurrent.kernel_report()
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, input_quant
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.latent import LATENT_EPS, Latent
+from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
@@ -43,12 +44,13 @@ class NormedLinear:
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """The linears of the latents of one layer; `q_up` is None where queries have no latent."""
+    """The linears of the latents of one layer; `q_up` is None where queries have no latent, and `kv_norm`
+    where those of keys and values are an earlier layer's."""
 
     facts: Latent
     head_dim: int
     q_up: NormedLinear | None
-    kv_norm: RowNorm
+    kv_norm: RowNorm | None
     kv_quant: ActivationQuant | None
     kv_up: FusedLinear
     absorbed_k: BoundKernel
@@ -59,13 +61,15 @@ class LatentLinears:
         shape: LayerShape,
         fuse: Callable[[str, Weights], FusedLinear],
         weights: Weights,
+        eps: float,
         deployment: Deployment,
     ) -> "LatentLinears":
-        """Return the linears of a layer; `fuse` binds one of a name to its kernels."""
+        """Return the linears of a layer; `fuse` binds one of a name to its kernels, and `eps` is that of the
+        norms of latents."""
         assert shape.latent is not None
 
         def norm(name: str) -> RowNorm:
-            return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), LATENT_EPS)
+            return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), eps)
 
         still_dim = shape.head_dim - shape.latent.rope_dim
         kv_up = weights["attn.kv_up.weight"]
@@ -79,7 +83,7 @@ class LatentLinears:
             shape.latent,
             shape.head_dim,
             NormedLinear(norm("q"), fuse("attn.q_up", weights)) if shape.latent.q_rank else None,
-            norm("kv"),
+            norm("kv") if shape.kv_source is None else None,
             kv_quant,
             fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
             _head_linear(k_HNR.transpose(1, 2), deployment),
@@ -97,9 +101,12 @@ class LatentLinears:
         absorbed = packed_bytes(self.absorbed_k.packed) + packed_bytes(self.absorbed_v.packed)
         return absorbed + (0 if self.q_up is None else self.q_up.linear.weight_bytes)
 
-    def split(self, first_TF: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, first_TF: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the queries or their latents, and the latents of keys and values with the dimensions of
-        keys that rotate, that the first linear leaves side by side."""
+        keys that rotate, that the first linear leaves side by side; no latents where they are an earlier
+        layer's."""
+        if self.kv_norm is None:
+            return first_TF, None
         width = self.facts.cached_width
         q_TF, latent_TF = first_TF.split([first_TF.shape[1] - width, width], dim=1)
         return q_TF, latent_TF
@@ -130,6 +137,27 @@ def absorbed_params(arch: Arch) -> int:
         for layer in arch.layers
         if layer.latent is not None
     )
+
+
+def check_shared_rounding(
+    layer_idx: int, reader: LatentLinears, source_idx: int, source: LatentLinears | None
+) -> None:
+    """Check that a layer rounds the latents that it reads of another as that layer does, whose cache holds
+    them rounded.
+
+    Raises:
+        EnvironmentUnfit: it does not.
+    """
+    assert source is not None
+    ours = reader.kv_quant
+    theirs = source.kv_quant
+    static = any(each is not None and each.static_scale is not None for each in (ours, theirs))
+    if static or ours != theirs:
+        raise EnvironmentUnfit(
+            f"layers {source_idx} and {layer_idx} share a cache of latents, and their attn.kv_up round them "
+            "in two ways; the runtime serves linears there that round no inputs, or by one scheme with "
+            "scales of each token."
+        )
 
 
 def _head_linear(w_HOI: Tensor, deployment: Deployment) -> BoundKernel:

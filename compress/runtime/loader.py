@@ -34,7 +34,7 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
-from compress.runtime.latent_linears import LatentLinears
+from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
 from compress.runtime.row_norms import (
@@ -58,7 +58,8 @@ class LayerWeights:
     [H, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
-    queries without one, and it those that read latents. `layer_embed` reads the embeddings of tokens for the
+    queries without one, and it those that read latents; `growth_2H` are the parameters by which its queries
+    grow. `layer_embed` reads the embeddings of tokens for the
     layer. `latent_in` and `latent_out` come before and after experts that act on latents. `xielu_4` are the
     numbers of the activation of its FFN, float32, None where it has none. `recurrent_o` is the last linear of
     a recurrence that joins attention, whose own is `o`.
@@ -84,6 +85,7 @@ class LayerWeights:
     latent_out: FusedLinear | None = None
     scale: float = 1.0
     latent: LatentLinears | None = None
+    growth_2H: Tensor | None = None
     delta: DeltaLinears | None = None
     mamba: MambaWeights | None = None
     conv_FW: Tensor | None = None
@@ -176,16 +178,20 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
     """Stream a model onto the device, layer by layer.
 
     Raises:
-        EnvironmentUnfit: the runtime does not compute in this dtype, or no kernel supports a linear.
+        EnvironmentUnfit: the runtime does not compute in this dtype, no kernel supports a linear, or layers
+            that share latents round them in several ways.
     """
     outer = load_outer(source, deployment)
+    layers = tuple(load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers))
+    for layer_idx, layer in enumerate(layers):
+        kv_source = layer.shape.kv_source
+        if layer.latent is not None and kv_source is not None:
+            check_shared_rounding(layer_idx, layer.latent, kv_source, layers[kv_source].latent)
     return ModelWeights(
         arch=source.arch,
         deployment=deployment,
         embed_VD=outer.embed_VD,
-        layers=tuple(
-            load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers)
-        ),
+        layers=layers,
         norm=outer.norm,
         head=outer.head,
     )
@@ -288,7 +294,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
-        latent=_latent(shape, weights, deployment),
+        latent=_latent(arch, shape, weights, deployment),
+        growth_2H=_growth(weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
         mamba=_mamba(arch, shape, weights, deployment),
         conv_FW=_short_conv(shape, weights, deployment),
@@ -333,7 +340,7 @@ def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Dep
     )
 
 
-def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> LatentLinears | None:
+def _latent(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> LatentLinears | None:
     """Return the linears of latents of a layer, None where it has none."""
     if shape.latent is None:
         return None
@@ -341,7 +348,7 @@ def _latent(shape: LayerShape, weights: Weights, deployment: Deployment) -> Late
     def one(name: str, of: Weights) -> FusedLinear:
         return fuse((name,), of, deployment)
 
-    return LatentLinears.of(shape, one, weights, deployment)
+    return LatentLinears.of(shape, one, weights, arch.latent_eps, deployment)
 
 
 def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> DeltaLinears | None:
@@ -376,6 +383,15 @@ def _sinks(weights: Weights, deployment: Deployment) -> Tensor | None:
     if "attn.sinks" not in weights:
         return None
     return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
+
+
+def _growth(weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the scale and the base of the growth of each query head [2, H], None where a layer has none."""
+    if "attn.growth_scale" not in weights:
+        return None
+    return deployment.placed(
+        torch.stack([dense(weights[f"attn.growth_{each}"]) for each in ("scale", "base")])
+    )
 
 
 def _gate(name: str, weights: Weights, deployment: Deployment) -> FusedLinear | None:

@@ -105,7 +105,7 @@ IN_MEMORY = (
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
-RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear", "aria")
+RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear", "aria", "mistral_large4-shared-latents")
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
 

@@ -79,6 +79,7 @@ REFUSED = {
         "laguna",
         "mimo_v2_flash",
         "cohere2_moe",
+        "mistral_large4",
     ),
     "language-model-only": (
         "qwen3_5",

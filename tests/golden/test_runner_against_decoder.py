@@ -24,7 +24,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
-from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_LARGE4, tiny_shape, tiny_source
 
 LATENT = {
     "num_kv_heads": 4,
@@ -36,7 +36,6 @@ PLAIN_QUERIES = {
     "rope": Rope(10000.0, "yarn", factor=4.0, original_max_position=16, attention_factor=1.2, rotary_dim=8),
     "latent": Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=False),
 }
-
 
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
@@ -489,6 +488,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "o_bias": True,
         "attn_scale": 0.4,
     },
+    "latents that layers share, some without positions": LIKE_LARGE4,
+    "latents that a layer with experts reads, too": {
+        **LIKE_LARGE4,
+        "layers": (*LIKE_LARGE4["layers"][:4], replace(LIKE_LARGE4["layers"][4], experts=SCALED)),
+    },
     "values that are keys": {"layers": (tiny_shape(keys_are_values=True), tiny_shape()), "qkv_bias": True},
     "values that are normed keys": {
         "v_norm": True,
@@ -735,6 +739,7 @@ RARE = [
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
     "values narrower than keys",
+    "latents that layers share, some without positions",
 ]
 
 

@@ -29,7 +29,7 @@ from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, saved, token
 from tests.support.wrappers import WRAPPERS, Rounded, wide
 
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe")
+RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4")
 """Families whose vision tower transformers has under other names."""
 IN_HALVES = ("ernie4_5_vl_moe", "ernie4_5_vl_moe-dense-in-the-middle")
 """Cases whose experts transformers gathers from tensors of each by an operation that reads no scales."""
@@ -151,6 +151,9 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     with torch.no_grad():
         model.eval()(tokens(1, 8))  # unpacks the linears
     weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    whole = family_of({"model_type": CASES[case][0]})
+    stacked = [each for each in whole.expert_layouts if "*" not in each.modules["moe.experts.*.down"]]
+    in_memory = stacked[-1] if whole.in_memory_inside else AS_IN_MEMORY
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
             full = f"layers.{idx}.{name}"
@@ -159,7 +162,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
             if (
                 family.names_in_memory(family.tensor(full))[-1] not in weights
             ):  # experts that are apart on disk
-                family = family.with_layout(AS_IN_MEMORY)
+                family = family.with_layout(in_memory)
             theirs = weights[family.names_in_memory(family.tensor(full))[-1]]
             if family.holds_all_experts(module):
                 _, _, expert, part, _ = name.split(".")

@@ -64,7 +64,24 @@ LATENT = replace(
     head_dim=256,
     latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
 )
+TRAINED = replace(PLAIN_QUERIES, rope=Rope(10000.0, rotary_dim=64, exponents=(0.5, -0.25) * 16))
+UNROTATED = replace(
+    PLAIN_QUERIES,
+    rope=None,
+    latent=Latent(q_rank=0, kv_rank=384, rope_dim=0, value_dim=128, interleaved=True),
+)
 FACTS: dict[str, dict[str, Any]] = {
+    "mistral large 4": {
+        "learned_growth": True,
+        "latent_eps": 1e-5,
+        "logit_softcap": 30.0,
+        "layers": (
+            TRAINED,
+            replace(TRAINED, kv_source=0, experts=SPARSE.experts, intermediate_size=176),
+            UNROTATED,
+            replace(UNROTATED, kv_source=2),
+        ),
+    },
     "gemma 2": {
         "norm_offset": 1.0,
         "block": "sandwich",

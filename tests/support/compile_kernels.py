@@ -178,7 +178,8 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
 
 
 def compile_latents(num_heads: int, kv_format: str) -> None:
-    """Compile the kernels of latent attention with the widths of DeepSeek-V3."""
+    """Compile the kernels of latent attention with the widths of DeepSeek-V3, and those of a layer that
+    encodes no positions or reads the latents of another."""
     dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
     facts = Latent(1536, 512, 64, 128, True)
     pages = PagedLatents.empty(kv_format, 4, 64, facts.cached_width, torch.device("cpu"))
@@ -205,6 +206,17 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
     kv = torch.zeros(16, num_heads * 256, dtype=dtype)
     k, v = torch.zeros(2, num_heads, 32, 192, dtype=dtype)[:, :, 16:]
     latent_heads.latent_heads(kv, first[:, -64:], k, v, latent=facts, head_dim=192)
+    unrotated = Latent(0, 512, 0, 128, True)
+    pages = PagedLatents.empty(kv_format, 4, 64, 512, torch.device("cpu"))
+    norm = RowNorm(torch.ones(512, dtype=dtype), 1e-6)
+    for latents, of_layer in ((first[:, -512:], unrotated), (None, unrotated), (None, facts)):
+        tables = rope[:, : of_layer.rope_dim], rope[:, : of_layer.rope_dim], rows, rows, pages
+        own_norm = None if latents is None else norm
+        q_TF = first[:, : num_heads * 192]
+        latent_store.latent_store(q_TF, latents, own_norm, *tables, latent=of_layer, head_dim=192)
+    latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0)
+    kv = torch.zeros(16, num_heads * 320, dtype=dtype)
+    latent_heads.latent_heads(kv, rope[:, :0].repeat(2, 1), k, v, latent=unrotated, head_dim=192)
 
 
 def compile_delta_net() -> None:

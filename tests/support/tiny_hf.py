@@ -100,6 +100,7 @@ CONFIGS: dict[str, Any] = {
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
+    "mistral_large4": transformers.MistralLarge4Config,
     "kimi_k25": transformers.Kimi_K25Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen2_vl": transformers.Qwen2VLConfig,
@@ -219,6 +220,10 @@ AROUND: dict[str, dict[str, Any]] = {
         "eoi_token_index": 99,
     },
     "mistral3": {
+        "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
+        "image_token_index": 97,
+    },
+    "mistral_large4": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,
     },
@@ -508,6 +513,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"num_key_value_heads": 6},
     "axk1": {"num_key_value_heads": 6},
     "glm_moe_dsa": {"num_key_value_heads": 6},
+    "mistral_large4": {"model_type": "mistral_large4_text", "num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
@@ -643,6 +649,12 @@ KIMI_DELTA = {
 """Delta nets with a decay of each channel, and latent attention without positions."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
+LARGE4 = {
+    **{name: each for name, each in LATENTS.items() if name != "q_lora_rank"},
+    **INDEXERS,
+    "index_head_dim": 16,  # at least as wide as what rotates
+    "rms_norm_eps": 1e-4,
+}
 MAMBA = {
     "mamba_n_heads": 4,
     "mamba_d_state": 12,
@@ -1068,6 +1080,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k25": (
         "kimi_k25",
         {**LATENTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    ),
+    "mistral_large4": (
+        "mistral_large4",
+        {
+            **LARGE4,
+            "no_rope_layers": [1, 0, 1],
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+        },
+    ),
+    "mistral_large4-shared-latents": (
+        "mistral_large4",
+        {
+            **LARGE4,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [1, 1, 0, 1, 0],
+            "kv_source_layers": [0, 0, 2, 0, 2],
+            "indexer_types": ["full", "shared", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+            "attention_bias": True,
+            "final_logit_softcapping": 2.0,
+        },
     ),
     "mistral3-ministral3": (
         "mistral3",
@@ -2378,7 +2415,7 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         **delta_net,
         "num_key_value_heads": 4,
         "head_dim": None,
-        "q_lora_rank": size if changes["q_lora_rank"] else None,
+        "q_lora_rank": size if changes.get("q_lora_rank") else None,
         "kv_lora_rank": size,
         "qk_nope_head_dim": of_head,
         "v_head_dim": of_head,
@@ -2405,6 +2442,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         del stated["head_dim"]
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         if stated.get(name):  # of the model with the most layers; some tests make fewer
+            stated[name] = stated[name][: stated["num_hidden_layers"]]
+    if stated.get("kv_source_layers"):
+        for name in ("kv_source_layers", "no_rope_layers", "indexer_types"):
             stated[name] = stated[name][: stated["num_hidden_layers"]]
     if family not in AROUND:
         return CONFIGS[family](**stated)
@@ -2486,6 +2526,8 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("rotary_emb.alpha"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.to(dtype).eval()

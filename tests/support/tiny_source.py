@@ -6,6 +6,7 @@ import torch
 
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.weights import MemorySource
 
@@ -39,6 +40,30 @@ LIKE_GEMMA4_E: dict[str, Any] = {
 }
 """Facts of a model whose tokens have embeddings for each layer, and whose last layers read the keys and
 values of earlier ones."""
+
+_ROTATED = {
+    "num_kv_heads": 4,
+    "rope": Rope(10000.0, rotary_dim=8, exponents=(0.5, -0.25, 1.0, 0.0)),
+    "latent": Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=True),
+}
+_UNROTATED = {
+    "num_kv_heads": 4,
+    "rope": None,
+    "latent": Latent(q_rank=0, kv_rank=20, rope_dim=0, value_dim=12, interleaved=True),
+}
+LIKE_LARGE4: dict[str, Any] = {
+    "learned_growth": True,
+    "latent_eps": 0.01,
+    "qkv_bias": True,
+    "layers": (
+        tiny_shape(**_ROTATED),
+        tiny_shape(**_ROTATED, kv_source=0),
+        tiny_shape(**_UNROTATED),
+        tiny_shape(**_ROTATED, kv_source=0),
+        tiny_shape(**_UNROTATED, kv_source=2),
+    ),
+}
+"""Facts of a model with latent attention whose layers share latents, some of which encode no positions."""
 
 
 def tiny_source(**changes: Any) -> MemorySource:

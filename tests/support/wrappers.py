@@ -40,7 +40,8 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         sizes |= inner_widths(changes, 128) | {"linear_key_head_dim": 128, "head_dim": 256}
     if "kv_lora_rank" in changes:
         del sizes["head_dim"]
-        sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
+        sizes |= {"kv_lora_rank": 128, "v_head_dim": 32}
+        sizes |= {"q_lora_rank": 128} if changes.get("q_lora_rank") else {}
         sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     return saved(directory, family, {**changes, **sizes, **others}, dtype=torch.bfloat16)
 

@@ -3,7 +3,7 @@
 A program takes a few heads of the queries of one row, or the row that the cache stores: its latent, normed
 and rounded as the linear that reads it rounds its inputs, and the dimensions of keys that rotate. Both halves
 of a rotation are read where they are, neighbours or half of the dimensions apart. Numbers are rounded where
-the reference rounds them.
+the reference rounds them. Without latents there is no program for what the cache stores.
 
 Shapes: T rows, H heads, C head dimension, R numbers of a latent, P dimensions that rotate, L positions.
 """
@@ -45,10 +45,11 @@ def _turned(
     INTERLEAVED: tl.constexpr,
 ) -> tl.tensor:
     """Return dimensions d of the P at x that rotate, as halves, rounded as the reference does."""
-    half = d // (P // 2)
-    pair = d % (P // 2)
+    HALF: tl.constexpr = P // 2 if P > 0 else 1  # with P = 0 the mask is false everywhere
+    half = d // HALF
+    pair = d % HALF
     first_at = pair * 2 if INTERLEAVED else pair
-    second_at = pair * 2 + 1 if INTERLEAVED else pair + P // 2
+    second_at = pair * 2 + 1 if INTERLEAVED else pair + HALF
     first = tl.load(x_ptr + first_at, mask=mask, other=0.0)
     second = tl.load(x_ptr + second_at, mask=mask, other=0.0)
     dtype = first.dtype
@@ -118,6 +119,7 @@ def _latent_store(
     C_TILE: tl.constexpr,
     R_TILE: tl.constexpr,
     P_TILE: tl.constexpr,
+    STORES: tl.constexpr,
     NORMED: tl.constexpr,
     QUANT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -130,7 +132,8 @@ def _latent_store(
     """Process heads [tile HEADS, ...) of one row, or what its position stores in the program after those."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) < tl.num_programs(1) - 1:
+    num_tiles = tl.num_programs(1) - 1 if STORES else tl.num_programs(1)
+    if tl.program_id(1) < num_tiles:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
         c = tl.arange(0, C_TILE)[None, :]
         real = (head < H) & (c < C)
@@ -145,7 +148,7 @@ def _latent_store(
             head_ptr + (C - P), cos_ptr, sin_ptr, position, of_rotated, rotates, P, INTERLEAVED
         )
         tl.store(out_ptr + (row * H + head) * C + c, tl.where(rotates, turned_q, q), mask=real)
-    else:
+    elif STORES:
         columns = tl.arange(0, R_TILE)
         d = tl.arange(0, P_TILE)
         of_latent = columns < R
@@ -184,8 +187,8 @@ def _rounds(quant: ActivationQuant) -> bool:
 
 def latent_store(
     q_TF: Tensor,
-    latent_TF: Tensor,
-    norm: RowNorm,
+    latent_TF: Tensor | None,
+    norm: RowNorm | None,
     cos_LP: Tensor,
     sin_LP: Tensor,
     positions_T: Tensor,
@@ -199,7 +202,10 @@ def latent_store(
     """Return the rotated queries [T, H, C] and write the T rows of the cache, as the reference; q and latents
     may be columns of wider rows."""
     normed = False
-    if quant is not None and not _rounds(quant):
+    stores = latent_TF is not None and norm is not None
+    if latent_TF is None or norm is None:
+        quant = None
+    elif quant is not None and not _rounds(quant):
         rows = rms_norm(latent_TF[:, : latent.kv_rank], norm.weight, norm.eps)
         assert isinstance(rows, Tensor)
         rounded_TR = quantize(rows, quant).dequantize(rows.dtype)
@@ -208,17 +214,18 @@ def latent_store(
         normed = True
     (num_rows, size) = q_TF.shape
     num_heads = size // head_dim
-    assert q_TF.stride(1) == latent_TF.stride(1) == 1
+    assert q_TF.stride(1) == 1
+    assert latent_TF is None or latent_TF.stride(1) == 1
     assert pages.rows.is_contiguous()
     q_THC = q_TF.new_empty(num_rows, num_heads, head_dim)
     tile = triton.next_power_of_2(head_dim)
     heads = max(1, TILE_SIZE // tile)
     rank_tile = triton.next_power_of_2(latent.kv_rank)
     if num_rows:
-        _latent_store[(num_rows, triton.cdiv(num_heads, heads) + 1)](
+        _latent_store[(num_rows, triton.cdiv(num_heads, heads) + stores)](
             q_TF,
             latent_TF,
-            norm.weight,
+            None if norm is None else norm.weight,
             cos_LP,
             sin_LP,
             positions_T,
@@ -227,9 +234,9 @@ def latent_store(
             pages.rows if pages.scale is None else pages.rows.view(torch.uint8),
             pages.scale,
             None if quant is None else quant.static_scale,
-            norm.eps,
+            0.0 if norm is None else norm.eps,
             Q_STRIDE=q_TF.stride(0),
-            LATENT_STRIDE=latent_TF.stride(0),
+            LATENT_STRIDE=0 if latent_TF is None else latent_TF.stride(0),
             H=num_heads,
             C=head_dim,
             R=latent.kv_rank,
@@ -238,7 +245,8 @@ def latent_store(
             HEADS=heads,
             C_TILE=tile,
             R_TILE=rank_tile,
-            P_TILE=triton.next_power_of_2(latent.rope_dim),
+            P_TILE=max(2, triton.next_power_of_2(latent.rope_dim)),
+            STORES=stores,
             NORMED=normed,
             QUANT=0 if quant is None else 3 if quant.dtype == torch.int8 else 1,
             GROUP=rank_tile if quant is None or quant.group_size is None else quant.group_size,

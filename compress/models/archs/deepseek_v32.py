@@ -35,23 +35,25 @@ def _facts(config: Fields) -> dict[str, Any]:
 
 
 def _implied(config: Fields) -> dict[str, Any]:
+    return {**_own_code(config), **standard_types(config)}
+
+
+def standard_types(config: Fields) -> dict[str, Any]:
     """Return the types of the layers in the standard spelling; `transformers` writes one of its own."""
     stated = config.texts("layer_types", default=())
-    return {**_own_code(config), **({"layer_types": [_standard(each) for each in stated]} if stated else {})}
-
-
-def _standard(kind: str) -> str:
-    return FULL if kind == _INDEXED else kind
+    return {"layer_types": [FULL if each == _INDEXED else each for each in stated]} if stated else {}
 
 
 def with_indexers(
-    config: Fields, layers: tuple[LayerShape, ...], which: list[bool]
+    config: Fields, layers: tuple[LayerShape, ...], which: list[bool], *, of_stream: bool = False
 ) -> tuple[LayerShape, ...]:
-    """Return the layers with an indexer in each of those that have one."""
+    """Return the layers with an indexer in each of those that have one; `of_stream` is a fact of these
+    (`Indexer`)."""
     indexer = Indexer(
         num_heads=config.integer("index_n_heads", 1, MAX_SIZE),
         head_dim=config.integer("index_head_dim", 1, MAX_SIZE),
         top_k=config.integer(_TOP_K, 1, MAX_POSITIONS),
+        of_stream=of_stream,
     )
     return tuple(
         replace(layer, latent=replace(layer.latent, indexer=indexer)) if has_one and layer.latent else layer

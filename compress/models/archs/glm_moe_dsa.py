@@ -16,9 +16,11 @@ _PATTERN = "index_topk_pattern"
 _EVERY = "index_topk_freq"
 _FIRST = "index_skip_topk_offset"
 _LETTERS = {"F": "full", "S": "shared"}
+KIND_FIELDS = frozenset({_KINDS, _PATTERN, _EVERY, _FIRST})
+"""The fields that state whose indexer each layer has."""
 
 
-def _kinds(config: Fields, num_layers: int) -> list[str]:
+def indexer_kinds(config: Fields, num_layers: int) -> list[str]:
     """Return whether the indexer of each layer is its own (`full`) or `shared` with the one before."""
     if config.has(_KINDS):
         kinds = config.texts(_KINDS)
@@ -39,11 +41,11 @@ def _kinds(config: Fields, num_layers: int) -> list[str]:
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the standard fields of DeepSeek-V3.2, and whose indexer each layer has."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    return {**DEEPSEEK_V32.implied(config), _KINDS: _kinds(config, num_layers)}
+    return {**DEEPSEEK_V32.implied(config), _KINDS: indexer_kinds(config, num_layers)}
 
 
 def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-    return with_indexers(config, layers, [kind == "full" for kind in _kinds(config, len(layers))])
+    return with_indexers(config, layers, [kind == "full" for kind in indexer_kinds(config, len(layers))])
 
 
 FAMILIES.add(
@@ -54,7 +56,7 @@ FAMILIES.add(
         architecture="GlmMoeDsaForCausalLM",
         implied=_implied,
         shapes=_shapes,
-        known_fields=DEEPSEEK_V32.known_fields | {_KINDS, _PATTERN, _EVERY, _FIRST},
+        known_fields=DEEPSEEK_V32.known_fields | KIND_FIELDS,
         defaults={
             **DEEPSEEK_V32.defaults,
             "rms_norm_eps": 1e-5,

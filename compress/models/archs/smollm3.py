@@ -11,7 +11,7 @@ from compress.untrusted.fields import Fields
 def _implied(config: Fields) -> dict[str, Any]:
     """Return which layers rotate (`no_rope_layers` has 1 for those that do), and their types."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    rotates = _rotated_layers(config, num_layers)
+    rotates = rotated_layers(config, num_layers)
     implied: dict[str, Any] = {"no_rope_layers": [int(each) for each in rotates]}
     slides = config.flag("use_sliding_window") and one_window(config) is not None
     if not config.has("layer_types"):
@@ -21,7 +21,8 @@ def _implied(config: Fields) -> dict[str, Any]:
     return implied
 
 
-def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+def rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers encode positions: those that a config states, or all but every n-th."""
     if not config.has("no_rope_layers"):
         interval = config.integer("no_rope_layer_interval", 1, MAX_LAYERS)
         return [idx % interval != 0 for idx in range(1, num_layers + 1)]
@@ -40,7 +41,7 @@ FAMILIES.add(
         o_bias="attention_bias",
         ffn_bias="mlp_bias",
         windows=windows_by_layer_type,
-        rotated_layers=_rotated_layers,
+        rotated_layers=rotated_layers,
         implied=_implied,
         known_fields=frozenset(
             {

@@ -84,7 +84,8 @@ def filled(
 @usable("latent_attention")
 @each_cache
 @pytest.mark.parametrize(
-    ("num_heads", "rank", "rope_dim", "block_size"), [(5, 24, 6, 16), (40, 64, 32, 64), (16, 48, 16, 128)]
+    ("num_heads", "rank", "rope_dim", "block_size"),
+    [(5, 24, 6, 16), (40, 64, 32, 64), (16, 48, 16, 128), (3, 24, 0, 16)],
 )
 def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     kernel: Kernel,
@@ -154,7 +155,7 @@ def test_heads_have_linears_of_their_own_and_rows_their_bits(
 @each_cache
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "rank", "rope_dim", "interleaved"),
-    [(5, 24, 20, 8, True), (3, 10, 12, 6, False), (9, 192, 48, 64, True)],
+    [(5, 24, 20, 8, True), (3, 10, 12, 6, False), (9, 192, 48, 64, True), (3, 10, 12, 0, True)],
 )
 def test_what_rotates_comes_last_and_latents_are_normed(
     kernel: Kernel,
@@ -228,6 +229,28 @@ def test_what_rotates_comes_last_and_latents_are_normed(
     assert (poisoned.flatten(1, 2)[:, untouched] == 0x7F).all()
 
 
+@usable("latent_store")
+@each_dtype
+@pytest.mark.parametrize("rope_dim", [8, 0])
+def test_without_latents_queries_rotate_and_the_cache_stays(
+    kernel: Kernel, device: str, dtype: torch.dtype, rope_dim: int
+) -> None:
+    latent = Latent(0, 20, rope_dim, 4, True)
+    first = randn(7, 3 * 24 + 20 + rope_dim, device=device, dtype=dtype)
+    tables = cos_sin(Rope(theta=100.0), rope_dim, torch.arange(50, device=device), dtype)
+    positions = torch.tensor([0, 5, 3, 1, 49, 2, 7], device=device)
+    slots = torch.arange(7, device=device)
+    pages = filled(DENSE_FORMATS[dtype], 20, rope_dim, num_blocks=1, block_size=16, device=device)
+    norm = RowNorm(torch.ones(20, device=device, dtype=dtype), LATENT_EPS)
+    before = pages.rows.clone()
+    where = *tables, positions, slots, pages
+    alone = kernel.fn(first[:, :72], None, None, *where, latent=latent, head_dim=24)
+    assert torch.equal(pages.rows, before)
+    with_latents = kernel.fn(first[:, :72], first[:, 72:], norm, *where, latent=latent, head_dim=24)
+    assert torch.equal(alone, with_latents)
+    assert not torch.equal(pages.rows, before)
+
+
 QUANTS = {
     "token": ActivationQuant(),
     "static": ActivationQuant(torch.tensor(0.004)),
@@ -268,7 +291,9 @@ def test_latents_are_stored_as_their_linear_reads_them(
 
 @usable("latent_heads")
 @each_dtype
-@pytest.mark.parametrize(("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6), (3, 6, 0, 6)]
+)
 def test_keys_share_what_rotates_and_zeros_fill_values(
     kernel: Kernel,
     device: str,
