@@ -17,8 +17,7 @@ from compress.models.arch_checks import check_arch
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import XIELU, LayerShape
-from compress.models.limits import MAX_POSITIONS, MAX_SIZE
-from compress.models.rare_facts import rare_facts
+from compress.models.manifest_facts import check_plain_facts, rare_facts
 from compress.models.recurrences import PREFIXES
 from compress.models.xielu import PARAMETERS
 from compress.untrusted.fields import Fields
@@ -388,19 +387,9 @@ class Arch:
         if odd := sorted((required - facts.keys()) | (facts.keys() - {field.name for field in fields})):
             raise StorageError(f"the arch of a manifest has missing or unknown fields: {', '.join(odd)}.")
         model = Fields(facts, "the arch of a manifest", StorageError)
-        for name in ("family", "activation", "dtype"):
-            model.text(name)
-        for name in ("vocab_size", "hidden_size"):
-            model.integer(name, 1, MAX_SIZE)
-        model.integer("max_position", 1, MAX_POSITIONS)
-        model.number("norm_eps", 0, 1)
-        for name in ("tied_head", "qkv_bias", "o_bias", "ffn_bias", "qk_norm"):
-            model.flag(name)
-        model.mapping("config")
-        rare = rare_facts(model)
-        return Arch(
-            **{**facts, **rare}, layers=tuple(layer_from_json(layer, idx) for idx, layer in enumerate(layers))
-        )
+        check_plain_facts(model)
+        stated = {**facts, **rare_facts(model)}
+        return Arch(**stated, layers=tuple(layer_from_json(layer, idx) for idx, layer in enumerate(layers)))
 
 
 PLAIN_FACTS: Mapping[str, Any] = {

@@ -36,7 +36,7 @@ from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, Row
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.ffn import OUTPUT_GATE, activation
-from compress.models.rare_facts import BLOCKS, NORMS
+from compress.models.manifest_facts import BLOCKS, NORMS
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import JointKept, Kept

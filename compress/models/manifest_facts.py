@@ -1,4 +1,4 @@
-"""The facts that few models have, as a manifest states them (`Arch` documents each)."""
+"""The facts of a model as a manifest states them (`Arch` documents each)."""
 
 from typing import Any
 
@@ -25,6 +25,23 @@ _FLAGS = (
     "windowed_sinks",
     "learned_growth",
 )
+
+
+def check_plain_facts(model: Fields) -> None:
+    """Check the facts that every manifest states.
+
+    Raises:
+        StorageError: one is missing, of another type or out of range.
+    """
+    for name in ("family", "activation", "dtype"):
+        model.text(name)
+    for name in ("vocab_size", "hidden_size"):
+        model.integer(name, 1, MAX_SIZE)
+    model.integer("max_position", 1, MAX_POSITIONS)
+    model.number("norm_eps", 0, 1)
+    for name in ("tied_head", "qkv_bias", "o_bias", "ffn_bias", "qk_norm"):
+        model.flag(name)
+    model.mapping("config")
 
 
 def rare_facts(model: Fields) -> dict[str, Any]:
