@@ -672,6 +672,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "short_conv_kernel_size": 4,
         },
     },
+    "bailing_hybrid": {
+        "architectures": ["BailingHybridForCausalLM"],
+        **_LATENT_WIDTHS,  # heads of the delta nets are as wide
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "layer_group_size": 2,
+    },
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
 }
 MIXTURES = tuple(

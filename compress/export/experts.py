@@ -35,7 +35,7 @@ JOINED = {
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
-GATHERED_CONVOLUTIONS = ("kimi_linear",)
+GATHERED_CONVOLUTIONS = ("kimi_linear", "bailing_hybrid")
 """Families whose convolutions transformers gathers from tensors of q, k and v. Where experts have codes other
 than FP8 it drops what it gathers and has no codes: 'Ckpt contains: 0'."""
 

@@ -7,7 +7,8 @@ matrix for each head, forgets by a gate and replaces what a key holds instead of
 
 with a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)) and b_t = sigmoid(beta(x)) for each head, or twice
 that, so that states may change their sign (arXiv 2411.12537). In Kimi Delta Attention (arXiv 2510.26692) a_t
-has a number for each row of a state, that is for each channel of its keys.
+has a number for each row of a state, that is for each channel of its keys. Ling 3.0 (`bailing_hybrid` in
+`transformers`) bounds it from below: a_t = exp(-bound sigmoid(exp(A_log) (decay(x) + dt_bias))).
 The convolution is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of
 a head are normed, and multiplied by the silu of the gate; in Kimi Delta Attention by its sigmoid.
 
@@ -16,14 +17,15 @@ the convolution, W positions of the convolution, N positions of a chunk.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compress.models.recurrence import Recurrence
+from compress.untrusted.fields import Fields
 
 CHUNK = 64
 """Positions whose updates are solved for at once."""
@@ -39,15 +41,18 @@ PLAIN_NORM = "delta.norm.weight"
 
 @dataclass(frozen=True)
 class DeltaNet(Recurrence):
-    """The widths of one gated delta net. With a `rank`, it is one of Kimi Delta Attention: each channel of
-    keys has a decay of its own, decays and gates are linears of latents of so many numbers, which stay dense
-    as decays do elsewhere, gates act by their sigmoid, and queries, keys and values each have a
-    convolution. With a `doubled_beta` the factors of updates are from 0 to 2."""
+    """The widths of one gated delta net. `by_channel` is Kimi Delta Attention: each channel of keys has a
+    decay of its own, gates act by their sigmoid, and queries, keys and values each have a convolution. With
+    a `rank`, which is for those, decays and gates are linears of latents of so many numbers, which stay dense
+    as decays do elsewhere. With a `doubled_beta` the factors of updates are from 0 to 2. With a
+    `decay_bound` above 0, the log of a decay is at least its negative."""
 
     module: ClassVar[str] = "delta"
 
     rank: int = 0
     doubled_beta: bool = False
+    by_channel: bool = False
+    decay_bound: float = 0.0
 
     @property
     def first_linears(self) -> tuple[str, ...]:
@@ -58,16 +63,26 @@ class DeltaNet(Recurrence):
     @property
     def num_decays(self) -> int:
         """The decays of all heads."""
-        return self.num_heads * (self.key_dim if self.rank else 1)
+        return self.num_heads * (self.key_dim if self.by_channel else 1)
 
     def why_unfit(self) -> str | None:
         """Return why the widths do not fit one another or the runtime, None where they do."""
-        if self.rank and self.num_heads != self.num_key_heads:
+        if self.rank and not self.by_channel:
+            return (
+                f"latents of {self.rank} numbers for decays of heads; only decays of channels have latents."
+            )
+        if self.by_channel and self.num_heads != self.num_key_heads:
             return (
                 f"{self.num_heads} heads with decays of the channels of {self.num_key_heads} key heads; each "
                 "head has keys of its own then."
             )
         return super().why_unfit()
+
+    @classmethod
+    def from_json(cls, stored: Fields) -> Self:
+        """Read what a manifest states; older ones state a `rank` alone of decays that are by channel."""
+        read = super().from_json(stored)
+        return replace(read, by_channel=read.by_channel or read.rank > 0)
 
     @property
     def beta_factor(self) -> float:
@@ -78,6 +93,14 @@ class DeltaNet(Recurrence):
     def channel_sizes(self) -> tuple[int, int, int]:
         """The channels of the convolution: of queries, of keys and of values."""
         return self.key_size, self.key_size, self.value_size
+
+    @property
+    def convolutions(self) -> Mapping[str, int]:
+        """The names of the convolutions and the channels of each: one of queries, keys and values, or one of
+        each of them."""
+        if not self.by_channel:
+            return {"conv": self.num_channels}
+        return dict(zip(("q_conv", "k_conv", "v_conv"), self.channel_sizes, strict=True))
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
         """Return [O, I] of the linears that schemes quantize."""
@@ -92,30 +115,34 @@ class DeltaNet(Recurrence):
 
     def dense_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the other parameters."""
-        if self.rank:
-            return self._low_rank_shapes(hidden_size)
         return {
-            "delta.conv.weight": (self.num_channels, 1, self.kernel_size),
+            **{
+                f"delta.{name}.weight": (size, 1, self.kernel_size)
+                for name, size in self.convolutions.items()
+            },
             "delta.beta.weight": (self.num_heads, hidden_size),
-            "delta.decay.weight": (self.num_heads, hidden_size),
-            "delta.dt_bias": (self.num_heads,),
-            "delta.A_log": (self.num_heads,),
+            "delta.decay.weight": (self.num_decays, self.rank or hidden_size),
+            "delta.dt_bias": (self.num_decays,),
+            "delta.A_log": (1, 1, self.num_heads, 1) if self.rank else (self.num_heads,),
             PLAIN_NORM: (self.value_dim,),
+            **(self._latent_shapes(hidden_size) if self.rank else {}),
         }
 
-    def _low_rank_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
-        sizes = {"q": self.key_size, "k": self.key_size, "v": self.value_size}
+    def _latent_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         return {
-            **{f"delta.{name}_conv.weight": (size, 1, self.kernel_size) for name, size in sizes.items()},
-            "delta.beta.weight": (self.num_heads, hidden_size),
             "delta.decay_down.weight": (self.rank, hidden_size),
-            "delta.decay.weight": (self.num_decays, self.rank),
-            "delta.dt_bias": (self.num_decays,),
-            "delta.A_log": (1, 1, self.num_heads, 1),
             "delta.gate_down.weight": (self.rank, hidden_size),
             "delta.gate.weight": (self.value_size, self.rank),
-            PLAIN_NORM: (self.value_dim,),
         }
+
+
+def log_decays(delta: DeltaNet, decay: Tensor, dt_bias: Tensor, rate: Tensor) -> Tensor:
+    """Return the log of what states keep, by head [..., H, D / H], of the outputs of the linear of decays
+    [..., D] in float32, `dt_bias` [D] and -exp(A_log) [H]; D / H is 1, or K where decays are by channel."""
+    biased = (decay + dt_bias).unflatten(-1, (delta.num_heads, -1))
+    if delta.decay_bound:
+        return -delta.decay_bound * torch.sigmoid(-rate.unsqueeze(-1) * biased)
+    return rate.unsqueeze(-1) * F.softplus(biased)
 
 
 def of_length_one(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.delta_net import DeltaNet, gated_delta_rule, of_length_one
+from compress.models.delta_net import DeltaNet, gated_delta_rule, log_decays, of_length_one
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear
 from compress.models.norms import Norm
@@ -33,11 +33,8 @@ class GatedDeltaNet(RecurrentMixer):
             self.decay_down = Linear(arch.hidden_size, delta.rank, bias=False)
             self.gate_down = Linear(arch.hidden_size, delta.rank, bias=False)
             self.gate = Linear(delta.rank, delta.value_size, bias=False)
-            self.q_conv = convolution_of(delta, delta.key_size)
-            self.k_conv = convolution_of(delta, delta.key_size)
-            self.v_conv = convolution_of(delta, delta.value_size)
-        else:
-            self.conv = convolution_of(delta)
+        for name, channels in delta.convolutions.items():
+            self.add_module(name, convolution_of(delta, channels))
         self.dt_bias = nn.Parameter(torch.ones(delta.num_decays))
         self.A_log = nn.Parameter(torch.zeros(delta.dense_shapes(arch.hidden_size)["delta.A_log"]))
         self.norm = Norm(delta.value_dim, arch.eps_of("delta.norm"))
@@ -47,7 +44,7 @@ class GatedDeltaNet(RecurrentMixer):
         out_BSHV, state = self._attended(x_BSD, past)
         normed_BSF = self.norm(out_BSHV.to(x_BSD.dtype)).flatten(-2)
         gate_BSF = self.gate(self.gate_down(x_BSD) if self.delta.rank else x_BSD).to(torch.float32)
-        factor_BSF = torch.sigmoid(gate_BSF) if self.delta.rank else F.silu(gate_BSF)
+        factor_BSF = torch.sigmoid(gate_BSF) if self.delta.by_channel else F.silu(gate_BSF)
         return (normed_BSF * factor_BSF).to(x_BSD.dtype), state
 
     def _attended(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
@@ -75,16 +72,13 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _convolution_weights(self) -> Tensor:
         """Return the weights of the convolution of queries, keys and values [F, W]."""
-        if not self.delta.rank:
-            return self.conv.weight.squeeze(1)
-        return torch.cat([each.weight for each in (self.q_conv, self.k_conv, self.v_conv)]).squeeze(1)
+        weights = (self.get_parameter(f"{name}.weight") for name in self.delta.convolutions)
+        return torch.cat(tuple(weights)).squeeze(1)
 
     def _log_decay(self, x_BSD: Tensor) -> Tensor:
         """Return the log of what states keep, float32: of each head [B, S, H], or of each channel of its keys
         [B, S, H, K]."""
-        if not self.delta.rank:
-            a_BSH = F.softplus(self.decay(x_BSD).to(torch.float32) + self.dt_bias)
-            return -self.A_log.to(torch.float32).exp() * a_BSH
-        decay_BSF = self.decay(self.decay_down(x_BSD)).to(torch.float32)
-        a_BSHK = F.softplus(decay_BSF + self.dt_bias).unflatten(-1, (self.delta.num_heads, -1))
-        return -self.A_log.to(torch.float32).exp() * a_BSHK
+        read_BSD = self.decay_down(x_BSD) if self.delta.rank else x_BSD
+        rate_H = -self.A_log.to(torch.float32).exp().flatten()
+        log_BSHD = log_decays(self.delta, self.decay(read_BSD).to(torch.float32), self.dt_bias, rate_H)
+        return log_BSHD if self.delta.by_channel else log_BSHD.squeeze(-1)

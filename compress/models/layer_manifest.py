@@ -49,7 +49,7 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         widths = layer.pop("recurrence")
         plain = {each.name: each.default for each in dataclasses.fields(shape.recurrence)}
         layer[shape.recurrence.module] = {
-            name: value for name, value in widths.items() if value is not plain[name]
+            name: value for name, value in widths.items() if value != plain[name]
         }
     if shape.kv_source is None:
         del layer["kv_source"]

@@ -169,8 +169,10 @@ class LayerShape:
         if reason := self._why_values_unfit():
             return reason
         is_gated = self.output_gate or self.head_gate is not None
-        if is_gated and (self.latent is not None or self.keys_are_values):
-            return "attention has an output gate, and latents or keys that are its values, too."
+        if is_gated and self.keys_are_values:
+            return "attention has an output gate, and keys that are its values, too."
+        if self.output_gate and self.latent is not None:
+            return "attention has an output gate of each channel, and latents."
         if self.output_gate and self.head_gate is not None:
             return "attention has an output gate of each channel and one of each head."
         own = is_gated or self.recurrence is not None or self.keys_are_values

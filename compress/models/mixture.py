@@ -50,7 +50,7 @@ def apart(
     """Return the layout with a tensor for each linear of each expert, `PREFIX.3.NAME.weight`."""
     modules = {
         f"{EXPERT}{ours}": f"{prefix}.*.{theirs}" for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)
-    }
+    } | how.pop("modules", {})
     return ExpertLayout(modules, **how)
 
 

@@ -56,10 +56,16 @@ def schemes_of(
     """
     if codec is None:
         return {}, None
-    quantization = _renamed(config["quantization_config"], family.from_memory)
+    linears = list(dict.fromkeys(disk for _, disk in linears_of(arch, family)))
+    # Of two linears of which transformers has one name, the layer has one.
+    on_disk = {name: linear for linear in linears for name in family.names_in_memory(linear)}
+
+    def to_disk(name: str) -> str:
+        return on_disk.get(name) or family.from_memory(name)
+
+    quantization = _renamed(config["quantization_config"], to_disk)
     if is_layout(config):
         quantization = {name: value for name, value in quantization.items() if name != SCALE_FORMAT}
-    linears = list(dict.fromkeys(disk for _, disk in linears_of(arch, family)))
     return codec.schemes(quantization, [*linears, *others]), codec.kv_format(quantization)
 
 

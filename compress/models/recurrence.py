@@ -12,7 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -90,23 +90,21 @@ class Recurrence(ABC):
         or out of range."""
         return cls(
             **{
-                each.name: stored.flag(each.name, default=_default_of(each))
-                if each.type is bool
-                else _integer_of(stored, each, cls.least_key_dim if each.name == "key_dim" else 1)
+                each.name: _stated(stored, each, cls.least_key_dim if each.name == "key_dim" else 1)
                 for each in dataclasses.fields(cls)
             }
         )
 
 
-def _default_of(field: "dataclasses.Field[bool]") -> bool | None:
-    return None if field.default is dataclasses.MISSING else field.default
-
-
-def _integer_of(stored: Fields, field: "dataclasses.Field[int]", least: int) -> int:
-    """Return a number that a manifest states; those with a default may be left out."""
-    if field.default is dataclasses.MISSING:
-        return stored.integer(field.name, least, MAX_SIZE)
-    return stored.integer(field.name, 0, MAX_SIZE, default=field.default)
+def _stated(stored: Fields, field: "dataclasses.Field[Any]", least: int) -> Any:
+    """Return a value that a manifest states, an integer not below `least`; values with a default may be left
+    out."""
+    default = None if field.default is dataclasses.MISSING else field.default
+    if field.type is bool:
+        return stored.flag(field.name, default=default)
+    if field.type is float:
+        return stored.number(field.name, 0, MAX_SIZE, default=default)
+    return stored.integer(field.name, least if default is None else 0, MAX_SIZE, default=default)
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,19 @@ def _tensor_of_expert(family: Family, layer_idx: int, part: str) -> str:
 
 
 def _fits(family: Family, arch: Arch, layer_idx: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the experts of a layer have their inputs where the layout has them. Of layouts whose
-    names are the same one is transposed, and no widths hide that in ups and in downs."""
+    """Return whether the experts of a layer have their inputs where the layout has them, and linears that it
+    names in its own way those names. Of layouts whose names of experts are the same one is transposed, and no
+    widths hide that in ups and in downs."""
     inputs_at = slice(-2, -1) if family.expert_layouts[0].transposed else slice(-1, None)
     for part in ("up", "down"):
         inputs = arch.layers[layer_idx].linear_shape(f"moe.experts.0.{part}", arch.hidden_size)[1]
         if inputs not in shapes.get(_tensor_of_expert(family, layer_idx, part), ())[inputs_at]:
             return False
-    return True
+    own = family.expert_layouts[0].modules
+    named = (
+        family.tensor(f"layers.{idx}.{linear}.weight")
+        for idx, layer in enumerate(arch.layers)
+        for linear in layer.linears
+        if linear in own
+    )
+    return all(name in shapes for name in named)

@@ -61,8 +61,8 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
-    indexers, gates of heads, the linears around experts that act on latents, and those of decays and gates of
-    delta nets with latents. Their codes are widened in any case."""
+    indexers, gates of heads, the linears around experts that act on latents, and those of delta nets whose
+    decays are by channel. Their codes are widened in any case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
@@ -81,7 +81,7 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
     inner += [
         f"layers.{idx}.{name.removesuffix('.weight')}"
         for idx, layer in enumerate(arch.layers)
-        if isinstance(layer.recurrence, DeltaNet) and layer.recurrence.rank
+        if isinstance(layer.recurrence, DeltaNet) and layer.recurrence.by_channel
         for name, shape in layer.recurrence.dense_shapes(arch.hidden_size).items()
         if len(shape) == 2
     ]

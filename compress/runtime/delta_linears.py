@@ -45,7 +45,6 @@ class DeltaLinears:
             return dense(weights[name]).to(device=deployment.device, dtype=torch.float32)
 
         names = ("beta", "decay_down", "gate_down") if facts.rank else ("beta", "decay")
-        convolutions = ("q_conv", "k_conv", "v_conv") if facts.rank else ("conv",)
         first = rows(*names)
         second = None
         if facts.rank:
@@ -56,7 +55,7 @@ class DeltaLinears:
             fuse_padded("delta.beta_decay", first, deployment),
             None if second is None else fuse_padded("delta.latents", second, deployment),
             DeltaWeights(
-                deployment.placed(rows(*convolutions)).squeeze(1).contiguous(),
+                deployment.placed(rows(*facts.convolutions)).squeeze(1).contiguous(),
                 -in_float32("delta.A_log").flatten().exp(),
                 in_float32("delta.dt_bias"),
                 deployment.placed(dense(weights["delta.norm.weight"])),

@@ -510,7 +510,8 @@ def foreign_fp8(
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     meant = {name: value.float() for name, value in tensors.items()}
     generator = torch.Generator().manual_seed(3)
-    linear = re.compile(r"(.*\.layers\..*(?:_proj(?:_qkv|_z|_qkvz|_with_mqa)?|\.wq_b|\.wk|\.w[123]))\.weight")
+    modules = r"_proj(?:_qkv|_z|_qkvz|_with_mqa)?|\.attention\.dense|\.wq_b|\.wk|\.w[123]"
+    linear = re.compile(rf"(.*\.layers\..*(?:{modules}))\.weight")
     for name in [found[1] for found in map(linear.fullmatch, tensors) if found]:
         n_size, k_size = tensors[f"{name}.weight"].shape
         codes = (torch.randn(n_size, k_size, generator=generator) * 100).to(torch.float8_e4m3fn)

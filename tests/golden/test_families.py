@@ -346,6 +346,7 @@ STATED: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},
     "kimi_linear": {"num_key_value_heads": 64},
+    "bailing_hybrid": {"num_key_value_heads": 64, "layer_group_size": 3},
     "nemotron": {"num_key_value_heads": 64},  # its class computes nothing without
     # of heads as narrow as these, two dimensions rotate
     "gpt_neox": {"rotary_pct": 0.5},

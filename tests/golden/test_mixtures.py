@@ -59,6 +59,7 @@ EXPORTED = [
     ("laguna-by-default", "W4A16_G128"),
     ("kimi_linear", "FP8_DYNAMIC"),
     ("mimo_v2_flash", "W4A16_G128"),
+    ("bailing_hybrid", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -105,7 +106,14 @@ IN_MEMORY = (
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
-RENAMED = ("laguna", "qwen3_omni_moe", "kimi_linear", "aria", "mistral_large4-shared-latents")
+RENAMED = (
+    "laguna",
+    "qwen3_omni_moe",
+    "kimi_linear",
+    "aria",
+    "mistral_large4-shared-latents",
+    "bailing_hybrid",
+)
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
 
@@ -356,6 +364,9 @@ COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
     ("kimi_linear", "W4A16_G128", None, {}, False),
     ("kimi_linear", "W4A16_G128", None, {"*.moe.experts.*": "FP8_DYNAMIC"}, True),
     ("kimi_linear", "W8A16", None, DENSE_EXPERTS, False),
+    ("bailing_hybrid", "W4A16_G128", None, {}, False),
+    ("bailing_hybrid", "W4A16_G128", None, {"*.moe.experts.*": "FP8_DYNAMIC"}, True),
+    ("bailing_hybrid", "W8A16", None, DENSE_EXPERTS, False),
 ]
 
 

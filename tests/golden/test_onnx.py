@@ -50,6 +50,7 @@ REFUSED = {
     "experts": (
         "qwen3_next",
         "kimi_linear",
+        "bailing_hybrid",
         "granitemoe",
         "_moe",
         "-moe",

@@ -114,14 +114,27 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "delta nets with decays of channels, and latents without positions": {
         "layers": (
-            tiny_shape(recurrence=DeltaNet(3, 3, 12, 20, 3, rank=8), rope=None),
+            tiny_shape(recurrence=DeltaNet(3, 3, 12, 20, 3, rank=8, by_channel=True), rope=None),
             tiny_shape(**{**PLAIN_QUERIES, "rope": None}, experts=Experts(6, 2, 48, shared_size=40)),
-            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), rope=None, experts=Experts(6, 2, 48)),
+            tiny_shape(
+                recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6, by_channel=True),
+                rope=None,
+                experts=Experts(6, 2, 48),
+            ),
         )
     },
+    "bounded decays of channels, and latents whose heads have gates": {
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(3, 3, 12, 20, 3, by_channel=True, decay_bound=5.0), rope=None),
+            tiny_shape(**PLAIN_QUERIES, head_gate="sigmoid", experts=Experts(6, 2, 48, shared_size=40)),
+            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, by_channel=True), rope=None),
+            tiny_shape(**PLAIN_QUERIES, head_gate="softplus"),
+        )
+    },
+    "latents of queries, and gates of heads": {"layers": (tiny_shape(**LATENT, head_gate="sigmoid"),) * 2},
     "delta nets with decays of channels that join attention": {
         "layers": (
-            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), joint=True),
+            tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6, by_channel=True), joint=True),
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), joint=True),
         )
     },
@@ -740,6 +753,7 @@ RARE = [
     "a norm of what experts add",
     "values narrower than keys",
     "latents that layers share, some without positions",
+    "bounded decays of channels, and latents whose heads have gates",
 ]
 
 

@@ -106,13 +106,19 @@ def test_codes_of_the_linears_around_experts_that_act_on_latents_are_widened(tmp
         assert torch.equal(own, torch.as_tensor(expected[name]).to(torch.bfloat16))
 
 
-def test_codes_of_the_decays_and_gates_of_delta_nets_are_widened(tmp_path: Path) -> None:
-    changes = {**CASES["kimi_linear"][1], "moe_intermediate_size": 128}
+@pytest.mark.parametrize(
+    ("family", "widened"),
+    [("kimi_linear", ("beta", "decay_down", "decay", "gate_down", "gate")), ("bailing_hybrid", ("decay",))],
+)
+def test_codes_of_the_decays_and_gates_of_delta_nets_are_widened(
+    family: str, widened: tuple[str, ...], tmp_path: Path
+) -> None:
+    changes = {**CASES[family][1], "moe_intermediate_size": 128}
     changes |= {**inner_widths(changes, 128), "linear_head_dim": 128, "linear_num_heads": 2}
-    theirs, meant = stored(tmp_path, BLOCKS, family="kimi_linear", **changes)
+    theirs, meant = stored(tmp_path, BLOCKS, family=family, **changes)
     layer, expected = open_checkpoint(theirs).layer(0), open_checkpoint(meant).layer(0)
     assert isinstance(layer["delta.q.weight"], QuantizedWeight)
-    for name in ("beta", "decay_down", "decay", "gate_down", "gate"):
+    for name in widened:
         own = layer[f"delta.{name}.weight"]
         assert isinstance(own, torch.Tensor)
         assert torch.equal(own, torch.as_tensor(expected[f"delta.{name}.weight"]).to(torch.bfloat16))

@@ -228,9 +228,21 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "kimi linear": {
         "layers": (
-            replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 128, 128, 4, rank=128)),
+            replace(LAYER, rope=None, recurrence=DeltaNet(6, 6, 128, 128, 4, rank=128, by_channel=True)),
             replace(PLAIN_QUERIES, rope=None, experts=WHOLE_GROUPS, intermediate_size=128),
-            replace(LAYER, rope=None, recurrence=DeltaNet(5, 5, 64, 64, 3, rank=32)),
+            replace(LAYER, rope=None, recurrence=DeltaNet(5, 5, 64, 64, 3, rank=32, by_channel=True)),
+        ),
+    },
+    "ling 3.0": {
+        "layers": (
+            replace(
+                LAYER,
+                rope=None,
+                recurrence=DeltaNet(6, 6, 128, 128, 4, by_channel=True, decay_bound=5.0),
+            ),
+            replace(PLAIN_QUERIES, head_gate="sigmoid"),
+            replace(LAYER, rope=None, recurrence=DeltaNet(5, 5, 64, 64, 3, by_channel=True)),
+            replace(LATENT, head_gate="sigmoid", experts=WHOLE_GROUPS, intermediate_size=128),
         ),
     },
     "granite 4 h": {

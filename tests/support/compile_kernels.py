@@ -220,10 +220,11 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
 
 
 def compile_delta_net() -> None:
-    """Compile the kernels of a delta net with the widths of Qwen3.5 and Kimi Linear, for a step and for a
-    prompt."""
-    for facts in (DeltaNet(4, 2, 128, 128, 4), DeltaNet(4, 4, 128, 128, 4, rank=128)):
-        _compile_delta_net(facts)
+    """Compile the kernels of a delta net with the widths of Qwen3.5, Kimi Linear and Ling 3.0, for a step and
+    for a prompt."""
+    _compile_delta_net(DeltaNet(4, 2, 128, 128, 4))
+    _compile_delta_net(DeltaNet(4, 4, 128, 128, 4, rank=128, by_channel=True))
+    _compile_delta_net(DeltaNet(4, 4, 128, 128, 4, by_channel=True, decay_bound=5.0))
 
 
 def _compile_delta_net(facts: DeltaNet) -> None:

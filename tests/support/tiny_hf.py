@@ -88,6 +88,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "kimi_linear": transformers.KimiLinearConfig,
+    "bailing_hybrid": transformers.BailingHybridConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "internlm3": transformers.InternLM3Config,
     "iquestcoder": transformers.IQuestCoderConfig,
@@ -505,6 +506,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kimi_k25": {"num_key_value_heads": 6},
     "minicpm3": {"num_key_value_heads": 6},
     "kimi_linear": {"num_key_value_heads": 6},
+    "bailing_hybrid": {"num_key_value_heads": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -647,6 +649,16 @@ KIMI_DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 """Delta nets with a decay of each channel, and latent attention without positions."""
+LING = {
+    **{name: value for name, value in LATENTS.items() if name not in ("n_routed_experts", "q_lora_rank")},
+    "num_local_experts": 6,
+    "n_group": 2,
+    "topk_group": 2,
+    "head_dim": 8,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+}
+"""Delta nets whose decays of channels are bounded, and latent attention whose heads have gates."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
 LARGE4 = {
@@ -2105,6 +2117,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "bailing_hybrid": ("bailing_hybrid", LING),
+    "bailing_hybrid-types": (
+        "bailing_hybrid",
+        {
+            **LING,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "linear_head_dim": 12,
+            "linear_num_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "kda_safe_gate": False,
+            "attention_bias": True,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale_all_dim": 1.0},
+        },
+    ),
+    "bailing_hybrid-loose-bound": ("bailing_hybrid", {**LING, "kda_lower_bound": -0.7}),
     "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
     "qwen3_5_text-tied": ("qwen3_5_text", OTHER_DELTA_NET),
     "qwen3_5_text-heads-above-a-block": ("qwen3_5_text", {**DELTA_NET, "head_dim": 256}),
@@ -2414,7 +2446,7 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     return {
         **delta_net,
         "num_key_value_heads": 4,
-        "head_dim": None,
+        "head_dim": of_head if "layer_group_size" in changes else None,  # of the delta nets of Ling
         "q_lora_rank": size if changes.get("q_lora_rank") else None,
         "kv_lora_rank": size,
         "qk_nope_head_dim": of_head,

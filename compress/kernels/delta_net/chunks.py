@@ -298,7 +298,7 @@ def recur(
     """
     assert sequences.chunks_C4 is not None
     delta = delta_of(states)
-    by_channel = delta.rank > 0
+    by_channel = delta.by_channel
     device = mixed_TF.device
     is_wide = out_TZ.dtype == torch.float32
     dtype = torch.float32 if is_wide else torch.float16

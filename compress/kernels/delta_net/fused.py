@@ -61,6 +61,7 @@ def _convolve(
     q_scale: tl.tensor,
     length_eps: tl.tensor,
     beta_factor: tl.tensor,
+    decay_bound: tl.tensor,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -71,6 +72,7 @@ def _convolve(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    BOUNDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Compute silu of the convolution for some rows and one head of queries, keys or values; q and k get
@@ -124,8 +126,12 @@ def _convolve(
             else tl.load(dt_bias_ptr + own)
         )
         decay = tl.load(at + H + decay_idx, mask=of_decay, other=0.0) + bias
-        softplus = tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
-        tl.store(gate_at + decay_idx, tl.load(decay_rate_ptr + own) * softplus, mask=of_decay)
+        rate = tl.load(decay_rate_ptr + own)
+        if BOUNDED:
+            log_decay = -decay_bound / (1 + tl.exp(rate * decay))
+        else:
+            log_decay = rate * tl.where(decay > 20.0, decay, tl.log(1 + tl.exp(tl.minimum(decay, 20.0))))
+        tl.store(gate_at + decay_idx, log_decay, mask=of_decay)
         beta = tl.load(at + own, mask=in_pass, other=0.0)
         tl.store(gate_at + D + own, beta_factor / (1 + tl.exp(-beta)), mask=in_pass)
 
@@ -211,7 +217,6 @@ def delta_net(
     """Return the gated outputs [T, Z], and write the slots of the sequences (`select.py`)."""
     delta = delta_of(states)
     gate_TZ = gates_of(delta, qkv_gate_TF, gate_TZ)
-    by_channel = delta.rank > 0
     num_rows = len(qkv_gate_TF)
     num_sequences = len(sequences.starts_R)
     device = qkv_gate_TF.device
@@ -244,12 +249,14 @@ def delta_net(
         delta.key_dim**-0.5,
         LENGTH_EPS,
         weights.beta_factor,
+        delta.decay_bound,
         **heads,
         W=delta.kernel_size,
         M=states.inputs.shape[1],
         TILE=triton.next_power_of_2(max(delta.key_dim, delta.value_dim)),
         ROWS=rows,
-        BY_CHANNEL=by_channel,
+        BY_CHANNEL=delta.by_channel,
+        BOUNDED=delta.decay_bound > 0,
         num_warps=warps,
         **sizes,
         **options,
@@ -266,7 +273,7 @@ def delta_net(
         options,
         few_rows=few,
         replaces=True,
-        by_channel=by_channel,
+        by_channel=delta.by_channel,
     )
     share = triton.cdiv(delta.num_channels, delta.num_heads)
     _norm_and_keep[(triton.cdiv(num_rows, rows), delta.num_heads)](
@@ -291,7 +298,7 @@ def delta_net(
         SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share),
         ROWS=rows,
-        SIGMOID=by_channel,
+        SIGMOID=delta.by_channel,
         SAVES=saves,
         num_warps=warps,
         **options,

@@ -1,15 +1,14 @@
-"""The decays and gates of a delta net in PyTorch's operators. Kernels on a CPU compute all of them so; those
-on a GPU share `delta_of` and `gates_of`.
+"""The gates of a delta net in PyTorch's operators. Kernels on a CPU compute them so; those on a GPU share
+`delta_of` and `gates_of`.
 
-Shapes: T rows, F channels of the convolution, H value heads, D decays (`DeltaWeights`), Z outputs of all
-heads.
+Shapes: T rows, F channels of the convolution, Z outputs of all heads.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates
+from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.models.delta_net import DeltaNet
 
 
@@ -25,14 +24,7 @@ def gates_of(delta: DeltaNet, qkv_gate_TF: Tensor, gate_TZ: Tensor | None) -> Te
     return qkv_gate_TF[:, delta.num_channels :] if gate_TZ is None else gate_TZ
 
 
-def log_decays(weights: DeltaWeights, decay_D: Tensor) -> Tensor:
-    """Return the log of what states keep, by head [..., H, D / H], of the outputs of the linear of decays
-    [..., D]."""
-    softplus_D = F.softplus(decay_D + weights.dt_bias_D)
-    return weights.decay_rate_H.unsqueeze(-1) * softplus_D.unflatten(-1, (len(weights.decay_rate_H), -1))
-
-
 def gate_factor(delta: DeltaNet, gate: Tensor) -> Tensor:
     """Return what the outputs of heads are multiplied by, float32, of the outputs of the linear of gates."""
     gate = gate.to(torch.float32)
-    return torch.sigmoid(gate) if delta.rank else F.silu(gate)
+    return torch.sigmoid(gate) if delta.by_channel else F.silu(gate)

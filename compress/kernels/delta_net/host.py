@@ -10,13 +10,13 @@ D decays (`DeltaWeights`), K key dimension, V value dimension.
 import torch
 from torch import Tensor
 
-from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of, log_decays
+from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.problem import Problem
 from compress.kernels.recurrence.host import Part, run_parts
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, register
-from compress.models.delta_net import gated_delta_rule, of_length_one
+from compress.models.delta_net import gated_delta_rule, log_decays, of_length_one
 
 
 def delta_net(
@@ -53,7 +53,7 @@ def _gated(part: Part, weights: DeltaWeights, x_TF: Tensor, gate_TZ: Tensor, bet
     )
     v_THV = v_TF.unflatten(1, (-1, delta.value_dim)).to(torch.float32)
     beta_TH, decay_TD = beta_decay_TH.split([delta.num_heads, delta.num_decays], dim=1)
-    log_decay_THD = log_decays(weights, decay_TD)
+    log_decay_THD = log_decays(delta, decay_TD, weights.dt_bias_D, weights.decay_rate_H)
     beta_TH = weights.beta_factor * torch.sigmoid(beta_TH)
     operands = q_THK * delta.key_dim**-0.5, k_THK, v_THV, log_decay_THD, beta_TH
     out_THV = (_step if part.length == 1 else _chunks)(part, *operands)
@@ -69,7 +69,7 @@ def _step(
     before_HVK = part.before
     kept_H1D = log_decay_THD[0].exp().unsqueeze(1)
     both_HK2 = torch.stack((k_HK, q_HK), dim=-1)
-    if not delta_of(part.states).rank:
+    if not delta_of(part.states).by_channel:
         found_HV2 = torch.bmm(before_HVK, both_HK2) * kept_H1D
     else:
         found_HV2 = torch.bmm(before_HVK, both_HK2 * kept_H1D.mT)
@@ -85,7 +85,7 @@ def _chunks(
     part: Part, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, log_decay_THD: Tensor, beta_TH: Tensor
 ) -> Tensor:
     """Return the outputs of many rows [T, H, V], and keep the state after the last."""
-    log_decay_TH = log_decay_THD if delta_of(part.states).rank else log_decay_THD.squeeze(-1)
+    log_decay_TH = log_decay_THD if delta_of(part.states).by_channel else log_decay_THD.squeeze(-1)
     q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, before_BHKV = (
         each.unsqueeze(0) for each in (q_THK, k_THK, v_THV, log_decay_TH, beta_TH, part.before.mT)
     )

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of, log_decays
+from compress.kernels.delta_net.gates import delta_of, gate_factor, gates_of
 from compress.kernels.operands.recurrent_states import DeltaWeights, RecurrentStates, Sequences
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
-from compress.models.delta_net import of_length_one
+from compress.models.delta_net import log_decays, of_length_one
 
 
 def delta_net(
@@ -84,7 +84,7 @@ def _step(
         of_length_one(each.view(-1, delta.key_dim)).repeat_interleave(repeat, dim=0) for each in (q_F, k_F)
     )
     v_HV = v_F.view(-1, delta.value_dim).to(torch.float32)
-    log_decay_HD = log_decays(weights, decay_D)
+    log_decay_HD = log_decays(delta, decay_D, weights.dt_bias_D, weights.decay_rate_H)
     state_HVK = state_HVK * log_decay_HD.exp().unsqueeze(1)
     held_HV = (state_HVK * k_HK.unsqueeze(1)).sum(-1)
     beta_H1 = weights.beta_factor * torch.sigmoid(beta_H).unsqueeze(-1)

@@ -51,7 +51,7 @@ def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int
 class DeltaWeights:
     """The parameters of a delta net other than its linears: weights of the convolution [F, W], -exp(A_log)
     [H] and dt_bias [D], float32, and the weight of the norm of a head [V]. D decays are those of all heads,
-    or of the channels of all keys, H K, where the recurrence has a `rank`. `beta_factor`
+    or of the channels of all keys, H K, where they are by channel. `beta_factor`
     multiplies the sigmoids of beta."""
 
     conv_FW: Tensor

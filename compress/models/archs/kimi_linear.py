@@ -62,7 +62,7 @@ def _kimi_delta_of(config: Fields) -> DeltaNet:
     num_heads = config.integer("linear_num_heads", 1, MAX_SIZE)
     dim = config.integer("linear_head_dim", 1, MAX_SIZE)
     kernel_size = config.integer("linear_conv_kernel_dim", 1, MAX_SIZE)
-    return DeltaNet(num_heads, num_heads, dim, dim, kernel_size, rank=dim)
+    return DeltaNet(num_heads, num_heads, dim, dim, kernel_size, rank=dim, by_channel=True)
 
 
 def _implied(config: Fields) -> dict[str, Any]:

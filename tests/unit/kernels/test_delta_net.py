@@ -26,10 +26,13 @@ SHAPES = {
     "one key head, wide keys": DeltaNet(3, 1, 24, 8, 2),
     "as Qwen3.5": DeltaNet(2, 1, 128, 128, 4),
     "doubled beta": DeltaNet(4, 2, 12, 24, 4, doubled_beta=True),
-    "a decay of each channel": DeltaNet(3, 3, 12, 20, 3, rank=5),
+    "a decay of each channel": DeltaNet(3, 3, 12, 20, 3, rank=5, by_channel=True),
+    "a bounded decay of each channel": DeltaNet(3, 3, 12, 20, 3, by_channel=True, decay_bound=0.8),
 }
 if not INTERPRETED:
-    SHAPES["as Kimi Linear"] = DeltaNet(2, 2, 128, 128, 4, rank=128)
+    SHAPES["bounded decays"] = DeltaNet(4, 2, 8, 12, 4, decay_bound=2.5)
+    SHAPES["as Ling 3.0"] = DeltaNet(2, 2, 128, 128, 4, by_channel=True, decay_bound=5.0)
+    SHAPES["as Kimi Linear"] = DeltaNet(2, 2, 128, 128, 4, rank=128, by_channel=True)
 each_shape = pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("delta_net")
 
@@ -69,19 +72,22 @@ class Case(recurrences.Case):
             for each in (q, k)
         )
         beta, decay = beta_decay_TH.unsqueeze(0).split([delta.num_heads, delta.num_decays], dim=-1)
-        log_decay = F.softplus(decay + self.weights.dt_bias_D).unflatten(-1, (delta.num_heads, -1))
-        log_decay = self.weights.decay_rate_H.unsqueeze(-1) * log_decay
+        decay = (decay + self.weights.dt_bias_D).unflatten(-1, (delta.num_heads, -1))
+        rate = self.weights.decay_rate_H.unsqueeze(-1)
+        log_decay = rate * F.softplus(decay)
+        if delta.decay_bound:
+            log_decay = -delta.decay_bound * torch.sigmoid(rate.abs() * decay)
         out, _ = gated_delta_rule(
             q * delta.key_dim**-0.5,
             k,
             v.unflatten(-1, (-1, delta.value_dim)),
-            log_decay if delta.rank else log_decay.squeeze(-1),
+            log_decay if delta.by_channel else log_decay.squeeze(-1),
             torch.sigmoid(beta) * (2 if delta.doubled_beta else 1),
         )
         norm = Norm(delta.value_dim, self.weights.norm_eps)
         norm.weight = torch.nn.Parameter(self.weights.norm_V.float())
         with torch.no_grad():
-            return norm(out[0]).flatten(1) * (torch.sigmoid(z) if delta.rank else F.silu(z))
+            return norm(out[0]).flatten(1) * (torch.sigmoid(z) if delta.by_channel else F.silu(z))
 
 
 def cases(delta: DeltaNet, device: str) -> recurrences.Cases:

@@ -1,13 +1,25 @@
 """The recurrence of a gated delta net: its chunks against the definition, one row after another, and the
 state that a cached decode keeps."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from compress.errors import StorageError
 from compress.models.attention import CachedAttention, FullAttention
 from compress.models.decoder import Decoder
-from compress.models.delta_net import CHANNEL_CHUNK, CHUNK, DeltaNet, gated_delta_rule, of_length_one
+from compress.models.delta_net import (
+    CHANNEL_CHUNK,
+    CHUNK,
+    DeltaNet,
+    gated_delta_rule,
+    log_decays,
+    of_length_one,
+)
+from compress.untrusted.fields import Fields
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 
@@ -39,9 +51,17 @@ def test_chunks_are_the_recurrence(length: int, channels: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
-@pytest.mark.parametrize("rank", [0, 6])
-def test_a_cached_decode_goes_on_where_it_ended(kernel_size: int, rank: int) -> None:
-    delta = DeltaNet(4, 4 if rank else 2, 8, 12, kernel_size, rank)
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"num_key_heads": 2},
+        {"num_key_heads": 4, "rank": 6, "by_channel": True},
+        {"num_key_heads": 4, "by_channel": True, "decay_bound": 2.0},
+    ],
+    ids=["decays of heads", "of channels by latents", "of channels with a bound"],
+)
+def test_a_cached_decode_goes_on_where_it_ended(kernel_size: int, facts: dict[str, Any]) -> None:
+    delta = DeltaNet(num_heads=4, key_dim=8, value_dim=12, kernel_size=kernel_size, **facts)
     arch = tiny_source(layers=(tiny_shape(recurrence=delta, rope=None), tiny_shape())).arch
     torch.manual_seed(0)
     decoder = Decoder(arch).requires_grad_(False)
@@ -54,3 +74,31 @@ def test_a_cached_decode_goes_on_where_it_ended(kernel_size: int, rank: int) -> 
         for begin, end in zip(cuts, cuts[1:], strict=False)
     ]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_bound_of_decays_is_met_by_none_and_neared_by_large_inputs(by_channel: bool) -> None:
+    """Each log of a decay is between the negative of the bound and zero, and follows its input alone."""
+    delta = DeltaNet(3, 3, 8, 12, 4, by_channel=by_channel, decay_bound=2.5)
+    generator = torch.Generator().manual_seed(0)
+    decay, dt_bias = (torch.randn(5, delta.num_decays, generator=generator) for _ in range(2))
+    rate = -torch.rand(3, generator=generator).exp()
+    found = log_decays(delta, decay, dt_bias[0], rate)
+    assert found.shape == (5, 3, 8 if by_channel else 1)
+    assert bool(((found > -2.5) & (found < 0)).all())
+    assert bool((log_decays(delta, decay + 40, dt_bias[0], rate) == -2.5).all())
+    assert bool((log_decays(delta, decay - 40, dt_bias[0], rate) > -1e-6).all())
+    row = (decay[2] + dt_bias[0]).unflatten(0, (3, -1))[1, 0]
+    assert found[2, 1, 0] == pytest.approx(-2.5 / (1 + math.exp(float(rate[1] * row))), rel=1e-5)
+
+
+def test_an_older_manifest_with_latents_has_decays_of_channels() -> None:
+    widths = {"num_heads": 4, "num_key_heads": 4, "key_dim": 8, "value_dim": 12, "kernel_size": 4}
+    older = DeltaNet.from_json(Fields({**widths, "rank": 6}, "a manifest", StorageError))
+    assert older == DeltaNet(4, 4, 8, 12, 4, rank=6, by_channel=True)
+    assert not DeltaNet.from_json(Fields(widths, "a manifest", StorageError)).by_channel
+
+
+def test_latents_are_for_decays_of_channels() -> None:
+    assert "latents of 6 numbers" in str(DeltaNet(4, 4, 8, 12, 4, rank=6).why_unfit())
+    assert DeltaNet(4, 4, 8, 12, 4, rank=6, by_channel=True).why_unfit() is None

@@ -13,7 +13,6 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
-from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.pruning import with_layers
 from compress.models.short_conv import ShortConv
@@ -194,11 +193,10 @@ def test_a_manifest_with_an_unknown_gate_is_refused() -> None:
     ("changes", "reason"),
     [
         ({"output_gate": True}, "one of each head"),
-        ({"latent": Latent(8, 8, 4, 8, interleaved=False), "head_dim": 12}, "gate, and latents"),
-        ({"keys_are_values": True}, "has an output gate, and latents"),
+        ({"keys_are_values": True}, "an output gate, and keys that are its values"),
         ({"recurrence": ShortConv.of(56, 3), "rope": None}, "facts of its own"),
     ],
-    ids=["output gate", "latent", "keys are values", "recurrence"],
+    ids=["output gate", "keys are values", "recurrence"],
 )
 def test_a_gate_of_heads_that_fits_no_other_fact_is_refused(changes: dict[str, Any], reason: str) -> None:
     found = tiny_shape(head_gate="sigmoid", **changes).why_unfit()

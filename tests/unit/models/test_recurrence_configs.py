@@ -320,7 +320,7 @@ def test_another_activation_is_refused(config: dict[str, Any]) -> None:
 
 def test_kimi_states_its_layers_and_delta_nets_in_a_mapping_or_as_transformers_does() -> None:
     arch = arch_of(KIMI)
-    delta = DeltaNet(3, 3, 16, 16, 3, rank=16)
+    delta = DeltaNet(3, 3, 16, 16, 3, rank=16, by_channel=True)
     assert [layer.recurrence for layer in arch.layers] == [delta, None, delta, None]
     assert [layer.latent is not None for layer in arch.layers] == [False, True, False, True]
     assert {layer.rope for layer in arch.layers} == {None}
@@ -379,7 +379,7 @@ def test_what_kimi_computes_otherwise_or_states_twice_is_refused(
 
 def test_decays_of_channels_are_for_heads_with_keys_of_their_own() -> None:
     arch = arch_of(KIMI)
-    first = replace(arch.layers[0], recurrence=DeltaNet(4, 2, 16, 16, 3, rank=16))
+    first = replace(arch.layers[0], recurrence=DeltaNet(4, 2, 16, 16, 3, rank=16, by_channel=True))
     with pytest.raises(UnsupportedArch, match="4 heads with decays of the channels of 2 key heads"):
         arch.replace(layers=(first, *arch.layers[1:]))
 

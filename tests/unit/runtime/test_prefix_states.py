@@ -26,7 +26,7 @@ from tests.unit.runtime.test_engine import CPU, Recorder, tokens
 SIZE = 16
 WIDE = DeltaNet(4, 2, 8, 12, 4)
 HYBRID = tiny_shape(recurrence=WIDE, rope=None), tiny_shape(), tiny_shape(recurrence=WIDE, rope=None)
-OF_CHANNELS = tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6), rope=None)
+OF_CHANNELS = tiny_shape(recurrence=DeltaNet(4, 4, 8, 12, 4, rank=6, by_channel=True), rope=None)
 LATENT = Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=False)
 LAYERS = {
     "beside latents": (OF_CHANNELS, tiny_shape(rope=None, num_kv_heads=4, latent=LATENT), OF_CHANNELS),

@@ -1,0 +1,90 @@
+"""Ling 3.0 as it is published: with other names than `transformers` saves, and with latents of queries, which
+its class has not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
+from compress.models.config_file import read_config
+from compress.models.family import family_of
+from compress.models.weights import build_decoder
+from tests.golden.test_families import SEQ_LEN, assert_same_tensors, tensors_of, tolerance
+from tests.support.tiny_hf import CASES, saved, tokens
+
+CPU = torch.device("cpu")
+Q_RANK = 20
+
+
+def saved_as_published(directory: Path, case: str, *, q_rank: int = 0) -> Any:
+    """Save the model of a case by its published names, and return it. In delta nets the last linear has
+    another name than in attention; with a `q_rank` there are latents of queries."""
+    model = saved(directory, *CASES[case])
+    tensors = tensors_of(directory)
+    recurrent = {name.removesuffix("o_norm.weight") for name in tensors if name.endswith("o_norm.weight")}
+    for prefix in recurrent:
+        tensors[f"{prefix}o_proj.weight"] = tensors.pop(f"{prefix}dense.weight")
+    if q_rank:
+        torch.manual_seed(1)
+        for idx, layer in enumerate(model.model.layers):
+            if layer.block_type == "full_attention":
+                tensors |= with_latent_of_queries_(layer.self_attn, idx, q_rank)
+                del tensors[f"model.layers.{idx}.attention.q_proj.weight"]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
+    )
+    if q_rank:
+        config = directory / "config.json"
+        config.write_text(config.read_text().replace("{", f'{{"q_lora_rank": {q_rank}, ', 1))
+    return model
+
+
+def with_latent_of_queries_(attention: Any, idx: int, q_rank: int) -> dict[str, torch.Tensor]:
+    """Put a latent before the queries of attention, and return its tensors by their published names."""
+    rows, columns = attention.q_proj.weight.shape
+    down, up = nn.Linear(columns, q_rank, bias=False), nn.Linear(q_rank, rows, bias=False)
+    norm = type(attention.kv_a_layernorm)(q_rank)
+    nn.init.normal_(norm.weight, 1.0, 0.1)
+    attention.q_proj = nn.Sequential(down, norm, up).requires_grad_(False)
+    named = {"q_a_proj": down, "q_a_layernorm": norm, "q_b_proj": up}
+    return {f"model.layers.{idx}.attention.{name}.weight": each.weight.data for name, each in named.items()}
+
+
+@pytest.mark.parametrize("q_rank", [0, Q_RANK])
+@pytest.mark.parametrize("case", ["bailing_hybrid", "bailing_hybrid-loose-bound"])
+def test_a_model_by_its_published_names_computes_the_same_and_keeps_them(
+    case: str, q_rank: int, tmp_path: Path
+) -> None:
+    model = saved_as_published(tmp_path, case, q_rank=q_rank)
+    source = Checkpoint(tmp_path)
+    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
+    with torch.no_grad():
+        expected = model(tokens(2, SEQ_LEN)).logits
+        found = decoder(tokens(2, SEQ_LEN))
+    assert (found - expected).abs().max() <= tolerance(expected)
+    assert {layer.latent.q_rank for layer in source.arch.layers if layer.latent is not None} == {q_rank}
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", source)
+    assert_same_tensors(tmp_path / "written", tmp_path)
+    assert "model.layers.0.attention.o_proj.weight" in tensors_of(tmp_path / "written")
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    saved_as_published(tmp_path, "bailing_hybrid")
+    plain = Checkpoint(tmp_path).layer(1)
+    extra = {f"model.layers.3.{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "attention.q_proj")}
+    save_file({**tensors_of(tmp_path), **extra}, tmp_path / "model.safetensors")
+    again = Checkpoint(tmp_path).layer(1)
+    assert all(torch.equal(torch.as_tensor(plain[name]), torch.as_tensor(again[name])) for name in plain)
+
+
+def test_the_published_class_is_stated_again(tmp_path: Path) -> None:
+    saved_as_published(tmp_path, "bailing_hybrid")
+    config = read_config(tmp_path) | {"architectures": ["BailingMoeV3ForCausalLM"]}
+    family = family_of(config)
+    assert family.write_config(family.read_config(config))["architectures"] == ["BailingMoeV3ForCausalLM"]
