@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: values are normed and narrower than keys; the runtime norms those as wide."
             )
-        if reason := layer.why_unfit() or _why_source_unfit(arch, idx):
+        if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")
         if layer.norms_experts and (reason := _why_no_post_norm(arch)):
             raise UnsupportedArch(f"layer {idx}: the output of its experts is normed, and {reason}.")

@@ -65,12 +65,11 @@ class Checkpoint:
         config = read_config(path)
         self.path = path
         self.family = family_of(config)
-        self._arch = self.family.read_config(config)
+        arch = self.family.read_config(config)
         self.family = self.family.in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        if self.family.rope_exponents is not None:
-            self._arch = with_exponents(self._arch, self._files, self.family.rope_exponents)
+        self._arch = with_exponents(arch, self._files, self.family.rope_exponents)
         if not self.family.states_tie(config):
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self._files.shape(name) for name in self._files.names()}
@@ -85,12 +84,9 @@ class Checkpoint:
         self.kv_format = kv_format if stated is None else stated
         self._names = names_with_scales(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
-        if not (
-            config.get("dtype") or config.get("torch_dtype")
-        ):  # a config that leaves it out means the dtype of the tensors
-            self._arch = self._arch.replace(
-                dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch.")
-            )
+        if not (config.get("dtype") or config.get("torch_dtype")):  # the config means that of the tensors
+            dtype = str(self._files.dtype(self._disk_embed())).removeprefix("torch.")
+            self._arch = self._arch.replace(dtype=dtype)
         if self._is_layout:
             check_dtype(self._arch)
 

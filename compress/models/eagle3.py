@@ -320,10 +320,8 @@ def fresh_eagle3(
     outer = target.outer()
     idx = _last_attention(target.arch)
     kv_source = target.arch.layers[idx].kv_source
-    last = target.layer(idx)
-    if kv_source is not None:
-        of_source = target.layer(kv_source).items()
-        last = {**{name: each for name, each in of_source if name.startswith("attn.")}, **last}
+    of_source = {} if kv_source is None else target.layer(kv_source)
+    last = {name: each for name, each in of_source.items() if name.startswith("attn.")} | target.layer(idx)
     size = facts.arch.hidden_size
     layer = "layers.0."
     others = _without_heads_of(target.arch.layers[idx])

@@ -14,13 +14,15 @@ from compress.models.layer_shape import LayerShape, Rope
 from compress.models.limits import FREQUENCY_EXPONENTS
 
 
-def with_exponents(arch: Arch, files: FamilyFiles, tensor: str) -> Arch:
+def with_exponents(arch: Arch, files: FamilyFiles, tensor: str | None) -> Arch:
     """Return the facts of a model with the exponents of its frequencies, of which `tensor` has one for each
-    pair of dimensions that rotates.
+    pair of dimensions that rotates; without a tensor the facts as they are.
 
     Raises:
         UnsupportedArch: the tensor is missing, or has another shape or numbers out of range.
     """
+    if tensor is None:
+        return arch
     ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
     sizes = {(rope.rotary_dim or layer.head_dim) // 2 for layer in arch.layers if (rope := layer.rope)}
     if tensor not in files:

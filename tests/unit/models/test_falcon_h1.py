@@ -12,6 +12,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.experts import Experts
 from compress.models.family import family_of
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.mamba2 import Mamba2
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
@@ -112,13 +113,13 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str) ->
 def test_a_layer_whose_parts_do_not_fit_is_refused() -> None:
     plain = tiny_shape()
     joint = replace(plain, recurrence=MAMBA, joint=True)
-    assert joint.why_unfit() is None
+    assert why_layer_unfit(joint) is None
     assert joint.attends
-    assert "no recurrence" in str(replace(plain, joint=True).why_unfit())
-    assert "facts of its own" in str(replace(joint, output_gate=True).why_unfit())
-    assert "facts of its own" in str(replace(joint, window=5).why_unfit())
+    assert "no recurrence" in str(why_layer_unfit(replace(plain, joint=True)))
+    assert "facts of its own" in str(why_layer_unfit(replace(joint, output_gate=True)))
+    assert "facts of its own" in str(why_layer_unfit(replace(joint, window=5)))
     odd_rope = replace(joint.rope, rotary_dim=3) if joint.rope is not None else None
-    assert "rope" in str(replace(joint, rope=odd_rope).why_unfit())
+    assert "rope" in str(why_layer_unfit(replace(joint, rope=odd_rope)))
     with pytest.raises(UnsupportedArch, match="has a recurrence, too"):
         tiny_source(layers=(joint, replace(plain, kv_source=0)))
 

@@ -22,6 +22,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.family import family_of
 from compress.models.latent import Latent
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import LayerShape
 from compress.models.pruning import LayerSubset, with_layers
 from compress.models.tap import no_tap
@@ -546,9 +547,9 @@ def test_facts_of_the_half_that_a_layer_lacks_are_refused(
     half: Any, changes: dict[str, Any], reason: str
 ) -> None:
     layer = tiny_shape(only_half=half, **changes)
-    assert reason in str(layer.why_unfit())
-    assert reason not in str(replace(layer, only_half=None).why_unfit())
-    assert tiny_shape(only_half=half).why_unfit() is None
+    assert reason in str(why_layer_unfit(layer))
+    assert reason not in str(why_layer_unfit(replace(layer, only_half=None)))
+    assert why_layer_unfit(tiny_shape(only_half=half)) is None
     with pytest.raises(UnsupportedArch, match="layer 1: "):
         arch_with(tiny_shape(), layer)
 

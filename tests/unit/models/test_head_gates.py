@@ -13,6 +13,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import LayerShape
 from compress.models.pruning import with_layers
 from compress.models.short_conv import ShortConv
@@ -199,7 +200,7 @@ def test_a_manifest_with_an_unknown_gate_is_refused() -> None:
     ids=["output gate", "keys are values", "recurrence"],
 )
 def test_a_gate_of_heads_that_fits_no_other_fact_is_refused(changes: dict[str, Any], reason: str) -> None:
-    found = tiny_shape(head_gate="sigmoid", **changes).why_unfit()
+    found = why_layer_unfit(tiny_shape(head_gate="sigmoid", **changes))
     assert found is not None
     assert reason in found
 

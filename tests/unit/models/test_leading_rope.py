@@ -13,6 +13,7 @@ from compress.export.refusals import check_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.latent import Latent
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.layout import row_order
 from compress.models.rope import cos_sin, in_halves, rotate
@@ -104,7 +105,7 @@ def test_a_manifest_of_leading_dimensions_that_cannot_be_is_refused(
 def test_leading_dimensions_are_not_those_of_latents_nor_of_heads_normed_after_the_rotation() -> None:
     latent = Latent(q_rank=0, kv_rank=12, rope_dim=8, value_dim=12, interleaved=False)
     shape: LayerShape = tiny_shape(num_kv_heads=4, rope=LEADING, latent=latent)
-    assert "without latents" in (shape.why_unfit() or "")
+    assert "without latents" in (why_layer_unfit(shape) or "")
     with pytest.raises(UnsupportedArch, match="follow the rotation"):
         tiny_source(layers=(tiny_shape(rope=LEADING),), qk_norm=True, rotates_first=True)
 

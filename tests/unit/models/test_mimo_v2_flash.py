@@ -16,6 +16,7 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.latent import Latent
+from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
 from compress.models.pruning import with_layers
@@ -197,8 +198,8 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     ],
 )
 def test_narrower_values_beside_other_facts_are_refused(facts: dict[str, Any]) -> None:
-    assert "values" in str(tiny_shape(**facts).why_unfit())
-    assert tiny_shape(narrow_value_dim=8).why_unfit() is None
+    assert "values" in str(why_layer_unfit(tiny_shape(**facts)))
+    assert why_layer_unfit(tiny_shape(narrow_value_dim=8)) is None
 
 
 def test_normed_narrower_values_and_windowed_sinks_without_sinks_are_refused() -> None:

@@ -1,0 +1,104 @@
+"""Checks of the facts of one layer: that they fit one another."""
+
+from compress.models.latent import Latent
+from compress.models.layer_shape import LayerShape, Rope
+
+
+def why_layer_unfit(layer: LayerShape) -> str | None:
+    """Return why the facts of the layer do not fit one another, None where they do."""
+    if not layer.has_ffn and layer.experts is not None:
+        return "it has experts, and no half for them."
+    if not layer.has_mixer:
+        has_own = layer.recurrence is not None or layer.latent is not None or layer.kv_source is not None
+        return "it has an FFN only, and facts of what is in place of attention." if has_own else None
+    if layer.num_heads % layer.num_kv_heads:
+        return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
+    if reason := _why_values_unfit(layer):
+        return reason
+    is_gated = layer.output_gate or layer.head_gate is not None
+    if is_gated and layer.keys_are_values:
+        return "attention has an output gate, and keys that are its values, too."
+    if layer.output_gate and layer.latent is not None:
+        return "attention has an output gate of each channel, and latents."
+    if layer.output_gate and layer.head_gate is not None:
+        return "attention has an output gate of each channel and one of each head."
+    own = is_gated or layer.recurrence is not None or layer.keys_are_values
+    if layer.kv_source is not None and (own or layer.chunk or layer.query_rank):
+        return (
+            "a layer reads the keys and values of another, and has an output gate, a latent of queries, "
+            "a recurrence, a chunk or keys that are its values, too."
+        )
+    if layer.joint and layer.recurrence is None:
+        return "attention and a recurrence are joint, and it has no recurrence."
+    if layer.recurrence is not None:
+        has_latent = layer.latent is not None or layer.keys_are_values
+        if has_latent or is_gated or layer.window is not None or layer.chunk:
+            return "a recurrence is in place of attention, and attention has facts of its own."
+        if not layer.joint or (reason := layer.recurrence.why_unfit()):
+            return layer.recurrence.why_unfit()
+    if layer.rope is not None and (reason := _why_rope_unfit(layer, layer.rope)):
+        return reason
+    return None if layer.latent is None else _why_latent_unfit(layer, layer.latent)
+
+
+def _why_values_unfit(layer: LayerShape) -> str | None:
+    if layer.narrow_value_dim is None:
+        return None
+    if layer.narrow_value_dim >= layer.head_dim or layer.narrow_value_dim % 2:
+        return (
+            f"values of {layer.narrow_value_dim} dimensions and keys of {layer.head_dim}; narrower values "
+            "must have an even width below that of the keys."
+        )
+    others = (layer.latent, layer.recurrence, layer.kv_source)
+    if layer.output_gate or layer.keys_are_values or any(each is not None for each in others):
+        return (
+            "values are narrower than keys, and it has an output gate, latents, a recurrence, keys that "
+            "are its values or those of another layer, too."
+        )
+    return None
+
+
+def _why_rope_unfit(layer: LayerShape, rope: Rope) -> str | None:
+    if rope.rotary_dim % 2 or rope.rotary_dim > layer.head_dim:
+        return (
+            f"its rope rotates {rope.rotary_dim} of the {layer.head_dim} dimensions of a head, and must "
+            "rotate an even number of them."
+        )
+    if rope.exponents and len(rope.exponents) != (rope.rotary_dim or layer.head_dim) // 2:
+        return (
+            f"its rope has {len(rope.exponents)} exponents of frequencies, and "
+            f"{(rope.rotary_dim or layer.head_dim) // 2} frequencies."
+        )
+    if rope.leading and (not rope.rotary_dim or rope.kind == "proportional" or layer.latent is not None):
+        return (
+            "the dimensions that rotate lead its heads, which is for heads that rotate in part, without "
+            f"latents; its rope is '{rope.kind}' with rotary_dim {rope.rotary_dim}."
+        )
+    return None
+
+
+def _why_latent_unfit(layer: LayerShape, latent: Latent) -> str | None:
+    if not latent.rope_dim and layer.rope is not None:
+        return "it has a rope, and its latents have no dimension that rotates."
+    still_dim = layer.head_dim - latent.rope_dim
+    if still_dim < 2 or still_dim % 2 or latent.rope_dim % 2:
+        return (
+            f"{latent.rope_dim} of the {layer.head_dim} dimensions of a head rotate; both they and the "
+            "others have to be even numbers, the others at least 2."
+        )
+    if layer.rope is not None and layer.rope.rotary_dim != latent.rope_dim:
+        return (
+            f"its rope rotates {layer.rope.rotary_dim} dimensions of a head, and its latents have "
+            f"{latent.rope_dim} that rotate."
+        )
+    if latent.value_dim > layer.head_dim or latent.value_dim % 2:
+        return (
+            f"values of {latent.value_dim} dimensions and keys of {layer.head_dim}; values "
+            "must have an even width that is not above that of the keys."
+        )
+    if layer.num_kv_heads != layer.num_heads or layer.keys_are_values:
+        return (
+            f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads; with latent attention each "
+            "query head has a KV head of its own."
+        )
+    return None
