@@ -17,7 +17,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
-from compress.models.pruning import Widths, resized, why_layers_stay, with_layers
+from compress.models.pruning import OF_HEADS, Widths, resized, why_layers_stay, with_layers
 from compress.models.weights import WeightSource, dense, split_outer
 from compress.models.xielu import PARAMETERS
 from compress.quant.kv import KV_SCALES
@@ -166,7 +166,6 @@ _ROWS = {
     "attn.k": "k",
     "attn.v": "v",
     "attn.gate": "q",
-    "attn.head_gate": "heads",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
 }
@@ -180,8 +179,9 @@ def _cut(
 ) -> Tensor:
     """Return the kept part of a parameter; `is_whole`: norms of q and k span all heads."""
     module, _, leaf = name.rpartition(".")
-    if name == "attn.sinks":
-        return tensor[channels["heads"]]
+    if name in OF_HEADS:
+        of_heads = tensor[channels["heads"]]
+        return of_heads if of_heads.dim() == 1 else of_heads[:, hidden]
     if module in ("attn.q_norm", "attn.k_norm"):
         own = channels["q" if module == "attn.q_norm" else "k"]
         return tensor[own] if is_whole else tensor

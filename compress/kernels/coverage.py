@@ -177,20 +177,24 @@ def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int, *, 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
-    shape = next((layer for layer in arch.layers if layer.latent is not None), arch.layers[0])
+    having = [layer for layer in arch.layers if layer.latent is not None]
+    shape = having[0] if having else arch.layers[0]
     latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
     rank = latent.kv_rank
     head_dim = shape.head_dim
-    still_dim = head_dim - latent.rope_dim if arch.has_latents else 128
+    dims = {(layer.latent.rope_dim, layer.head_dim) for layer in having if layer.latent is not None}
     formats = (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
-    problems: list[tuple[Op, Phase, int, int, tuple[str, ...]]] = [
-        ("latent_store", "decode", rank, latent.rope_dim, formats),
+    problems: list[tuple[Op, Phase, int, int, tuple[str, ...]]] = []
+    for rope_dim, dim in sorted(dims, reverse=True) or [(latent.rope_dim, latent.rope_dim + 128)]:
+        problems.append(("latent_store", "decode", rank, rope_dim, formats))
+        problems.append(("head_linear", "decode", rank, dim - rope_dim, (device.dense,)))
+    problems += [
         ("latent_attention", "decode", rank, shape.num_heads, formats),
-        ("head_linear", "decode", rank, still_dim, (device.dense,)),
         ("head_linear", "decode", latent.value_dim, rank, (device.dense,)),
         ("latent_heads", "decode", head_dim, 0, (device.dense,)),
-        *((("attention_prefill", "prefill", head_dim, 1, (device.dense,)),) if arch.has_latents else ()),
     ]
+    if having:
+        problems.append(("attention_prefill", "prefill", head_dim, 1, (device.dense,)))
     return [
         _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme)])
         for op, phase, n, k, schemes in problems

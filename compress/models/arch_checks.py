@@ -181,9 +181,12 @@ def _why_source_unfit(arch: "Arch", layer_idx: int) -> str | None:
     heads = [
         (each.num_kv_heads, each.head_dim, each.value_dim, each.rope, each.window) for each in (layer, source)
     ]
-    ranks = [each.latent and (each.latent.kv_rank, each.latent.rope_dim) for each in (layer, source)]
-    if ranks[0] != ranks[1]:
-        return f"it reads the latents of layer {layer.kv_source}, which are of another width."
+    latents = [
+        each.latent and (each.latent.kv_rank, each.latent.rope_dim, each.latent.interleaved)
+        for each in (layer, source)
+    ]
+    if latents[0] != latents[1]:
+        return f"it reads the latents of layer {layer.kv_source}, which are of another width or order."
     if heads[0] != heads[1]:
         return f"it reads keys and values of layer {layer.kv_source}, whose heads, rope or window differ."
     return None

@@ -258,9 +258,9 @@ class DecoderLayer(nn.Module):
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
 
     def _latent_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of latents: the norm of each and its linear, but for the latent of queries that an
-        indexer reads, too, and for one of keys and values that several layers read. The values of all heads
-        are some rows of one linear, and have no pair with o."""
+        """Return the pairs of latents: the norm of each and its linear. There is none for a latent that an
+        indexer or another layer reads, too, and none of the values with o, because those of all heads are
+        some rows of one linear."""
         is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
         shared = {KV_LATENT: is_shared, Q_LATENT: self._has_indexer}
         return [

@@ -25,8 +25,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     own = is_gated or layer.recurrence is not None or layer.keys_are_values
     if layer.kv_source is not None and (own or layer.chunk or layer.query_rank):
         return (
-            "a layer reads the keys and values of another, and has an output gate, a latent of queries, "
-            "a recurrence, a chunk or keys that are its values, too."
+            "a layer reads the keys and values, or the latents, of another, and has an output gate, a latent "
+            "of queries, a recurrence, a chunk or keys that are its values, too."
         )
     if layer.joint and layer.recurrence is None:
         return "attention and a recurrence are joint, and it has no recurrence."

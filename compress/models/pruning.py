@@ -213,7 +213,7 @@ def fits_consumers(arch: Arch, num_heads: int) -> bool:
 def why_layers_stay(arch: Arch) -> str | None:
     """Return the reason why no layer of a model can be removed, None where some can."""
     if arch.kv_sources:
-        return f"the last layers of this {arch.family} model read the keys and values of earlier ones."
+        return f"layers of this {arch.family} model read keys and values, or latents, of earlier ones."
     if family_of({"model_type": arch.family}).layers_are_numbered:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:

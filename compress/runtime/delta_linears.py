@@ -89,7 +89,8 @@ class DeltaLinears:
 
 
 def _of_latents(num_first: int, num_heads: int, decay_DR: Tensor, gate_ZR: Tensor) -> Tensor:
-    """Return the weights of one linear of the `num_first` outputs of the first: beta as it is, decays and
-    gates each of their own latents, and nothing of what the rows of zeros at the end give."""
+    """Return the weights of one linear of the `num_first` outputs of the first, rounded to the dtype of the
+    model: beta as it arrives, decays and gates each of their own latents, and nothing of what the rows of
+    zeros at the end give."""
     together = torch.block_diag(decay_DR.new_ones(num_heads).diag(), decay_DR, gate_ZR)
     return F.pad(together, (0, num_first - together.shape[1]))

@@ -34,8 +34,8 @@ def why_not_streamed(arch: Arch) -> str | None:
     if not arch.kv_sources and not arch.layer_embed_size:
         return None
     return (
-        f"layers of this {arch.family} model read more than the stream, keys and values of others or "
-        "embeddings of their own, so it is not scored layer by layer: score it loaded."
+        f"layers of this {arch.family} model read more than the stream (keys and values or latents of "
+        "others, or embeddings of their own), so it is not scored layer by layer: score it loaded."
     )
 
 

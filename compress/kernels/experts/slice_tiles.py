@@ -120,7 +120,7 @@ def _gate_up_of_sorted(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gp
 
 def _up_of_sorted(num_rows: int) -> Tile:
     """Return the tile of up without a gate. Where rows are few, more blocks of it fit than of gate and up;
-    where they are many, an item of up has as many tiles as one of both."""
+    where they are many, an item of up has as many tiles as one of both has where sums are short."""
     if num_rows <= 64:
         return Tile(2, 1, 1, 5 if num_rows <= FEW_ROWS else 6, 1)
     return Tile(2, _row_tiles(num_rows), 1, 3, 1)

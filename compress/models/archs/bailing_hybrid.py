@@ -26,6 +26,7 @@ from compress.untrusted.fields import Fields
 _PERIOD = "layer_group_size"
 _BOUND = "kda_lower_bound"
 _LOWEST = 1e3
+"""The largest bound below 0 that is read: exp(-1000) is 0 in every dtype."""
 _WIDTHS = {
     "linear_head_dim": "head_dim",
     "linear_num_heads": "num_attention_heads",
@@ -82,8 +83,8 @@ def _delta_of(config: Fields) -> DeltaNet:
 
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers, the widths of the delta nets, and for the dimension of heads what
-    latent attention rotates. Refuse an `auto_map` to other code than the model's own from before it was in
-    `transformers`, and what only other programs than `transformers` compute."""
+    latent attention rotates. Refuse an `auto_map` that names other code than the one Ling 3.0 was published
+    with, and fields that `transformers` does not compute."""
     only_own_code(config, ("BailingMoeV3Config", "BailingMoeV3Model", "BailingMoeV3ForCausalLM"))
     for name in _CAPS:
         if config.has(name) and any(config.items(name)):

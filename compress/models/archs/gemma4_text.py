@@ -102,7 +102,11 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
 
 
 def _restated(arch: Arch) -> dict[str, Any]:
-    """Return no fields; refuse a last layer with a window, which no config can state."""
+    """Return no fields.
+
+    Raises:
+        UnsupportedArch: the last layer has a window, which no config can state.
+    """
     if arch.layers[-1].window is not None:
         raise UnsupportedArch(f"the last layer has a window; in {arch.family} models it has full attention.")
     return {}

@@ -28,8 +28,8 @@ _IN_MEMORY = {
 
 
 def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
-    """Return which layers encode positions: those of the type with a window. Refuse a config that states no
-    window, of which `transformers` computes nothing, either."""
+    """Return which layers encode positions: those of the type with a window. Refuse a config without a
+    window: `transformers` refuses it where a layer has one, and else encodes positions in all layers."""
     if not config.has("sliding_window"):
         raise config.wrong("sliding_window", None, "a number of positions")
     return [kind == SLIDING for kind in layer_types(config, num_layers)]

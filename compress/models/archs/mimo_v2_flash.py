@@ -80,6 +80,8 @@ def _implied(config: Fields) -> dict[str, Any]:
         "mlp_layer_types": [DENSE_LAYER] + [SPARSE_LAYER] * (num_layers - 1),
     }
     types = {name: config.texts(name, default=default) for name, default in by_default.items()}
+    if set(types["layer_types"]) - {FULL, SLIDING}:
+        raise config.wrong("layer_types", types["layer_types"], f"each {FULL} or {SLIDING}")
     for pattern, (name, kind) in _PATTERNS.items():
         expected = [int(each == kind) for each in types[name]]
         if config.has(pattern) and config.integers(pattern, 0, 1) != expected:
@@ -140,7 +142,11 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
 
 
 def _restated(arch: Arch) -> dict[str, Any]:
-    """Return the KV heads of layers without a window, and in published fields those of the others."""
+    """Return the KV heads of layers without a window, and in published fields those of the others.
+
+    Raises:
+        UnsupportedArch: layers with a window do not have twice as many, which no config can state.
+    """
     heads = {layer.num_kv_heads * (2 if layer.window is None else 1) for layer in arch.layers}
     of_windows = min(heads)
     if len(heads) > 1 or of_windows % 2:

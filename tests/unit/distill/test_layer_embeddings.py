@@ -187,7 +187,7 @@ def test_a_fresh_head_takes_the_keys_and_values_that_the_last_layer_reads(num_la
     assert torch.equal(head.get_parameter("layers.0.hidden_norm.weight"), dense(last["attn_norm.weight"]))
 
 
-SHARED = r"the last layers of this llama model read the keys and values of earlier ones\."
+SHARED = r"layers of this llama model read keys and values, or latents, of earlier ones\."
 EMBEDDED = r"tokens of this llama model have embeddings for each of its layers\."
 HEADS = r"layers of this llama model share keys and values, so their heads go together\."
 SHARES = {"layers": (tiny_shape(), tiny_shape(), tiny_shape(kv_source=1))}

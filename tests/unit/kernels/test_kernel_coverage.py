@@ -18,7 +18,7 @@ from compress.models.mamba2 import Mamba2
 from compress.plugins import PluginSet
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_decoder import LLAMA, tiny_arch
-from tests.support.tiny_source import tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_LARGE4, tiny_shape, tiny_source
 
 CPU = KernelDevice("cpu", 0, torch.float32)
 ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256, head_dim=32)
@@ -102,6 +102,17 @@ def test_a_dense_first_layer_and_the_experts_of_the_others_are_listed() -> None:
     assert "W4A16_G64" not in {each.scheme for each in experts}  # 96 columns are no whole groups of 64
     assert {each.scheme for each in experts} >= {"F32", "W4A16_G32", "FP8_DYNAMIC"}
     assert all(row.problem.sinks for row in rows if row.problem.op.startswith("attention"))
+
+
+def test_latents_of_layers_with_positions_and_without_have_kernels_of_their_own() -> None:
+    arch = tiny_source(**LIKE_LARGE4).arch
+    rows = coverage(arch, CPU)
+    latents = [(layer.head_dim, layer.latent) for layer in arch.layers if layer.latent is not None]
+    stored = {(row.problem.n, row.problem.k) for row in rows if row.name == "latent_store"}
+    assert stored == {(latent.kv_rank, latent.rope_dim) for _, latent in latents}
+    assert len(stored) == 2
+    absorbed = {(row.problem.n, row.problem.k) for row in rows if row.name == "head_linear"}
+    assert absorbed >= {(latent.kv_rank, dim - latent.rope_dim) for dim, latent in latents}
 
 
 def test_experts_that_act_on_latents_are_as_wide_as_these_and_their_router_as_the_model() -> None:

@@ -140,7 +140,7 @@ def test_a_latent_of_queries_is_refused() -> None:
 
 def test_layers_that_others_read_stay_and_heads_do_not() -> None:
     shared = arch_of(**SHARED, indexer_types=None)
-    assert "read the keys and values of earlier ones" in str(why_layers_stay(shared))
+    assert "read keys and values, or latents, of earlier ones" in str(why_layers_stay(shared))
     assert why_heads_stay(shared) is None
     plain = arch_of(kv_source_layers=[0, 1, 2, 3, 4], indexer_types=None)
     shorter = with_layers(plain, [0, 2, 3])
@@ -188,11 +188,13 @@ def test_growth_without_latents_or_with_another_is_refused() -> None:
             tiny_source(**{**LIKE_LARGE4, **changes})
 
 
-def test_readers_of_latents_of_another_width_are_refused() -> None:
+def test_readers_of_latents_of_another_width_or_order_are_refused() -> None:
     first, second, *others = LIKE_LARGE4["layers"]
-    wider = replace(second, latent=replace(second.latent, kv_rank=24))
-    with pytest.raises(UnsupportedArch, match="layer 1: it reads the latents of layer 0"):
-        tiny_source(**{**LIKE_LARGE4, "layers": (first, wider, *others)})
+    turned = not second.latent.interleaved
+    for changes in ({"kv_rank": 24}, {"interleaved": turned}):
+        other = replace(second, latent=replace(second.latent, **changes))
+        with pytest.raises(UnsupportedArch, match="layer 1: it reads the latents of layer 0"):
+            tiny_source(**{**LIKE_LARGE4, "layers": (first, other, *others)})
     with pytest.raises(UnsupportedArch, match=r"layer 1: a layer reads .* a latent of queries"):
         tiny_source(
             **{**LIKE_LARGE4, "layers": (first, replace(second, latent=replace(second.latent, q_rank=8)))}
