@@ -25,13 +25,6 @@ NOT_GATHERED = (
     "aria",
 )
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
-JOINED = {
-    "ernie4_5_vl_moe": (
-        "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "
-        "theirs"
-    ),
-}
-"""Families whose experts transformers gathers from plain checkpoints only, and why."""
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
@@ -77,8 +70,6 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
     ]
     if arch.family in SHARED_RENAMED and any(".moe.shared." in linear for linear, _ in scheme.exceptions):
         return "has the shared expert under another name, so that it finds no scheme of its own for it"
-    if arch.family in JOINED:
-        return JOINED[arch.family]
     schemes = {scheme.for_linear(each) for each in apart}
     one = next(iter(schemes)) if len(schemes) == 1 else None
     if arch.family in NOT_GATHERED and schemes:

@@ -27,8 +27,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.config_groups import matches_module
-from compress.export.experts import JOINED
-from compress.export.own_code import why_no_class
+from compress.export.own_code import why_no_codes
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.export.vllm import vllm_builds
 from compress.models.arch import Arch
@@ -194,7 +193,7 @@ class Fp8:
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
-        refused = why_no_class(arch) or JOINED.get(arch.family)
+        refused = why_no_codes(arch)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer(

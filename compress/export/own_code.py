@@ -1,8 +1,19 @@
-"""Models that `transformers` has no class for."""
+"""Models of which `transformers` loads no checkpoint, or none with codes."""
 
 from compress.models.arch import Arch
 
 BY_CODE = ("kimi_k2", "vlm", "phi4mm")
+PLAIN_ALONE = {
+    "ernie4_5_vl_moe": (
+        "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "
+        "theirs"
+    ),
+    "qianfan_ocr": (
+        "splits a tensor of q, k and v in the vision tower, and builds that step for plain checkpoints only "
+        "('you can only have one to many')"
+    ),
+}
+"""Families of which transformers 5.23 loads plain checkpoints only, and why."""
 
 
 def why_no_class(arch: Arch) -> str | None:
@@ -13,3 +24,8 @@ def why_no_class(arch: Arch) -> str | None:
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"
+
+
+def why_no_codes(arch: Arch) -> str | None:
+    """Return why transformers loads no checkpoint of a model with codes, None where that depends on them."""
+    return why_no_class(arch) or PLAIN_ALONE.get(arch.family)

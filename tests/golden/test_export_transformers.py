@@ -35,6 +35,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
+from tests.support.split_towers import split_plain_tensors
 from tests.support.tiny_hf import BY_ANOTHER_NAME, CASES, SMALL, auto_class, inner_widths, saved, tokens
 
 NUM_LAYERS = 2
@@ -172,6 +173,9 @@ EXPORTED = [
     ("ovis2", "FP8_DYNAMIC"),
     ("minicpmv4_6", "W4A16_G128"),
     ("minicpmv4_7", "FP8_DYNAMIC"),
+    ("minicpm_ocr", "W4A16_G128"),
+    ("qianfan_ocr", "FP8_DYNAMIC"),
+    ("qianfan_ocr-tied", "W4A16_G128"),
     ("janus", "W4A16_G128"),
     ("deepseek_vl", "FP8_DYNAMIC"),
     ("granite_docling", "W4A16_G128"),
@@ -344,8 +348,9 @@ def test_every_family_is_exported() -> None:
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
 @pytest.mark.one_in(10)
 def test_transformers_loads_the_export_and_computes_the_same(
-    case: str, scheme_name: str, head: str | None, tmp_path: Path
+    case: str, scheme_name: str, head: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    split_plain_tensors(CASES[case][0], monkeypatch)
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
     model, info = auto_class(CASES[case][0]).from_pretrained(

@@ -99,6 +99,8 @@ REFUSED = {
         "muse_glimmer",
         "ovis2",
         "minicpmv",
+        "minicpm_ocr",
+        "qianfan",
         "janus",
         "docling",
         "glmga",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.cli.app import main
 from compress.errors import UnsupportedArch, UnsupportedFormat
-from compress.export import open_checkpoint
+from compress.export import FORMATS, open_checkpoint
 from compress.export.format_writer import write_format
 from compress.export.refusals import check_rules
 from compress.models.checkpoint import Checkpoint
@@ -23,13 +23,14 @@ from compress.models.mixture import AS_IN_MEMORY
 from compress.models.overrides import decide
 from compress.models.stored_tensors import members_of, most_experts, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, parameter_names, split_outer
-from compress.quant.model_scheme import with_exceptions
+from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.scheme import SCHEMES, Scheme
+from tests.support.split_towers import SPLIT, split_plain_tensors
 from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, saved, tokens
 from tests.support.wrappers import WRAPPERS, Rounded, wide
 
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4")
+RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr")
 """Families whose vision tower transformers has under other names."""
 IN_HALVES = ("ernie4_5_vl_moe", "ernie4_5_vl_moe-dense-in-the-middle")
 """Cases whose experts transformers gathers from tensors of each by an operation that reads no scales."""
@@ -127,8 +128,9 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
 @pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in NOT_GATHERED])
 @pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
-    case: str, tmp_path: Path
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    split_plain_tensors(CASES[case][0], monkeypatch)
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
     stacked = dense_experts(source, "compressed-tensors")
@@ -197,6 +199,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         pytest.skip("what transformers would load is tested in `test_mixtures.py`")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
         pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
+    split_plain_tensors(CASES[case][0], monkeypatch)
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
@@ -253,7 +256,26 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     assert error.sqrt() < bound * exact.square().mean().sqrt()
 
 
-@pytest.mark.parametrize("case", ["internvl", "internvl-qwen3-tied", "llava_next", "smolvlm"])
+@pytest.mark.parametrize("family", SPLIT)
+@pytest.mark.parametrize(("scheme", "form"), [("W8A16", "compressed-tensors"), ("FP8_BLOCK", "fp8")])
+def test_transformers_is_stated_to_load_no_codes_next_to_a_tower_that_it_splits(
+    family: str, scheme: str, form: str, tmp_path: Path
+) -> None:
+    wide(family, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    uniform = ModelScheme(SCHEMES[scheme])
+    loads = {each.name: each.loads for each in FORMATS.get(form).consumers(source.arch, uniform)}
+    assert not loads["transformers"]
+    assert loads["compress runtime"]
+    (tmp_path / "out").mkdir()
+    write_format(form, tmp_path / "out", Rounded(source, uniform), uniform)
+    with pytest.raises(ValueError, match="you can only have one to many"):
+        auto_class(family).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "case", ["internvl", "internvl-qwen3-tied", "llava_next", "smolvlm", "minicpm_ocr", "qianfan_ocr"]
+)
 def test_tensors_decide_the_head_where_no_config_does(case: str, tmp_path: Path) -> None:
     """Versions of `transformers` differ in what they take a config for that says nothing."""
     model = saved(tmp_path, *CASES[case])
@@ -298,6 +320,7 @@ def test_text_configs_may_leave_sizes_to_the_defaults_of_their_class() -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for model_type, kinds in {
         "internvl": ("qwen2", "qwen3", "qwen3_moe", "llama"),
+        "qianfan_ocr": ("qwen3",),
         "llava_next": ("qwen2", "llama", "mistral"),
         "llava_onevision": ("qwen2",),
         "idefics3": ("llama",),

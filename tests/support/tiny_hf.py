@@ -137,6 +137,8 @@ CONFIGS: dict[str, Any] = {
     "ovis2": transformers.Ovis2Config,
     "minicpmv4_6": transformers.MiniCPMV4_6Config,
     "minicpmv4_7": transformers.MiniCPMV4_7Config,
+    "minicpm_ocr": transformers.MiniCPMOcrConfig,
+    "qianfan_ocr": transformers.QianfanOCRConfig,
     "janus": transformers.JanusConfig,
     "deepseek_vl": transformers.DeepseekVLConfig,
     "granite_docling": transformers.GraniteDoclingConfig,
@@ -371,6 +373,20 @@ AROUND: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "num_hidden_layers": 2, "insert_layer_id": 0},
         "insert_layer_id": 0,
         "image_size": 28,
+        "image_token_id": 97,
+    },
+    "minicpm_ocr": {
+        "vision_config": {**_VISION, "num_hidden_layers": 2, "insert_layer_id": 0},
+        "insert_layer_id": 0,
+        "image_token_id": 97,
+    },
+    "qianfan_ocr": {
+        "vision_config": {
+            **_VISION,
+            "image_size": [28, 28],
+            "patch_size": [14, 14],
+            "use_qk_norm": True,
+        },
         "image_token_id": 97,
     },
     "janus": {
@@ -2347,6 +2363,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ovis2": ("ovis2", {"tie_word_embeddings": True}),
     "minicpmv4_6": ("minicpmv4_6", OTHER_DELTA_NET),
     "minicpmv4_7": ("minicpmv4_7", {**DELTA_NET, "tie_word_embeddings": True}),
+    "minicpm_ocr": ("minicpm_ocr", {**OTHER_DELTA_NET, "tie_word_embeddings": True}),
+    "qianfan_ocr": ("qianfan_ocr", {"head_dim": 12}),
+    "qianfan_ocr-tied": ("qianfan_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
     "janus": ("janus", {"head_dim": 12}),
     "deepseek_vl": ("deepseek_vl", {"tie_word_embeddings": True}),
     "granite_docling": (
@@ -2584,6 +2603,7 @@ SAVED_OTHERWISE = {
         f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
     },
     "kimi_k25": {"language_model.model.blocks.": "language_model.model.layers."},
+    "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
     "hyperclovax_vision_v2": {
         f"language_model.{part}.": f"language_model.model.{part}."
         for part in ("layers", "embed_tokens", "norm")
