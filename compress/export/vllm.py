@@ -68,9 +68,9 @@ STACKS_ALONE = {
 }
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
-    "bailing_hybrid": "no export was tested with its class of Ling 3.0",
-    "minicpm_ocr": "no export was tested with its class of MiniCPM-OCR, if it has one",
-    "qianfan_ocr": "no export was tested with its class of Qianfan-OCR",
+    "bailing_hybrid": "no export of Ling 3.0 was tested with it",
+    "minicpm_ocr": "no export of MiniCPM-OCR was tested with it",
+    "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
     "kolibri1": "it knows no model_type kolibri1",

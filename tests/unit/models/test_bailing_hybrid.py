@@ -144,4 +144,4 @@ def test_transformers_loads_exports_without_latents_of_queries(form: str, scheme
     assert refusals(arch_of(**widths), form, scheme)["transformers"] is None
     with_latents = refusals(arch_of(**widths, q_lora_rank=128), form, scheme)
     assert "no latent of queries" in str(with_latents["transformers"])
-    assert "no export was tested" in str(with_latents["vLLM"])
+    assert "no export of Ling 3.0 was tested" in str(with_latents["vLLM"])
