@@ -7,11 +7,11 @@ vLLM caps the activations of experts in layers that a config lists, as Ling 3.0 
 queries, which that version of `transformers` has not.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.archs.glm4_moe import MIXTURE_MODULES, SIGMOID_MIXTURE
+from compress.models.archs.glm4_moe import MIXTURE_MODULES
+from compress.models.archs.kimi_linear import ALIASES, MIXTURE
 from compress.models.config_facts import only_own_code
 from compress.models.delta_net import DeltaNet
 from compress.models.family import FAMILIES, Family
@@ -19,7 +19,7 @@ from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.layer_shape import HeadGate
 from compress.models.layer_types import LINEAR, every_nth_full
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
-from compress.models.mixture import BARE, apart, in_one, shared_of, sparse_by_type_or_count, state_both
+from compress.models.mixture import BARE, apart, in_one
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
 from compress.untrusted.fields import Fields
 
@@ -37,22 +37,6 @@ _CAPS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
 _ROTATED_PART = "partial_rotary_factor"
 _TRAINED = "original_max_position_embeddings"
-_ALIASES = {
-    "max_position_embeddings": "model_max_length",
-    "norm_topk_prob": "moe_renormalize",
-    "n_group": "num_expert_group",
-    "num_local_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_token",
-    "n_shared_experts": "num_shared_experts",
-}
-_MIXTURE = replace(
-    SIGMOID_MIXTURE,
-    fields={**SIGMOID_MIXTURE.fields, "num_experts": "num_local_experts"},
-    is_sparse=sparse_by_type_or_count,
-    state_sparse=state_both,
-    read_more=shared_of("n_shared_experts"),
-)
-
 _PUBLISHED = apart("mlp.experts", modules={"delta.o": "attention.o_proj"})
 _SAVED = apart("mlp.experts", modules={"delta.o": "attention.dense"})
 """The layouts of published checkpoints and of those that `transformers` saves."""
@@ -134,8 +118,8 @@ BAILING_HYBRID = Family(
     head_gate=_head_gate,
     recurrence=_delta_of,
     implied=_implied,
-    aliases=_ALIASES,
-    mixture=_MIXTURE,
+    aliases=ALIASES,
+    mixture=MIXTURE,
     outer_modules={**OUTER_MODULES, "embed": "model.word_embeddings"},
     layer_modules={
         **{name: each.replace("self_attn", "attention") for name, each in LAYER_MODULES.items()},
@@ -165,7 +149,7 @@ BAILING_HYBRID = Family(
         "attention": "self_attn",
         "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
     },
-    known_fields=frozenset({*_MIXTURE.fields.values(), *_ALIASES, *_WIDTHS, *_WIDTHS.values(), *_CAPS})
+    known_fields=frozenset({*MIXTURE.fields.values(), *ALIASES, *_WIDTHS, *_WIDTHS.values(), *_CAPS})
     | {
         "attention_bias",
         "auto_map",

@@ -27,7 +27,7 @@ _WIDTHS = {
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
 """Fields of the class in `transformers`, and those of the mapping, which count where a config has both."""
-_ALIASES = {
+ALIASES = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
     "n_group": "num_expert_group",
@@ -35,7 +35,7 @@ _ALIASES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-_MIXTURE = replace(
+MIXTURE = replace(
     SIGMOID_MIXTURE,
     fields={**SIGMOID_MIXTURE.fields, "num_experts": "num_local_experts"},
     is_sparse=sparse_by_type_or_count,
@@ -124,8 +124,8 @@ KIMI_LINEAR = Family(
     recurrence=_kimi_delta_of,
     implied=_implied,
     restated=_restated,
-    aliases=_ALIASES,
-    mixture=_MIXTURE,
+    aliases=ALIASES,
+    mixture=MIXTURE,
     layer_modules={
         **LAYER_MODULES,
         **LATENT_MODULES,
@@ -151,7 +151,7 @@ KIMI_LINEAR = Family(
         **{f"self_attn.{name}": f"{_FORGET}.{name}" for name in _RENAMED},
         **{f"{_MOE}.{part}": f"mlp.{part}" for part in ("gate", "experts", "shared_experts")},
     },
-    known_fields=frozenset({*_MIXTURE.fields.values(), *_ALIASES, *_WIDTHS, _LINEAR})
+    known_fields=frozenset({*MIXTURE.fields.values(), *ALIASES, *_WIDTHS, _LINEAR})
     | {
         "attention_bias",
         "auto_map",
