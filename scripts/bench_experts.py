@@ -47,12 +47,21 @@ from scripts.kernel_bench.timer import poisoned_memory, time_launches
 
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, "silu"),
+    "qwen3-235b-a22b": (4096, 1536, 96, 8, "silu"),
+    "qwen3.5-35b-a3b": (2048, 512, 257, 9, "silu"),
+    "kimi-linear-48b-a3b": (2304, 1024, 257, 9, "silu"),
+    "glm-4.5-air": (4096, 1408, 129, 9, "silu"),
+    "glm-4.7-flash": (2048, 1536, 65, 5, "silu"),
+    "deepseek-v3": (7168, 2048, 48, 9, "silu"),
+    "lfm2-8b-a1b": (2048, 1792, 32, 4, "silu"),
+    "mixtral-8x7b": (4096, 14336, 8, 2, "silu"),
+    "llama-4-scout": (5120, 8192, 16, 1, "silu"),
     "nemotron-3-nano-30b-a3b": (2688, 1856, 130, 8, "relu2"),
     "nemotron-3-super-120b-a12b": (1024, 2688, 512, 22, "relu2"),
     "tiny": (256, 128, 12, 3, "silu"),
 }
 """Numbers of a token that an expert reads, size of an expert, experts, choices and activation; experts that
-all rows choose are drawn as the others."""
+all rows choose are drawn as the others. Qwen3-235B and DeepSeek-V3 have fewer of them here, which fit a GPU."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12

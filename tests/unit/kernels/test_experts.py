@@ -26,7 +26,6 @@ from compress.models.moe import route
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
-from scripts.bench_experts import empty_layer
 from tests.support.emulated_kernels import use_emulated
 from tests.support.random_experts import randn, random_experts
 from tests.support.slow import slow
@@ -507,9 +506,10 @@ def test_blocks_of_down_are_two_at_once_where_multiprocessors_are_fewer(num_sms:
 def test_tiles_of_qwen3_30b_are_the_fastest_of_its_sweep(
     rows: int, gate_up: slices.Tile, down: slices.Tile
 ) -> None:
-    meta = torch.device("meta")
-    packed = empty_layer("W4A16_G128", 2048, 768, 128, torch.bfloat16, meta, gated=True)
-    assert slice_tiles.tiles_of(packed, rows, 8, Gpu(90, 132, 227 * 1024)) == (gate_up, down)
+    given = layer("W4A16_G128", torch.bfloat16, hidden=2048, ffn=768)
+    few = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    of_128 = replace(few, num_experts=128)
+    assert slice_tiles.tiles_of(of_128, rows, 8, Gpu(90, 132, 227 * 1024)) == (gate_up, down)
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
