@@ -61,7 +61,8 @@ SHAPES = {
     "tiny": (256, 128, 12, 3, "silu"),
 }
 """Numbers of a token that an expert reads, size of an expert, experts, choices and activation; experts that
-all rows choose are drawn as the others. Qwen3-235B and DeepSeek-V3 have fewer of them here, which fit a GPU."""
+all rows choose are drawn as the others. Qwen3-235B and DeepSeek-V3 have fewer experts here, which fit a
+GPU."""
 SPREAD = 0.55
 """Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
 BANDWIDTH = 4.8e12
