@@ -188,8 +188,14 @@ def test_tokens_have_embeddings_for_each_layer() -> None:
         ({"kv_source": 3}, "layer 3: it reads the keys and values of layer 3, which has none before it"),
         ({"kv_source": 4}, "layer 3: it reads the keys and values of layer 4, which has none before it"),
         ({"kv_source": 2}, "layer 3: .* of layer 2, whose heads, rope or window differ"),
-        ({"output_gate": True}, "layer 3: a layer reads the keys and values of another, and has an output"),
-        ({"keys_are_values": True}, "layer 3: a layer reads the keys and values of another, and has"),
+        (
+            {"output_gate": True},
+            "layer 3: a layer reads the keys and values, or the latents, of another, and has an output",
+        ),
+        (
+            {"keys_are_values": True},
+            "layer 3: a layer reads the keys and values, or the latents, of another, and has",
+        ),
     ],
 )
 def test_keys_and_values_that_cannot_be_read_are_refused(changes: dict[str, Any], message: str) -> None:
