@@ -69,7 +69,7 @@ STACKS_ALONE = {
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
-    "minicpm_ocr": "no export of MiniCPM-OCR was tested with it",
+    "minicpm_ocr": "it knows no model_type minicpm_ocr",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
