@@ -79,13 +79,12 @@ class LayerShape:
     `head_gate`, by this function of one number for each head, which `attn.head_gate` computes of the input
     and no scheme quantizes. A layer with a `recurrence` has it in place of attention, and its heads are those
     that other layers of the model have; a `joint` layer has both, which read one input and whose outputs are
-    added. A layer with a `kv_source` has no `attn.k` and no `attn.v`, or no `attn.kv_down`: it
-    attends to the keys and values, or to the latents, of the layer with this index (arXiv 2405.12981). A
-    layer has both halves,
-    or the one that is its `only_half`; the widths of the other are then those that other layers have. An FFN,
-    or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that of an FFN one
-    of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where they are narrower
-    than the keys; a cache stores them with zeros up to the width of the keys."""
+    added. A layer with a `kv_source` has no `attn.k` and no `attn.v`, or no `attn.kv_down`: it attends to
+    the keys and values, or to the latents, of the layer with this index (arXiv 2405.12981). A layer has both
+    halves, or the one that is its `only_half`; the widths of the other are those that other layers have
+    then. An FFN, or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that
+    of an FFN one of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where
+    they are narrower than the keys; a cache stores them with zeros up to the width of the keys."""
 
     num_heads: int
     num_kv_heads: int

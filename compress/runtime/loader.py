@@ -59,10 +59,10 @@ class LayerWeights:
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
     queries without one, and it those that read latents; `growth_2H` are the parameters by which its queries
-    grow. `layer_embed` reads the embeddings of tokens for the
-    layer. `latent_in` and `latent_out` come before and after experts that act on latents. `xielu_4` are the
-    numbers of the activation of its FFN, float32, None where it has none. `recurrent_o` is the last linear of
-    a recurrence that joins attention, whose own is `o`.
+    grow. `layer_embed` reads the embeddings of tokens for the layer. `latent_in` and `latent_out` come
+    before and after experts that act on latents. `xielu_4` are the numbers of the activation of its FFN,
+    float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
+    whose own is `o`.
     """
 
     shape: LayerShape

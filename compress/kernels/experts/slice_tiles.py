@@ -67,7 +67,8 @@ GATE_UP_OF_FEW_ROWS = {
     Tile(2, 1, 2, 2, 4, staged=True): Wave(2, 1.00, 0.0),
     Tile(1, 1, 2, 4, 1, staged=True): Wave(16, 2.18, 0.20),
 }
-"""Tiles of gate and up of up to `FEW_ROWS`, sorted by expert."""
+"""Tiles of gate and up of up to `FEW_ROWS`, sorted by expert. Of a tile with many waves only the time of
+all was fitted: the 2 of the staged one with four warps is no count."""
 DOWN_OF_PAIRS = {
     Tile(1, 1, 1, 1, 4): Wave(24, 2.12, 0.13),
     Tile(1, 1, 2, 1, 4, staged=True): Wave(32, 2.66, 0.12),
