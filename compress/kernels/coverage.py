@@ -177,27 +177,26 @@ def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int, *, 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
-    having = [layer for layer in arch.layers if layer.latent is not None]
-    shape = having[0] if having else arch.layers[0]
-    latent = shape.latent or Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
-    rank = latent.kv_rank
-    head_dim = shape.head_dim
-    dims = {(layer.latent.rope_dim, layer.head_dim) for layer in having if layer.latent is not None}
+    having = dict.fromkeys(
+        (layer.latent, layer.num_heads, layer.head_dim) for layer in arch.layers if layer.latent is not None
+    )
+    of_deepseek = Latent(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128, interleaved=True)
     formats = (device.dense, FP8_TOKEN_HEAD, INT8_TOKEN_HEAD)
+    dense = (device.dense,)
     problems: list[tuple[Op, Phase, int, int, tuple[str, ...]]] = []
-    for rope_dim, dim in sorted(dims, reverse=True) or [(latent.rope_dim, latent.rope_dim + 128)]:
-        problems.append(("latent_store", "decode", rank, rope_dim, formats))
-        problems.append(("head_linear", "decode", rank, dim - rope_dim, (device.dense,)))
-    problems += [
-        ("latent_attention", "decode", rank, shape.num_heads, formats),
-        ("head_linear", "decode", latent.value_dim, rank, (device.dense,)),
-        ("latent_heads", "decode", head_dim, 0, (device.dense,)),
-    ]
-    if having:
-        problems.append(("attention_prefill", "prefill", head_dim, 1, (device.dense,)))
+    for latent, num_heads, head_dim in having or [(of_deepseek, arch.layers[0].num_heads, 192)]:
+        problems += [
+            ("latent_store", "decode", latent.kv_rank, latent.rope_dim, formats),
+            ("head_linear", "decode", latent.kv_rank, head_dim - latent.rope_dim, dense),
+            ("latent_attention", "decode", latent.kv_rank, num_heads, formats),
+            ("head_linear", "decode", latent.value_dim, latent.kv_rank, dense),
+            ("latent_heads", "decode", head_dim, 0, dense),
+        ]
+        if having:
+            problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
     return [
         _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme)])
-        for op, phase, n, k, schemes in problems
+        for op, phase, n, k, schemes in dict.fromkeys(problems)
         for scheme in schemes
     ]
 

@@ -62,28 +62,9 @@ class LatentAttention:
             )
         self._arch = arch
         self._deployment = deployment
-        shape = next(layer for layer in arch.layers if layer.attends)
-        latent = latent_of(shape)
         self._recurrent = RecurrentOps(arch, deployment)
-
-        def bound(
-            op: Op, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None
-        ) -> BoundKernel:
-            problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
-            return BoundKernel.of(problem)
-
         attending = [layer for layer in arch.layers if layer.attends]
-        self._stores = {
-            rope_dim: bound("latent_store", latent.kv_rank, rope_dim, scheme=kv_format)
-            for rope_dim in sorted({latent_of(layer).rope_dim for layer in attending})
-        }
-        self._ops: dict[Op, BoundKernel] = {
-            "latent_attention": bound("latent_attention", latent.kv_rank, shape.num_heads, scheme=kv_format),
-            "latent_heads": bound("latent_heads", shape.head_dim),
-            "attention_prefill": bound("attention_prefill", shape.head_dim, 1, "prefill"),
-        }
-        if latent.q_rank:
-            self._ops["rms_norm"] = bound("rms_norm", latent.q_rank)
+        self._kernels = {key: _bound(key, deployment, kv_format) for key in map(_key_of, attending)}
         # One position more than a sequence has, as in `layer_attention.py`.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
@@ -188,7 +169,7 @@ class LatentAttention:
         absorbed_THR = linears.absorb(q_THC)
         at_once = at_once or len(context_lens_R)
         attended = [
-            self._ops["latent_attention"].kernel.fn(
+            self._ops(layer)["latent_attention"].kernel.fn(
                 absorbed_THR[start * q_len : (start + at_once) * q_len],
                 q_THC[start * q_len : (start + at_once) * q_len],
                 projected.kv,
@@ -212,7 +193,7 @@ class LatentAttention:
         most = self._deployment.max_step_tokens
         for start in range(0, len(latent_MR), most):
             rows = slice(start, start + most)
-            self._ops["latent_heads"].kernel.fn(
+            self._ops(layer)["latent_heads"].kernel.fn(
                 linears.kv_up(latent_MR[rows], "prefill"),
                 rotated_MP[rows],
                 k_HMC[:, rows],
@@ -222,7 +203,7 @@ class LatentAttention:
             )
         as_pages = [each.unflatten(1, (-1, pages.block_size)) for each in (k_HMC, v_HMC)]
         fixed = {} if part.lists is None else {"lists": part.lists}
-        attended_THC: Tensor = self._ops["attention_prefill"].kernel.fn(
+        attended_THC: Tensor = self._ops(layer)["attention_prefill"].kernel.fn(
             q_THC[part.rows],
             PagedKV(*as_pages),
             part.table_RB,
@@ -239,14 +220,14 @@ class LatentAttention:
         linears = linears_of(layer)
         q_TF, latent_TF = linears.split(projected.qkv_TF)
         if linears.q_up is not None:
-            q_TF = linears.q_up(q_TF, phase, self._ops["rms_norm"].kernel.fn)
+            q_TF = linears.q_up(q_TF, phase, self._ops(layer)["rms_norm"].kernel.fn)
         if self._growth_P is not None and self._arch.queries_grow(layer.shape):
             q_TF = q_TF * self._growth_P[projected.positions_T].unsqueeze(1)
         if layer.growth_2H is not None:
             scale_H, base_H = layer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, projected.positions_T, q_TF.dtype)
             q_TF = (q_TF.unflatten(1, (-1, linears.head_dim)) * growth_TH.unsqueeze(-1)).flatten(1)
-        q_THC: Tensor = self._stores[linears.facts.rope_dim].kernel.fn(
+        q_THC: Tensor = self._ops(layer)["latent_store"].kernel.fn(
             q_TF,
             latent_TF,
             linears.kv_norm,
@@ -260,16 +241,46 @@ class LatentAttention:
         )
         return q_THC
 
+    def _ops(self, layer: LayerWeights) -> dict[Op, BoundKernel]:
+        return self._kernels[_key_of(layer.shape)]
+
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
-        return self._ops["attention_prefill"].kernel.takes_lists and self._recurrent.takes_lists
+        prefilling = [bound["attention_prefill"].kernel for bound in self._kernels.values()]
+        return all(kernel.takes_lists for kernel in prefilling) and self._recurrent.takes_lists
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """Return rows of `Engine.kernel_report`, one for each op."""
-        rows = [each.report(layer=None, linear="latent_store") for each in self._stores.values()]
-        rows += [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        """Return rows of `Engine.kernel_report`, one for each op and its dimensions."""
+        rows: list[dict[str, Any]] = []
+        for ops in self._kernels.values():
+            reported = [bound.report(layer=None, linear=op) for op, bound in ops.items()]
+            rows += [row for row in reported if row not in rows]
         return rows + self._recurrent.kernel_report()
+
+
+def _key_of(layer: LayerShape) -> tuple[Latent, int, int]:
+    """Return the facts by which kernels of a layer's attention are selected: its latents, the number of
+    query heads and their dimensions."""
+    return latent_of(layer), layer.num_heads, layer.head_dim
+
+
+def _bound(key: tuple[Latent, int, int], deployment: Deployment, kv_format: str) -> dict[Op, BoundKernel]:
+    latent, num_heads, head_dim = key
+
+    def bound(op: Op, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None) -> BoundKernel:
+        problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+        return BoundKernel.of(problem)
+
+    ops: dict[Op, BoundKernel] = {
+        "latent_store": bound("latent_store", latent.kv_rank, latent.rope_dim, scheme=kv_format),
+        "latent_attention": bound("latent_attention", latent.kv_rank, num_heads, scheme=kv_format),
+        "latent_heads": bound("latent_heads", head_dim),
+        "attention_prefill": bound("attention_prefill", head_dim, 1, "prefill"),
+    }
+    if latent.q_rank:
+        ops["rms_norm"] = bound("rms_norm", latent.q_rank)
+    return ops
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu_pytorch_tanh"},
     "window shorter than a block": {"layers": (tiny_shape(window=5), tiny_shape())},
     "window longer than a chunk": {"layers": (tiny_shape(window=131), tiny_shape(window=40))},
+    "latents differ by layer": {
+        "layers": (
+            tiny_shape(**PLAIN_QUERIES),
+            tiny_shape(**LATENT),
+            tiny_shape(**{**LATENT, "num_heads": 3, "num_kv_heads": 3, "head_dim": 20}),
+        )
+    },
     "widths differ by layer": {
         "layers": (
             tiny_shape(num_heads=6, num_kv_heads=3, intermediate_size=40),
