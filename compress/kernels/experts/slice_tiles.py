@@ -60,6 +60,16 @@ GATE_UP_OF_PAIRS = {
     Tile(2, 1, 2, 3, 1, staged=True): Wave(24, 1.66, 0.53),
 }
 """Tiles of gate and up where every pair is a unit of its own."""
+UP_OF_PAIRS = (
+    (3, OF_PAIRS),
+    (5, Tile(2, 1, 2, 2, 8, staged=True)),
+    (10, Tile(2, 1, 2, 2, 4, staged=True)),
+    (math.inf, Tile(2, 1, 2, 3, 2, staged=True)),
+)
+"""Tiles of up without a gate where every pair is a unit of its own, each with the most items of `OUTPUTS` of
+a multiprocessor for which it is taken. Of nine shapes in `W4A16_G64` at 1, 2 and 4 rows, measured as the
+others, the tile taken is at most 10 % slower than the best of seven in all experts of a layer, and 1.4 % on
+average."""
 GATE_UP_OF_FEW_ROWS = {
     Tile(1, 1, 1, 5, 1): Wave(20, 2.00, 0.31),
     Tile(1, 1, 1, 6, 1): Wave(24, 2.62, 0.34),
@@ -105,6 +115,9 @@ def tiles_of(packed: PackedExperts, num_rows: int, top_k: int, gpu: Gpu) -> tupl
 def _gate_up_of_pairs(packed: PackedExperts, num_pairs: int, gpu: Gpu) -> Tile:
     if packed.format not in IN_WORDS:
         return OF_PAIRS
+    if not packed.gated:
+        items = -(-packed.gate_up.out_features // OUTPUTS) * num_pairs / gpu.num_sms
+        return next(tile for most, tile in UP_OF_PAIRS if items <= most)
     return _fastest(GATE_UP_OF_PAIRS, packed, num_pairs, gpu)
 
 
@@ -141,8 +154,7 @@ def _row_tiles(num_rows: int) -> int:
 
 def _fastest(waves: Mapping[Tile, Wave], packed: PackedExperts, units: float, gpu: Gpu) -> Tile:
     """Return the tile of gate and up that takes the shortest time for so many units."""
-    outputs = 2 * OUTPUTS if packed.gated else OUTPUTS
-    items = -(-packed.gate_up.out_features // outputs) * units / gpu.num_sms
+    items = -(-packed.gate_up.out_features // (2 * OUTPUTS)) * units / gpu.num_sms
     steps = steps_of(packed.gate_up)
     return min(waves, key=lambda tile: waves[tile].us(items, waves[tile].at_once, steps))
 

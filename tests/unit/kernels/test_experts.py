@@ -458,6 +458,20 @@ def test_pairs_of_many_choices_are_units_of_their_own_where_few_rows_fit(shared_
         assert slice_tiles.tiles_of(packed, 1, 22, gpu)[1] == slice_tiles.DOWN_OF_MANY
 
 
+@pytest.mark.parametrize("name", ["W4A16_G128", "W8A16", "NVFP4"])
+def test_fewer_warps_share_a_tile_of_up_alone_the_more_items_there_are_of_pairs(name: str) -> None:
+    given = layer(name, torch.bfloat16, ffn=512, activation="relu2")
+    packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    tiles = [slice_tiles.tiles_of(packed, 1, 2, Gpu(90, sms, 227 * 1024))[0] for sms in (40, 16, 8, 4)]
+    expected = (8, 8, 4, 2) if packed.format in matrices.IN_WORDS else (8, 8, 8, 8)
+    assert tuple(tile.parts for tile in tiles) == expected
+    for tile in tiles:
+        variant = variant_of(
+            packed.gate_up, tile, dtype=packed.dtype, activation="relu2", out_dtype=packed.dtype
+        )
+        assert variant.shared_bytes(32) < 99 * 1024
+
+
 @pytest.mark.parametrize("num_rows", [5, 32, 33, 64])
 def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(num_rows: int) -> None:
     def gate_up(activation: str, ffn: int) -> tuple[slices.Tile, int]:
