@@ -136,8 +136,8 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
 
 
 def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
-    """Return the query heads, the channels of query, key and value, and the FFN dimensions that a layer
-    keeps."""
+    """Return the query heads, the channels of query, key and value, the FFN dimensions and the channels of an
+    indexer of blocks that a layer keeps."""
     old = teacher.layers[teacher_idx]
     new = student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)
@@ -147,6 +147,8 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
         for group in groups
         for idx in evenly(new.num_heads // new.num_kv_heads, old_repeat)
     ]
+
+    index_dim = 0 if old.block_indexer is None else old.block_indexer.head_dim
 
     def spread(chosen: list[int], width: int = old.head_dim) -> Tensor:
         return torch.tensor([head * width + channel for head in chosen for channel in range(width)])
@@ -158,6 +160,8 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
         "v": spread(groups, old.value_dim),
         "o": spread(heads, old.value_dim),
         "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size)),
+        "indexer_q": spread(groups, index_dim),
+        "indexer_k": torch.arange(index_dim),
     }
 
 
@@ -166,11 +170,18 @@ _ROWS = {
     "attn.k": "k",
     "attn.v": "v",
     "attn.gate": "q",
+    "attn.indexer.q": "indexer_q",
+    "attn.indexer.k": "indexer_k",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
 }
 _COLUMNS = {"attn.o": "o", "ffn.down": "ffn"}
-_WHOLE = ("layer_scalar", *(f"ffn.{name}" for name in PARAMETERS))
+_WHOLE = (
+    "layer_scalar",
+    "attn.indexer.q_norm.weight",
+    "attn.indexer.k_norm.weight",
+    *(f"ffn.{name}" for name in PARAMETERS),
+)
 """Parameters that do not depend on widths."""
 
 

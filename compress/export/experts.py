@@ -23,8 +23,12 @@ NOT_GATHERED = (
     "qwen3_vl_moe",
     "mistral3",
     "aria",
+    "minimax_m3_vl_text",
 )
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
+JOINED = ("minimax_m3_vl",)
+"""Families whose gates and ups of FFNs transformers joins while it loads, the stored shapes of packed codes,
+too, which then have another size: 'ckpt: torch.Size([4]) vs model:torch.Size([2])'."""
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
@@ -76,6 +80,8 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
         return "has all experts of a layer in one tensor, and does not gather them from tensors of each"
     if arch.family in GATHERED_CONVOLUTIONS and not _has_fp8_experts(one, scheme):
         return "drops the convolutions of delta nets of checkpoints with other experts than FP8"
+    if arch.family in JOINED and not all(map(_is_channel_fp8, scheme.all)):
+        return "joins gates and ups of FFNs while it loads, and takes FP8 with channel scales there"
     if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):
         return None
     if _has_fp8_experts(one, scheme):

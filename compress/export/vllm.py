@@ -69,6 +69,8 @@ STACKS_ALONE = {
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
+    "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
+    "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",

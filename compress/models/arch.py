@@ -135,10 +135,11 @@ class Arch:
     @property
     def why_no_longer(self) -> str:
         """The reason for `max_position` in brackets, where it is less than the config states."""
-        chosen = [each.latent.indexer for each in self.layers if each.latent is not None]
+        chosen = [each.indexer for each in self.layers]
         if all(each is None or each.top_k > self.max_position for each in chosen):
             return ""
-        return " (its indexers choose so many keys, index_topk, and longer contexts are not computed here)"
+        fields = "index_topk" if self.has_latents else "index_block_size times index_topk_blocks"
+        return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
 
     @property
     def is_uniform(self) -> bool:

@@ -237,13 +237,13 @@ class DecoderLayer(nn.Module):
 
     def _ffn_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of an FFN: its norm with its first linears, where the norm precedes them and
-        nothing else reads it, and up with down, where a gate has the activation."""
+        nothing else reads it, and up with down, where a gate has the activation and up is not clamped."""
         gate_up, down = self.shape.groups[-2:]
         pairs = []
         if self._scales_inputs and not self.arch.shares_norm:
             offset = self.arch.norm_offset
             pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
-        if self.shape.gated:
+        if self.shape.gated and self.arch.activation != "swiglu_clamped":
             pairs.append(SmoothingPair("ffn.up", down.tap, down.linears))
         return pairs
 
@@ -276,7 +276,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def _has_indexer(self) -> bool:
-        return self.shape.latent is not None and self.shape.latent.indexer is not None
+        return self.shape.indexer is not None
 
     def _value_pairs(self) -> list[SmoothingPair]:
         """Return the pair of v and o, of a Mamba-2 mixer that of the norm of its outputs and o, and of a

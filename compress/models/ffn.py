@@ -12,13 +12,11 @@ from compress.models.moe import ExpertFfn
 from compress.models.tap import Tap
 from compress.models.xielu import initial_parameters, xielu, xielu_numbers
 
+CLAMPED = "swiglu_clamped"
+"""The activation of gpt-oss and MiniMax-M3, whose gate and up are clamped."""
 SWIGLU_ALPHA = 1.702
-
-
 SWIGLU_LIMIT = 7.0
 """The slope of the sigmoid and the range of values in `swiglu_clamped`."""
-
-
 OUTPUT_GATE = "sigmoid"
 """The function of the gate of attention (`LayerShape.output_gate`)."""
 
@@ -37,7 +35,7 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
     """Return the input of `down`: act(gate) * up, or gpt-oss's clamped form of it."""
-    if name != "swiglu_clamped":
+    if name != CLAMPED:
         return activation(name, gate) * up
     gate = gate.clamp(max=SWIGLU_LIMIT)
     up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)

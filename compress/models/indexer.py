@@ -3,6 +3,10 @@ attention and the latent of its queries, and chooses the keys that a query atten
 indexer `of_stream` computes its queries from the input of attention, too, normed (LayerNorm with a bias), and
 they grow with the position as those of attention do (`Arch.learned_growth`).
 
+Attention without latents may have an indexer that chooses blocks of keys (MiniMax-M3): each of its heads
+chooses for the query heads of one KV head, and its queries and keys are linears of the input of attention,
+normed like those of attention.
+
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
 decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
 """
@@ -19,6 +23,8 @@ from compress.untrusted.fields import Fields
 
 MATRICES = ("q", "k", "weights")
 """The linears of an indexer: those of its queries, of its keys, and of the weights of its heads."""
+MATRICES_OF_BLOCKS = ("q", "k")
+"""The linears of an indexer of blocks, whose heads have no weights."""
 
 _ONES = ("norm.weight", "growth_base")
 """How the names of parameters end that are 1 where they change nothing."""
@@ -75,6 +81,47 @@ class Indexer:
             head_dim=stored.integer("head_dim", 1, MAX_SIZE),
             top_k=stored.integer("top_k", 1, MAX_POSITIONS),
             of_stream=stored.flag("of_stream", default=False),
+        )
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """The widths of the indexer of one layer whose attention has no latents.
+
+    Args:
+        num_heads: its heads, one for each KV head of the layer.
+        block_size: the positions of a block, the first block beginning with the first position.
+        top_blocks: the most blocks that it chooses for a query, the query's own among them.
+    """
+
+    num_heads: int
+    head_dim: int
+    block_size: int
+    top_blocks: int
+
+    @property
+    def top_k(self) -> int:
+        """The positions up to which a query attends to every earlier one."""
+        return self.block_size * self.top_blocks
+
+    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by their names in attention."""
+        return {
+            "attn.indexer.q.weight": (self.num_heads * self.head_dim, hidden_size),
+            "attn.indexer.k.weight": (self.head_dim, hidden_size),
+            "attn.indexer.q_norm.weight": (self.head_dim,),
+            "attn.indexer.k_norm.weight": (self.head_dim,),
+        }
+
+    @staticmethod
+    def from_json(stored: Fields) -> "BlockIndexer":
+        """Read the facts as a manifest stores them, by their names; `Fields` raises its error for a value
+        that is missing, of another type or out of range."""
+        return BlockIndexer(
+            num_heads=stored.integer("num_heads", 1, MAX_SIZE),
+            head_dim=stored.integer("head_dim", 1, MAX_SIZE),
+            block_size=stored.integer("block_size", 1, MAX_POSITIONS),
+            top_blocks=stored.integer("top_blocks", 1, MAX_POSITIONS),
         )
 
 

@@ -9,11 +9,12 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     if not layer.has_ffn and layer.experts is not None:
         return "it has experts, and no half for them."
     if not layer.has_mixer:
-        has_own = layer.recurrence is not None or layer.latent is not None or layer.kv_source is not None
+        of_attention = (layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer)
+        has_own = any(each is not None for each in of_attention)
         return "it has an FFN only, and facts of what is in place of attention." if has_own else None
     if layer.num_heads % layer.num_kv_heads:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
-    if reason := _why_values_unfit(layer):
+    if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
         return reason
     is_gated = layer.output_gate or layer.head_gate is not None
     if is_gated and layer.keys_are_values:
@@ -54,6 +55,27 @@ def _why_values_unfit(layer: LayerShape) -> str | None:
         return (
             "values are narrower than keys, and it has an output gate, latents, a recurrence, keys that "
             "are its values or those of another layer, too."
+        )
+    return None
+
+
+def _why_indexer_unfit(layer: LayerShape) -> str | None:
+    if layer.block_indexer is None:
+        return None
+    if (
+        layer.recurrence is not None
+        or layer.latent is not None
+        or layer.kv_source is not None
+        or layer.window
+    ):
+        return (
+            "an indexer chooses blocks, and it has a recurrence, latents, a window, or the keys and values "
+            "of another layer."
+        )
+    if layer.block_indexer.num_heads != layer.num_kv_heads:
+        return (
+            f"{layer.block_indexer.num_heads} heads of the indexer choose blocks for "
+            f"{layer.num_kv_heads} KV heads; each has one of its own."
         )
     return None
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from compress.errors import StorageError
 from compress.models.experts import Experts
+from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import HALVES, HEAD_GATES, LayerShape, Rope
 from compress.models.limits import (
@@ -33,6 +34,7 @@ _RARE_FACTS = (
     "only_half",
     "joint",
     "narrow_value_dim",
+    "block_indexer",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -93,6 +95,9 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         joint=layer.flag("joint", default=False),
         narrow_value_dim=(
             layer.integer("narrow_value_dim", 1, MAX_SIZE) if layer.has("narrow_value_dim") else None
+        ),
+        block_indexer=(
+            BlockIndexer.from_json(layer.fields("block_indexer")) if layer.has("block_indexer") else None
         ),
     )
 

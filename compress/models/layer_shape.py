@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from compress.models.experts import ALL_TOKENS, SHARED_IN, Experts
+from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.linear_groups import (
     GATED_HEADS,
@@ -84,7 +85,8 @@ class LayerShape:
     halves, or the one that is its `only_half`; the widths of the other are those that other layers have
     then. An FFN, or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that
     of an FFN one of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where
-    they are narrower than the keys; a cache stores them with zeros up to the width of the keys."""
+    they are narrower than the keys; a cache stores them with zeros up to the width of the keys. With a
+    `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`)."""
 
     num_heads: int
     num_kv_heads: int
@@ -104,6 +106,7 @@ class LayerShape:
     gated: bool = True
     joint: bool = False
     narrow_value_dim: int | None = None
+    block_indexer: BlockIndexer | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -124,6 +127,12 @@ class LayerShape:
     def attends(self) -> bool:
         """Whether the layer has attention."""
         return self.has_mixer and (self.recurrence is None or self.joint)
+
+    @property
+    def indexer(self) -> Indexer | BlockIndexer | None:
+        """The indexer of the layer, None where its queries attend to all keys, or to those that the indexer
+        of another layer chooses."""
+        return self.block_indexer if self.latent is None else self.latent.indexer
 
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
@@ -300,7 +309,7 @@ class LayerShape:
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
-        return shapes
+        return shapes if self.block_indexer is None else shapes | self.block_indexer.dense_shapes(hidden_size)
 
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of the product that computes all linears of a group, their rows stacked."""

@@ -83,6 +83,8 @@ def keep_heads_(
     if unit == "kv_group":
         rows["attn.k"] = kept_U.repeat_interleave(shape.head_dim)
         rows["attn.v"] = kept_U.repeat_interleave(shape.value_dim)
+        if shape.block_indexer is not None:
+            rows["attn.indexer.q"] = kept_U.repeat_interleave(shape.block_indexer.head_dim)
     if shape.latent is not None:
         of_head = shape.head_dim - shape.latent.rope_dim + shape.value_dim
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
@@ -134,11 +136,15 @@ def resized(arch: Arch, widths: Widths) -> Arch:
         if getattr(widths, name) != getattr(old, name)
     }
     of_experts = {name: size for name, size in of_layer.items() if name != "intermediate_size"}
-    return arch.replace(
-        layers=tuple(
-            replace(each, **(of_layer if each.experts is None else of_experts)) for each in arch.layers
-        )
-    )
+    layers = (replace(each, **(of_layer if each.experts is None else of_experts)) for each in arch.layers)
+    return arch.replace(layers=tuple(map(_with_heads_of_indexers, layers)))
+
+
+def _with_heads_of_indexers(layer: LayerShape) -> LayerShape:
+    """Return a layer whose indexer of blocks has a head for each KV head."""
+    if layer.block_indexer is None:
+        return layer
+    return replace(layer, block_indexer=replace(layer.block_indexer, num_heads=layer.num_kv_heads))
 
 
 def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
@@ -218,8 +224,7 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
-    latents = [layer.latent for layer in arch.layers if layer.latent is not None]
-    if len({each.indexer is None for each in latents}) > 1:
+    if arch.has_latents and len({each.indexer is None for each in arch.layers if each.latent}) > 1:
         return f"layers of this {arch.family} model attend to the keys that the indexers of others choose."
     return None
 

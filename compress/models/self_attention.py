@@ -52,6 +52,8 @@ class Attention(TokenMixer):
         if arch.learned_growth:
             self.growth_scale = nn.Parameter(torch.zeros(shape.num_heads))
             self.growth_base = nn.Parameter(torch.ones(shape.num_heads))
+        if shape.block_indexer is not None:
+            self.indexer = IndexerParameters(shape.block_indexer.dense_shapes(arch.hidden_size))
         self.arch = arch
 
     def heads(

@@ -11,7 +11,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.disk_names import DiskNames
 from compress.models.experts import LATENT_IN, LATENT_OUT
-from compress.models.indexer import MATRICES
+from compress.models.indexer import MATRICES, MATRICES_OF_BLOCKS
 from compress.quant.scheme import QuantizedWeight
 
 MXFP4 = "mxfp4"
@@ -66,8 +66,8 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
-        if layer.latent is not None and layer.latent.indexer is not None
-        for name in MATRICES
+        if layer.indexer is not None
+        for name in (MATRICES if layer.block_indexer is None else MATRICES_OF_BLOCKS)
     ]
     inner += [
         f"layers.{idx}.attn.head_gate" for idx, layer in enumerate(arch.layers) if layer.head_gate is not None

@@ -551,6 +551,19 @@ def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str, factor: flo
 
 
 @each_usable(usable("act_mul", n=37))
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_clamped_gates(kernel: Kernel, device: str, dtype: str, factor: float) -> None:
+    x = 6 * randn(9, 2 * 37, device=device, dtype=dtype)
+    gate = (factor * x.double()[:, :37]).clamp(max=7.0)
+    up = x.double()[:, 37:].clamp(-7.0, 7.0)
+    assert int((gate == 7).sum()) > 0
+    expected = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    assert_close(kernel.fn(x, "swiglu_clamped", gate_factor=factor), expected, depth=4, dtype=dtype)
+    plain, beside = (x[:, :37], x[:, 37:])
+    assert same_bits(kernel.fn(plain, "swiglu_clamped", up_TF=beside), kernel.fn(x, "swiglu_clamped"))
+
+
+@each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("numbers", [(0.8, 0.8, 0.5, -1e-6), (0.01, 3.0, 0.5, -1e-3)])
 def test_xielu(kernel: Kernel, device: str, dtype: str, numbers: tuple[float, ...]) -> None:
     """A result is within some roundings of its two terms, which have opposite signs where x is negative."""
@@ -610,7 +623,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 @each_usable(usable("act_mul", n=37))
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "xielu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "xielu", "swiglu_clamped"])
 def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(
     kernel: Kernel, device: str, dtype: str, name: str
 ) -> None:

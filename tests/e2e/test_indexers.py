@@ -1,5 +1,5 @@
 """A whole run of a model with indexers: pruned, distilled, quantized, with a pruned draft, and exported; the
-indexers stay as they are."""
+indexers stay as they are, but for heads that go with KV heads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +37,19 @@ INDEXED: dict[str, Any] = {
     "index_head_dim": 32,
 }
 
+OF_BLOCKS: dict[str, Any] = {
+    "model_type": "minimax_m3_vl_text",
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "dense_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "mlp_layer_types": ["dense"] * NUM_LAYERS,
+    "layer_types": ["minimax_m3_sparse"] * NUM_LAYERS,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_block_size": 16,
+    "index_topk_blocks": 8,
+}
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,6 +72,28 @@ def test_indexers_stay_as_they_are_through_training_and_rounding(
         assert len(names) == 5
         for name in names:
             assert torch.equal(dense(own[name]), dense(after.layer(idx)[name]))
+
+
+def test_heads_of_indexers_of_blocks_go_with_kv_heads_and_nothing_else_of_them_changes(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    model = write_tiny_model(work / "blocks", **OF_BLOCKS)
+    prune = {"kind": "prune", "heads": {"keep": 0.5, "unit": "kv_group"}}
+    stages = [CALIBRATE, prune, DISTILL, QUANTIZE, EXPORT]
+    code, _, err = command(
+        "run", recipe(model=str(model), stages=stages), "--run-dir", work / "run", "--json"
+    )
+    assert code == 0, err
+    before = open_checkpoint(model)
+    after = open_checkpoint(open_artifact(work / "run" / "artifacts" / "export").path)
+    assert after.arch.config["index_n_heads"] == 1
+    for idx in range(NUM_LAYERS):
+        own = before.layer(idx)
+        left = {name: dense(each) for name, each in after.layer(idx).items() if ".indexer." in name}
+        assert len(left) == 4
+        q = left.pop("attn.indexer.q.weight")
+        assert any(torch.equal(q, half) for half in dense(own["attn.indexer.q.weight"]).chunk(2))
+        assert all(torch.equal(each, dense(own[name])) for name, each in left.items())
 
 
 def test_a_pruned_draft_of_a_model_with_indexers_is_trained(

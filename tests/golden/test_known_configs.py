@@ -87,12 +87,13 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     tied = next(each for each in stated if hasattr(each, "tie_word_embeddings")).tie_word_embeddings
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
+    of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
     assert arch.max_position == min(
-        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS)
+        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS), of_blocks
     )
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
-    if arch.family == "gpt_oss":
+    if arch.family in ("gpt_oss", "minimax_m3_vl"):
         assert arch.activation == "swiglu_clamped"
     else:
         stated_act = getattr(theirs, spelled.get("hidden_act", "hidden_act"), "silu")

@@ -113,6 +113,7 @@ RENAMED = (
     "aria",
     "mistral_large4-shared-latents",
     "bailing_hybrid",
+    "minimax_m3_vl",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
@@ -138,7 +139,15 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma4-experts", "gemma4-vision-experts", "qwen3_vl_moe", "mistral3-mistral4", "aria"]
+    "case",
+    [
+        "gemma4-experts",
+        "gemma4-vision-experts",
+        "qwen3_vl_moe",
+        "mistral3-mistral4",
+        "aria",
+        "minimax_m3_vl_text-without-indexers",
+    ],
 )
 def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_and_read_again(
     case: str, tmp_path: Path
@@ -147,6 +156,8 @@ def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_an
     tensor that it has."""
     family, changes = CASES[case]
     widths = {**WHOLE_GROUPS, "moe_intermediate_size": 96}
+    if "dense_intermediate_size" in changes:
+        widths |= inner_widths(changes, 128)
     if "kv_lora_rank" in changes:
         widths |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
         widths |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "first_k_dense_replace": 0}

@@ -11,6 +11,7 @@ from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
@@ -335,6 +336,33 @@ FEATURES: dict[str, dict[str, Any]] = {
         "activation": "swiglu_clamped",
         "layers": (
             tiny_shape(experts=Experts(6, 3, 32, score="softmax_topk", router_bias=True, expert_bias=True)),
+        ),
+    },
+    "clamped gates of FFNs, and indexers of blocks": {
+        "activation": "swiglu_clamped",
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            tiny_shape(rope=Rope(10000.0, rotary_dim=8)),
+            tiny_shape(
+                rope=Rope(10000.0, rotary_dim=8),
+                block_indexer=BlockIndexer(num_heads=2, head_dim=12, block_size=128, top_blocks=4),
+                experts=Experts(
+                    6,
+                    2,
+                    40,
+                    shared_size=72,
+                    score="sigmoid",
+                    renormalize=True,
+                    scale=2.0,
+                    selection_bias=True,
+                ),
+            ),
+            tiny_shape(
+                num_kv_heads=1,
+                block_indexer=BlockIndexer(num_heads=1, head_dim=16, block_size=128, top_blocks=4),
+                experts=Experts(6, 2, 40, shared_size=40, score="sigmoid", renormalize=True),
+            ),
         ),
     },
     "experts that act on latents": {
@@ -758,6 +786,7 @@ RARE = [
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
+    "clamped gates of FFNs, and indexers of blocks",
     "values narrower than keys",
     "latents that layers share, some without positions",
     "bounded decays of channels, and latents whose heads have gates",

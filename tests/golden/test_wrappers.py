@@ -44,6 +44,8 @@ NOT_GATHERED = (
     *IN_HALVES,
 )
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
+JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
+"""Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
@@ -125,7 +127,7 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
         assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])
 
 
-@pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in NOT_GATHERED])
+@pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED)])
 @pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +199,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
 ) -> None:
     if case in IN_HALVES or (case in NOT_GATHERED and form == "compressed-tensors"):
         pytest.skip("what transformers would load is tested in `test_mixtures.py`")
+    if case in JOINED and scheme == "W4A16_G128":
+        pytest.skip("what transformers refuses is tested below")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
         pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
     split_plain_tensors(CASES[case][0], monkeypatch)
@@ -271,6 +275,31 @@ def test_transformers_is_stated_to_load_no_codes_next_to_a_tower_that_it_splits(
     write_format(form, tmp_path / "out", Rounded(source, uniform), uniform)
     with pytest.raises(ValueError, match="you can only have one to many"):
         auto_class(family).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "loads"), [("W4A16_G128", False), ("W8A16", False), ("FP8_DYNAMIC", True)]
+)
+@pytest.mark.parametrize("case", JOINED)
+def test_transformers_is_stated_to_load_no_packed_codes_of_linears_that_it_joins(
+    case: str, scheme: str, loads: bool, tmp_path: Path
+) -> None:
+    wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    uniform = ModelScheme(SCHEMES[scheme])
+    (theirs,) = (
+        each
+        for each in FORMATS.get("compressed-tensors").consumers(source.arch, uniform)
+        if each.name == "transformers"
+    )
+    assert theirs.loads == loads
+    (tmp_path / "out").mkdir()
+    write_format("compressed-tensors", tmp_path / "out", Rounded(source, uniform), uniform)
+    if loads:
+        auto_class("minimax_m3_vl").from_pretrained(tmp_path / "out")
+        return
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        auto_class("minimax_m3_vl").from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

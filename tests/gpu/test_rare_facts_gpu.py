@@ -22,6 +22,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.mamba2 import Mamba2
@@ -323,6 +324,21 @@ FACTS: dict[str, dict[str, Any]] = {
         "layers": (
             replace(LAYER, gated=False),
             replace(LAYER, gated=False, rope=Rope(12e6, "llama3", factor=8.0, original_max_position=128)),
+        ),
+    },
+    "minimax m3": {
+        "activation": "swiglu_clamped",
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            replace(LAYER, rope=Rope(5e6, rotary_dim=32)),
+            replace(
+                LAYER,
+                rope=Rope(5e6, rotary_dim=32),
+                block_indexer=BlockIndexer(num_heads=4, head_dim=64, block_size=128, top_blocks=16),
+                experts=SIGMOID,
+                intermediate_size=176,
+            ),
         ),
     },
     "lfm2": {

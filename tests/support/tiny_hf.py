@@ -39,6 +39,7 @@ CONFIGS: dict[str, Any] = {
     "seed_oss": transformers.SeedOssConfig,
     "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
     "minimax_m2": transformers.MiniMaxM2Config,
+    "minimax_m3_vl_text": transformers.MiniMaxM3VLTextConfig,
     "dots1": transformers.Dots1Config,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
@@ -102,6 +103,7 @@ CONFIGS: dict[str, Any] = {
     "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
     "mistral_large4": transformers.MistralLarge4Config,
+    "minimax_m3_vl": transformers.MiniMaxM3VLConfig,
     "kimi_k25": transformers.Kimi_K25Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen2_vl": transformers.Qwen2VLConfig,
@@ -229,6 +231,12 @@ AROUND: dict[str, dict[str, Any]] = {
     "mistral_large4": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,
+    },
+    "minimax_m3_vl": {
+        "vision_config": _VISION,
+        "projector_hidden_size": 32,
+        "image_token_index": 97,
+        "video_token_index": 98,
     },
     "kimi_k25": {
         "vision_config": {
@@ -533,6 +541,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"num_key_value_heads": 6},
     "mistral_large4": {"model_type": "mistral_large4_text", "num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
+    "minimax_m3_vl_text": {"head_dim": 8, "rotary_dim": 8},
+    "minimax_m3_vl": {"head_dim": 8, "rotary_dim": 8},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
@@ -677,6 +687,23 @@ LING = {
 """Delta nets whose decays of channels are bounded, and latent attention whose heads have gates."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
+OF_BLOCKS = {
+    **LOCAL_EXPERTS,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "intermediate_size": 40,
+    "dense_intermediate_size": 72,
+    "shared_intermediate_size": 80,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": HALF_ROTATED,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 24,
+    "index_block_size": 8,
+    "index_topk_blocks": 4,
+}
+"""Layers of MiniMax-M3 with indexers that choose all blocks of the tests."""
 LARGE4 = {
     **{name: each for name, each in LATENTS.items() if name != "q_lora_rank"},
     **INDEXERS,
@@ -1134,6 +1161,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 2.0,
         },
     ),
+    "minimax_m3_vl": ("minimax_m3_vl", OF_BLOCKS),
+    "minimax_m3_vl-tied": (
+        "minimax_m3_vl",
+        {
+            **OF_BLOCKS,
+            "head_dim": 12,
+            "rotary_dim": 12,
+            "rope_parameters": YARN,
+            "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "shared_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", OF_BLOCKS),
+    "minimax_m3_vl_text-without-indexers": (
+        "minimax_m3_vl_text",
+        {
+            **{
+                name: each
+                for name, each in OF_BLOCKS.items()
+                if name not in ("layer_types", "mlp_layer_types")
+            },
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax-m3-text-dense": ("minimax_m3_vl_text", {**OF_BLOCKS, "mlp_layer_types": ["dense"] * 3}),
     "mistral3-ministral3": (
         "mistral3",
         {
@@ -2443,8 +2498,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, after
-    narrower values of 4 heads, of a delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H, or of
-    experts that act on latents reads; none for a case without."""
+    narrower values of 4 heads, of a delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H or of
+    MiniMax-M3, or of experts that act on latents reads; none for a case without."""
     of_head = size // 4
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
@@ -2457,6 +2512,10 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         return {"mamba_d_ssm": 2 * size, "mamba_d_head": "auto"}
     if "mamba_n_heads" in changes and "shared_intermediate_size" in changes:
         return {"shared_intermediate_size": size}
+    if "dense_intermediate_size" in changes:
+        rotates_in_part = "partial_rotary_factor" in changes["rope_parameters"]
+        sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
+        return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
     if "v_head_dim" in changes and "kv_lora_rank" not in changes:
         return {"head_dim": size // 2, "v_head_dim": of_head}
     if "kv_lora_rank" not in changes:

@@ -38,6 +38,8 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         sizes["moe_intermediate_size"] = [256, 128] if of_each else 256
     if "linear_value_head_dim" in changes:
         sizes |= inner_widths(changes, 128) | {"linear_key_head_dim": 128, "head_dim": 256}
+    if "dense_intermediate_size" in changes:
+        sizes |= {**inner_widths(changes, 128), "index_n_heads": WIDE["num_key_value_heads"]}
     if "kv_lora_rank" in changes:
         del sizes["head_dim"]
         sizes |= {"kv_lora_rank": 128, "v_head_dim": 32}

@@ -2,7 +2,8 @@
 there is no gate, quantized on the way out if the next linear needs it. The numbers of xIELU are those of a
 layer, and are read from memory.
 
-The arithmetic is float32 (`operands/activation.py`). round: to the model's dtype.
+The arithmetic is float32 (`operands/activation.py`). round: to the model's dtype. The clamped activation of
+gpt-oss is rounded once, with up in it.
 
 Where rows are quantized, one program holds a whole row, because it needs the row's scale; otherwise a
 program takes `SPAN` elements of a row.
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
-from compress.kernels.operands.activation import activated, xielu
+from compress.kernels.operands.activation import activated, clamped, xielu
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register
@@ -41,6 +42,8 @@ def _gated(
         return activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0)
     x = (gate.to(tl.float32) * gate_factor).to(gate.dtype).to(tl.float32)
+    if ACTIVATION == "swiglu_clamped":
+        return clamped(x, up.to(tl.float32)).to(gate.dtype)
     return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 

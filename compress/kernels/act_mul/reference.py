@@ -1,6 +1,6 @@
 """Reference activation of an FFN: activation(gate) * up (arXiv 2002.05202), where gate and up are the halves
-of one fused projection, or two tensors, or the activation alone where there is no gate. The numbers of xIELU
-are those of a layer.
+of one fused projection, or two tensors, or the activation alone where there is no gate. The clamped one of
+gpt-oss is float32 and rounded once. The numbers of xIELU are those of a layer.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
 anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
-from compress.models.ffn import activation
+from compress.models.ffn import CLAMPED, SWIGLU_ALPHA, SWIGLU_LIMIT, activation
 from compress.models.layer_shape import UNGATED, XIELU
 from compress.models.xielu import xielu
 
@@ -65,7 +65,21 @@ def act_mul(
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     if gate_factor != 1:
         gate = gate * gate_factor
+    if activation_name == CLAMPED:
+        return clamped(gate, up, partial(_in_whole_vectors, swish))
     return _in_whole_vectors(partial(activation, activation_name), gate) * up
+
+
+def clamped(gate_TF: Tensor, up_TF: Tensor, swish_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the clamped activation of gates and ups [T, F]; `swish_of` computes `swish`."""
+    gate = gate_TF.to(torch.float32).clamp(max=SWIGLU_LIMIT)
+    up = up_TF.to(torch.float32).clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (swish_of(gate) * (up + 1)).to(gate_TF.dtype)
+
+
+def swish(x: Tensor) -> Tensor:
+    """Return x / (1 + e^(-1.702 x)), by the reciprocal."""
+    return x * (1 / (1 + torch.exp(-SWIGLU_ALPHA * x)))
 
 
 def _in_whole_vectors(fn: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:

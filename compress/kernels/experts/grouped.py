@@ -14,7 +14,7 @@ in any company.
 """
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
-from compress.kernels.operands.activation import activated
+from compress.kernels.operands.activation import activated, clamped
 from compress.kernels.operands.matrix_product import prefetch, product
 
 
@@ -24,9 +24,7 @@ def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tenso
     if ACTIVATION == "relu2":
         return activated(gate, ACTIVATION)
     elif ACTIVATION == "swiglu_clamped":
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
-        return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
+        return clamped(gate, up)
     else:
         return activated(gate, ACTIVATION) * up
 

@@ -22,18 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.act_mul.reference import act_mul
+from compress.kernels.act_mul.reference import act_mul, clamped, swish
 from compress.kernels.linear import fp8_block, tiles
 from compress.kernels.operands.routing import ExpertWeights, expert_inputs
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
+from compress.models.ffn import CLAMPED
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
-CLAMPED = "swiglu_clamped"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, "relu2")
-LIMIT = 7.0
-SLOPE = 1.702
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,8 @@ def gated(gate_up_TF: Tensor, activation: str) -> Tensor:
     """Map [T, 2 F], or [T, F] without a gate, to [T, F]."""
     if activation != CLAMPED:
         return act_mul(gate_up_TF, activation)
-    gate, up = gate_up_TF.to(torch.float32).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    return (gate * (1 / (1 + torch.exp(-SLOPE * gate))) * (up + 1)).to(gate_up_TF.dtype)
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    return clamped(gate, up, swish)
 
 
 def experts(

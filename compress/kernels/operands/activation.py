@@ -4,6 +4,7 @@
     gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
     relu2(x) = max(x, 0)^2
     xielu(x) = a_p x^2 + b x where x > 0, else a_n (e^min(x, eps) - 1 - x) + b x       (arXiv 2411.13010)
+    swiglu_clamped(g, u) = g s(1.702 g) (u + 1) of g <= 7 and |u| <= 7
 
 The sigmoid s gates the outputs of attention. 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh.
 """
@@ -23,6 +24,14 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
         return tl.where(x < 0, 0.0, x * x)
     else:
         return x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@jit()
+def clamped(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """Return swiglu_clamped of a gate and an up."""
+    gate = tl.minimum(gate, 7.0)
+    up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+    return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
 
 
 @jit()

@@ -32,6 +32,10 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
     up_alone = {"SIZE": 21504, "GATED": False, "gate_stride": 21504, "up_stride": 21504, "gate_factor": 1.0}
+
+    def of(activation: str) -> dict[str, str | bool]:
+        return {"ACTIVATION": activation, "GATED": activation == "swiglu_clamped"}
+
     cases = [
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 1}, 32),
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**whole, "QUANT": 3}, 32),
@@ -53,19 +57,19 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             (
                 act_mul._act_mul,
                 ["*bf16", "*bf16", "*fp32", "*bf16"],
-                {**up_alone, "ACTIVATION": activation, "SPAN": act_mul.SPAN},
+                {**up_alone, **of(activation), "SPAN": act_mul.SPAN},
                 4,
             )
-            for activation in ("xielu", "gelu")
+            for activation in ("xielu", "gelu", "swiglu_clamped")
         ),
         *(
             (
                 act_mul._act_mul_quantize,
                 ["*bf16", "*bf16", "*fp32", "*u8", "*fp32", "*fp32"],
-                {**whole, **up_alone, "ACTIVATION": activation, "BLOCK": 32768, "QUANT": how},
+                {**whole, **up_alone, **of(activation), "BLOCK": 32768, "QUANT": how},
                 32,
             )
-            for activation in ("xielu", "gelu")
+            for activation in ("xielu", "gelu", "swiglu_clamped")
             for how in (1, 3)
         ),
         *(
@@ -186,7 +190,7 @@ if INTERPRETED:
             torch.tensor(0.013), torch.int8, symmetric=False, static_zero=torch.tensor(-37, dtype=torch.int32)
         ),
     ]
-    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
+    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "swiglu_clamped"]
     SIZES = [1, 65, 384, 1000]
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

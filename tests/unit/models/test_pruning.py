@@ -89,6 +89,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
         "rope_parameters": {"full_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     },
+    "minimax_m3": {
+        "model_type": "minimax_m3_vl_text",
+        "dense_intermediate_size": 40,
+        "mlp_layer_types": ["dense"] * 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+        "index_head_dim": 12,
+    },
     "qwen3-layer-types": {
         "model_type": "qwen3",
         **{key: value for key, value in WINDOWED.items() if key != "max_window_layers"},
