@@ -41,7 +41,7 @@ test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second 
 test-slow: $(VENV)/.installed-dev  ## the slow ones, which repeat at larger sizes what others show
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not gpu and not interop" $(PYTEST_ARGS)
 
-test-all: test test-slow  ## both; continuous integration runs the first and one of 50 parts of the second
+test-all: test test-slow  ## both; continuous integration runs the first and one of 100 parts of the second
 
 row-law: $(VENV)/.installed-dev  ## do rows keep their bits in any company, here and under the instruction sets of other CPUs? (part of `make test`)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m row_law tests/unit/kernels $(PYTEST_ARGS)

@@ -355,6 +355,7 @@ STATED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.one_in(3)
 def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     family: str, tmp_path: Path
 ) -> None:

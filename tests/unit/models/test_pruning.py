@@ -210,6 +210,7 @@ def test_layers_that_add_nothing_go_without_changing_a_logit(family: str) -> Non
 
 @each_family
 @pytest.mark.parametrize("unit", ["kv_group", "query_head"])
+@pytest.mark.one_in(3)
 def test_transformers_loads_what_is_left_and_computes_the_same(
     family: str, unit: HeadUnit, tmp_path: Path
 ) -> None:
