@@ -2,6 +2,7 @@
 the same bits in any company, whether its pairs are units or are sorted: on a CPU, by `cuda_emulator.py`, one
 block after the other. They compile for every format, and refuse what leaves no room for weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,14 @@ def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
 def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int, activation: str) -> None:
     variant = resident.Variant(format, torch.bfloat16, activation, choices, tokens)
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_a_cap_is_a_constant_of_the_kernel() -> None:
+    capped = resident.Variant("fp8", torch.bfloat16, "silu", 8, 8, cap=4.5)
+    assert ("CAP", 4.5) in capped.source.macros
+    assert nvrtc.compile_cubin(capped.source, 90)[:4] == b"\x7fELF"
+    assert not any(name == "CAP" for name, _ in replace(capped, cap=None).source.macros)
 
 
 def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> None:
