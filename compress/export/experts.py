@@ -32,9 +32,13 @@ too, which then have another size: 'ckpt: torch.Size([4]) vs model:torch.Size([2
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
-GATHERED_CONVOLUTIONS = ("kimi_linear", "bailing_hybrid")
-"""Families whose convolutions transformers gathers from tensors of q, k and v. Where experts have codes other
-than FP8 it drops what it gathers and has no codes: 'Ckpt contains: 0'."""
+GATHERED = {
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "the convolutions of delta nets"),
+    "step3p7": "the gates and ups of experts",
+}
+"""Families -> what transformers gathers from tensors of each: the convolutions of q, k and v, or tensors
+with the gates and with the ups of all experts. Where experts, or other linears next to dense ones, have codes
+other than FP8, it drops what it gathers and has no codes: 'Ckpt contains: 0'."""
 
 Group = tuple[Scheme, list[str]]
 """A scheme and the names of its linears."""
@@ -78,8 +82,9 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
     one = next(iter(schemes)) if len(schemes) == 1 else None
     if arch.family in NOT_GATHERED and schemes:
         return "has all experts of a layer in one tensor, and does not gather them from tensors of each"
-    if arch.family in GATHERED_CONVOLUTIONS and not _has_fp8_experts(one, scheme):
-        return "drops the convolutions of delta nets of checkpoints with other experts than FP8"
+    gathers = arch.family in GATHERED and (arch.has_experts or arch.has_recurrences)
+    if gathers and not _has_fp8_experts(one, scheme):
+        return f"drops {GATHERED[arch.family]} of checkpoints with other experts than FP8"
     if arch.family in JOINED and not all(map(_is_channel_fp8, scheme.all)):
         return "joins gates and ups of FFNs while it loads, and takes FP8 with channel scales there"
     if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):

@@ -21,6 +21,8 @@ def why_no_class(arch: Arch) -> str | None:
     has_query_latent = any(layer.latent is not None and layer.latent.q_rank for layer in arch.layers)
     if arch.family == "bailing_hybrid" and has_query_latent:
         return "its class of Ling 3.0 has no latent of queries"
+    if arch.family == "bailing_hybrid" and any(each.ffn_cap or each.expert_cap for each in arch.layers):
+        return "its class of Ling 3.0 computes no caps of the activations of experts"
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"

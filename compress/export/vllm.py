@@ -73,6 +73,7 @@ UNKNOWN = {
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
+    "step3p7": "no export of Step 3.7 was tested with it",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
     "kolibri1": "it knows no model_type kolibri1",

@@ -121,7 +121,8 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     ]
     mixture = next((layer.experts for layer in arch.layers if layer.experts is not None), None)
     if mixture is not None:
-        rows += _experts(arch, mixture, device)
+        for parts in dict.fromkeys(layer.shared_parts for layer in arch.layers if layer.experts is not None):
+            rows += [each for each in _experts(arch, mixture, device, parts) if each not in rows]
     rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
     rows += _recurrences(arch, device)
     layer = arch.layers[0]
@@ -217,11 +218,11 @@ def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
     ]
 
 
-def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
+def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int) -> list[Served]:
     """Return the kernels of the router and of the experts of a layer, to which the shared one counts in
-    decode if it has their scheme."""
+    decode as so many parts if it has their scheme."""
     hidden_size = arch.hidden_size
-    num_shared: dict[Phase, int] = {"decode": facts.shared_parts if device.sm else 0, "prefill": 0}
+    num_shared: dict[Phase, int] = {"decode": shared_parts if device.sm else 0, "prefill": 0}
     rows = [
         _served(
             "router",

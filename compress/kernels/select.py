@@ -20,11 +20,12 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        s = scale (x + norm(y)), rows = following(s), others = each of `also` of s
                        y may be two `Branch`, which are normed and added
     act_mul            fn(gate_up_TF, activation, quant=None, *, up_TF=None, xielu_4=None, gate_factor=1.0,
-                          gated=True) -> rows [T, F / 2]
+                          gated=True, cap=None) -> rows [T, F / 2]
                        with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
                        where they are not `gated`, or of an activation of `UNGATED`, rows are [T, F], of the
                        activation of the first
-                       `gate_factor` multiplies the gate
+                       `gate_factor` multiplies the gate; with a `cap`, min(activation(gate), cap) times up
+                       between -cap and cap
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
@@ -63,8 +64,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     router             fn(x_TD, router, facts, *, shared=0) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
                        then ids E to E + `shared` - 1 of every row, with the weight 1
-    experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
+    experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None, cap=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
+                       `cap`: that of activated gates, and of the magnitudes of what they multiply
 """
 
 from collections.abc import Callable, Sequence

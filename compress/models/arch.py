@@ -341,9 +341,9 @@ class Arch:
         return dict(self.linear_factors).get(linear, 1.0)
 
     def fused_activation(self, layer: LayerShape) -> str | None:
-        """Return the activation that one product of gate and up may apply in a layer; None where there is no
-        gate, or it has a factor."""
-        return self.activation if layer.gated and self.factor_of("ffn.gate") == 1 else None
+        """Return the activation that one product of gate and up may apply; None without a plain gate."""
+        plain = layer.gated and layer.ffn_cap is None
+        return self.activation if plain and self.factor_of("ffn.gate") == 1 else None
 
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):

@@ -109,6 +109,10 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: experts with the activation '{XIELU}', which has parameters; the decoder has "
                 "them for the one FFN of a layer, not for each expert."
             )
+        if arch.activation == "swiglu_clamped" and (layer.ffn_cap or layer.expert_cap):
+            raise UnsupportedArch(
+                f"layer {idx}: activations have a cap, and are 'swiglu_clamped', whose range is its own."
+            )
         if layer.only_half is not None and block != "pre":
             raise UnsupportedArch(
                 f"layer {idx}: a layer with one half in a '{block}' block; the decoder computes it in a "

@@ -22,7 +22,7 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
         family.restated(arch)
     except UnsupportedArch as error:
         return str(error)
-    if family.heads_by_layer is not None:
+    if family.heads_by_layer is not None or "num_heads" in family.full_widths:
         of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
         arch = arch.replace(layers=tuple(of_one_width))
     if not family.full_widths:

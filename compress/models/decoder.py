@@ -243,7 +243,8 @@ class DecoderLayer(nn.Module):
         if self._scales_inputs and not self.arch.shares_norm:
             offset = self.arch.norm_offset
             pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
-        if self.shape.gated and self.arch.activation != "swiglu_clamped":
+        clamps = self.arch.activation == "swiglu_clamped" or self.shape.ffn_cap is not None
+        if self.shape.gated and not clamps:
             pairs.append(SmoothingPair("ffn.up", down.tap, down.linears))
         return pairs
 
@@ -311,7 +312,11 @@ class DecoderLayer(nn.Module):
         that computes latents, whose rows would have one scale for all experts."""
         if self.arch.activation == "swiglu_clamped" or not self.shape.gated:
             return []
-        downs = [group for group in self.shape.groups if group.name.endswith(".down")]
+        downs = [
+            group
+            for group in self.shape.groups
+            if group.name.endswith(".down") and self.shape.cap_of(group.linears[0]) is None
+        ]
         return [
             SmoothingPair(f"{down.linears[0].removesuffix('.down')}.up", down.tap, down.linears)
             for down in downs

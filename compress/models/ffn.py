@@ -33,10 +33,12 @@ def activation(name: str, x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
 
 
-def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the input of `down`: act(gate) * up, or gpt-oss's clamped form of it."""
+def gated(name: str, gate: Tensor, up: Tensor, cap: float | None = None) -> Tensor:
+    """Return the input of `down`: act(gate) * up, with a cap min(act(gate), cap) * max(min(up, cap), -cap);
+    or gpt-oss's clamped form of it."""
     if name != CLAMPED:
-        return activation(name, gate) * up
+        activated = activation(name, gate)
+        return activated * up if cap is None else activated.clamp(max=cap) * up.clamp(min=-cap, max=cap)
     gate = gate.clamp(max=SWIGLU_LIMIT)
     up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
@@ -60,6 +62,7 @@ class Ffn(ExpertFfn):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
         self.is_gated = shape.gated
+        self.cap = shape.cap_of(module)
         if arch.activation == XIELU:
             for name, value in initial_parameters().items():
                 self.register_parameter(name, nn.Parameter(value))
@@ -77,4 +80,4 @@ class Ffn(ExpertFfn):
             return xielu(self.up(x_BSD), xielu_numbers(self.alpha_p, self.alpha_n, *fixed))
         if not self.is_gated:
             return activation(self.activation, self.up(x_BSD))
-        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))
+        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD), self.cap)

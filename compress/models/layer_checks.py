@@ -8,6 +8,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     """Return why the facts of the layer do not fit one another, None where they do."""
     if not layer.has_ffn and layer.experts is not None:
         return "it has experts, and no half for them."
+    if reason := _why_caps_unfit(layer):
+        return reason
     if not layer.has_mixer:
         of_attention = (layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer)
         has_own = any(each is not None for each in of_attention)
@@ -40,6 +42,18 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     if layer.rope is not None and (reason := _why_rope_unfit(layer, layer.rope)):
         return reason
     return None if layer.latent is None else _why_latent_unfit(layer, layer.latent)
+
+
+def _why_caps_unfit(layer: LayerShape) -> str | None:
+    if layer.ffn_cap is None and layer.expert_cap is None:
+        return None
+    if not layer.has_ffn or not layer.gated:
+        return "activations of an FFN are capped, and it has no FFN, or one without a gate."
+    if layer.expert_cap is not None and layer.experts is None:
+        return "activations of its experts are capped, and it has none."
+    if layer.ffn_cap is not None and layer.experts is not None and not layer.experts.shared_size:
+        return "activations of its shared expert are capped, and it has none."
+    return None
 
 
 def _why_values_unfit(layer: LayerShape) -> str | None:

@@ -10,6 +10,7 @@ from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import HALVES, HEAD_GATES, LayerShape, Rope
 from compress.models.limits import (
+    CAPS,
     FACTORS,
     FREQUENCY_EXPONENTS,
     FREQUENCY_FACTORS,
@@ -35,6 +36,8 @@ _RARE_FACTS = (
     "joint",
     "narrow_value_dim",
     "block_indexer",
+    "ffn_cap",
+    "expert_cap",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -99,6 +102,8 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         block_indexer=(
             BlockIndexer.from_json(layer.fields("block_indexer")) if layer.has("block_indexer") else None
         ),
+        ffn_cap=layer.number("ffn_cap", *CAPS) if layer.has("ffn_cap") else None,
+        expert_cap=layer.number("expert_cap", *CAPS) if layer.has("expert_cap") else None,
     )
 
 

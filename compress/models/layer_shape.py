@@ -86,7 +86,9 @@ class LayerShape:
     then. An FFN, or an expert, that is not `gated` has no gate; its activation is one of `UNGATED`, or that
     of an FFN one of `GATED_OR_NOT`. The values of a head have its dimensions, or `narrow_value_dim` where
     they are narrower than the keys; a cache stores them with zeros up to the width of the keys. With a
-    `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`)."""
+    `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`). Activated gates
+    of the FFN, or of the shared expert, are at most its `ffn_cap`, and the outputs of its `up` between
+    -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`."""
 
     num_heads: int
     num_kv_heads: int
@@ -107,6 +109,8 @@ class LayerShape:
     joint: bool = False
     narrow_value_dim: int | None = None
     block_indexer: BlockIndexer | None = None
+    ffn_cap: float | None = None
+    expert_cap: float | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -122,6 +126,17 @@ class LayerShape:
     def norms_experts(self) -> bool:
         """Whether the layer has experts with a norm of what they add to the stream."""
         return self.experts is not None and self.experts.post_norm
+
+    def cap_of(self, module: str) -> float | None:
+        """Return the cap of an FFN, or of an expert, by its canonical name."""
+        return self.expert_cap if module.startswith("moe.experts.") else self.ffn_cap
+
+    @property
+    def shared_parts(self) -> int:
+        """The number of routed experts that add up to the shared one (`Experts.shared_parts`); 0 where it has
+        another cap, too."""
+        same = self.experts is not None and self.ffn_cap == self.expert_cap
+        return self.experts.shared_parts if self.experts is not None and same else 0
 
     @property
     def attends(self) -> bool:

@@ -32,6 +32,12 @@ FIELDS_BY_LAYER = (
     "num_attention_heads_per_layer",
     "indexer_types",
     "index_topk_pattern",
+    "expert_swiglu_limit_list",
+    "share_expert_swiglu_limit_list",
+    "swiglu_limits",
+    "swiglu_limits_shared",
+    "rope_theta",
+    "partial_rotary_factors",
 )
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs")

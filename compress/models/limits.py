@@ -12,4 +12,5 @@ FACTORS = (1.0, 1e6)
 FREQUENCY_FACTORS = (1e-6, 1e6)
 FREQUENCY_EXPONENTS = (-14.0, 14.0)
 SCALES = (-1e6, 1e6)
-"""Ranges of the factors of single frequencies (`longrope`), of their logarithms, and of scales and caps."""
+CAPS = (1e-3, 1e6)
+"""Ranges of the factors of single frequencies (`longrope`), of their logarithms, of scales, and of caps."""

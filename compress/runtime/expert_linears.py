@@ -34,13 +34,14 @@ from compress.runtime.fused_linear import BoundKernel, packed_bytes
 class ExpertLinears:
     """The router and the experts of a layer. The last `num_shared` of them are what the shared expert
     consists of, which decode rows all choose; elsewhere its output is added to `residual` by linears of its
-    own."""
+    own. The `cap` is `LayerShape.expert_cap`."""
 
     facts: Experts
     router: RouterWeights
     routers: dict[Phase, BoundKernel]
     kernels: dict[Phase, BoundKernel]
     num_shared: int = 0
+    cap: float | None = None
 
     @staticmethod
     def bind(
@@ -54,6 +55,7 @@ class ExpertLinears:
         selection_bias_E: Tensor | None = None,
         output_scale_E: Tensor | None = None,
         shared: Sequence[ExpertWeights] = (),
+        cap: float | None = None,
     ) -> "ExpertLinears":
         """Choose the kernels of a layer and repack its experts once for each layout. Decode rows go through
         all experts of `shared`.
@@ -96,7 +98,7 @@ class ExpertLinears:
             dtype=deployment.dtype,
             device=deployment.device,
         )
-        return ExpertLinears(facts, router, routers, kernels, len(shared))
+        return ExpertLinears(facts, router, routers, kernels, len(shared), cap)
 
     @staticmethod
     def takes_shared(
@@ -131,7 +133,9 @@ class ExpertLinears:
     ) -> Tensor:
         """Return the weighted sum of the experts of each row, [T, L], plus `residual` if given."""
         bound = self.kernels[phase]
-        out_TL: Tensor = bound.kernel.fn(x_TL, bound.packed, ids_TK, weights_TK, residual_TD=residual)
+        out_TL: Tensor = bound.kernel.fn(
+            x_TL, bound.packed, ids_TK, weights_TK, residual_TD=residual, cap=self.cap
+        )
         return out_TL
 
     def __call__(

@@ -2,14 +2,15 @@
 
 A shared expert whose width is that of n others is n experts that every token chooses with the weight one, or
 with that of its gate: its rows of gate and up are cut into n, and its columns of down. Few rows wait for
-launches and not for bytes, and so it costs next to nothing among the others.
+launches and not for bytes, and so it costs next to nothing among the others. Experts of one launch have one
+cap.
 """
 
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights
 from compress.models.arch import Arch
-from compress.models.experts import Experts
+from compress.models.layer_shape import LayerShape
 from compress.models.layout import Value, columns, rows_of
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -17,12 +18,17 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 
 
-def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deployment) -> ExpertLinears:
-    """Return the router and the experts of a layer.
+def load_experts(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> ExpertLinears | None:
+    """Return the router and the experts of a layer, None where it has none.
 
     Raises:
         EnvironmentUnfit: no kernel supports the experts.
     """
+    facts = shape.experts
+    if facts is None:
+        return None
 
     def rare(name: str) -> Tensor | None:
         return dense(weights[name]) if name in weights else None
@@ -39,7 +45,7 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
         )
 
     experts = [expert(f"moe.experts.{idx}") for idx in range(facts.num_experts)]
-    num_shared = facts.shared_parts
+    num_shared = shape.shared_parts
     joins = num_shared > 0 and ExpertLinears.takes_shared(
         facts, experts[0], deployment, activation=arch.activation, num_shared=num_shared
     )
@@ -53,6 +59,7 @@ def load_experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deplo
         selection_bias_E=rare("moe.selection_bias"),
         output_scale_E=rare("moe.output_scale"),
         shared=parts(expert("moe.shared"), experts[0], num_shared) if joins else (),
+        cap=shape.expert_cap,
     )
 
 

@@ -236,6 +236,7 @@ class LayerRunner:
                 "xielu_4": layer.xielu_4,
                 "gate_factor": self._arch.factor_of("ffn.gate"),
                 "gated": layer.shape.gated,
+                "cap": layer.shape.ffn_cap,
             }
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
         return layer.down(mid_TF, phase, residual=residual)

@@ -285,7 +285,7 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         down=fused.down,
         recurrent_o=fused.recurrent_o,
         sinks=_sinks(weights, deployment),
-        experts=None if shape.experts is None else load_experts(arch, shape.experts, weights, deployment),
+        experts=load_experts(arch, shape, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
         head_gate=_gate("attn.head_gate", weights, deployment),
         shared_gate=_gate("moe.shared_gate", weights, deployment),

@@ -564,6 +564,16 @@ def test_clamped_gates(kernel: Kernel, device: str, dtype: str, factor: float) -
 
 
 @each_usable(usable("act_mul", n=37))
+def test_act_mul_with_a_cap(kernel: Kernel, device: str, dtype: str) -> None:
+    x = 4 * randn(9, 2 * 37, device=device, dtype=dtype)
+    gate, up = x.double().chunk(2, dim=1)
+    capped = torch.nn.functional.silu(gate).clamp(max=2) * up.clamp(-2, 2)
+    assert (up.abs() > 2).any()
+    assert (gate > 3).any()
+    assert_close(kernel.fn(x, "silu", cap=2.0), capped, depth=4, dtype=dtype)
+
+
+@each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("numbers", [(0.8, 0.8, 0.5, -1e-6), (0.01, 3.0, 0.5, -1e-3)])
 def test_xielu(kernel: Kernel, device: str, dtype: str, numbers: tuple[float, ...]) -> None:
     """A result is within some roundings of its two terms, which have opposite signs where x is negative."""

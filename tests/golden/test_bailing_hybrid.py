@@ -1,6 +1,7 @@
 """Ling 3.0 as it is published: with other names than `transformers` saves, and with latents of queries, which
 its class has not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,44 @@ def test_a_model_by_its_published_names_computes_the_same_and_keeps_them(
     write_checkpoint(tmp_path / "written", source)
     assert_same_tensors(tmp_path / "written", tmp_path)
     assert "model.layers.0.attention.o_proj.weight" in tensors_of(tmp_path / "written")
+
+
+def with_caps_(model: Any, experts: list[float], shared: list[float]) -> None:
+    """Give the experts of a model of `transformers` the caps of layers, which its class has not."""
+    for layer, of_experts, of_shared in zip(model.model.layers, experts, shared, strict=True):
+        if not hasattr(layer.mlp, "experts"):
+            continue
+        if of_shared:
+            both = layer.mlp.shared_experts
+            both.act_fn = nn.Sequential(nn.SiLU(), nn.Hardtanh(-1.0, of_shared))  # silu is above -0.3
+            both.up_proj = nn.Sequential(both.up_proj, nn.Hardtanh(-of_shared, of_shared))
+        if of_experts:
+            layer.mlp.experts._apply_gate = partial(capped, cap=of_experts)
+
+
+def capped(gate_up: torch.Tensor, *, cap: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate).clamp(max=cap) * up.clamp(-cap, cap)
+
+
+def test_caps_of_layers_are_computed_where_a_config_lists_them(tmp_path: Path) -> None:
+    """As in vLLM and SGLang, and in layers with experts alone, of which the second and the third are two."""
+    caps = {"expert_swiglu_limit_list": [4, 0, 0.02], "share_expert_swiglu_limit_list": [5, 0.03, 0.01]}
+    family, changes = CASES["bailing_hybrid"]
+    model = saved(tmp_path, family, {**changes, **caps})
+    model.set_experts_implementation("batched_mm")
+    source = Checkpoint(tmp_path)
+    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
+    with torch.no_grad():
+        plain = model(tokens(2, SEQ_LEN)).logits
+        with_caps_(model, *caps.values())
+        expected = model(tokens(2, SEQ_LEN)).logits
+        found = decoder(tokens(2, SEQ_LEN))
+    assert (found - expected).abs().max() <= tolerance(expected)
+    assert (found - plain).abs().max() > 10 * tolerance(expected)
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", source)
+    assert {name: read_config(tmp_path / "written")[name] for name in caps} == caps
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

@@ -68,7 +68,11 @@ WHOLE_GROUPS = {
     "num_attention_heads": 4,
     "head_dim": 32,
 }
-OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
+OF_EXPERTS = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+    "share_expert_dim": 256,
+}
 FP8_BLOCKS = [
     *("qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe", "minimax_m2"),
     "mimo_v2_flash",
@@ -114,6 +118,7 @@ RENAMED = (
     "mistral_large4-shared-latents",
     "bailing_hybrid",
     "minimax_m3_vl",
+    "step3p7",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
@@ -508,7 +513,7 @@ class _InFloat16(Rounded):
         return found
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "granitemoe"])
+@pytest.mark.parametrize("case", ["gpt-oss", "granitemoe", "step3p7"])
 def test_codes_of_experts_that_share_a_tensor_are_refused(case: str, tmp_path: Path) -> None:
     source, scheme = rounded(tmp_path / "source", case, "W4A16_G128")
     with pytest.raises(UnsupportedFormat, match="experts-apart"):

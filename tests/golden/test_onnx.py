@@ -101,6 +101,7 @@ REFUSED = {
         "minicpmv",
         "minicpm_ocr",
         "qianfan",
+        "step3p7",
         "janus",
         "docling",
         "glmga",

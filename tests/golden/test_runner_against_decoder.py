@@ -393,6 +393,16 @@ FEATURES: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "caps that differ by layer": {
+        "ffn_bias": True,
+        "layers": (
+            tiny_shape(ffn_cap=0.02),
+            tiny_shape(experts=Experts(6, 2, 48, shared_size=96), ffn_cap=0.03, expert_cap=0.01),
+            tiny_shape(experts=Experts(6, 2, 48, shared_size=48, score="sigmoid"), expert_cap=0.02),
+            tiny_shape(experts=Experts(6, 2, 48, shared_size=48), ffn_cap=0.02, expert_cap=0.02),
+            tiny_shape(experts=Experts(6, 2, 48)),
+        ),
+    },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
     "rope of a part of each head": {"layers": (tiny_shape(rope=Rope(10000.0, rotary_dim=8)),)},
     "rope of the leading part of each head": {
@@ -787,6 +797,7 @@ RARE = [
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
     "clamped gates of FFNs, and indexers of blocks",
+    "caps that differ by layer",
     "values narrower than keys",
     "latents that layers share, some without positions",
     "bounded decays of channels, and latents whose heads have gates",

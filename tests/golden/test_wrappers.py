@@ -29,8 +29,9 @@ from tests.support.split_towers import SPLIT, split_plain_tensors
 from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, saved, tokens
 from tests.support.wrappers import WRAPPERS, Rounded, wide
 
+COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr")
+RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7")
 """Families whose vision tower transformers has under other names."""
 IN_HALVES = ("ernie4_5_vl_moe", "ernie4_5_vl_moe-dense-in-the-middle")
 """Cases whose experts transformers gathers from tensors of each by an operation that reads no scales."""
@@ -46,6 +47,8 @@ NOT_GATHERED = (
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
+STACKED = ("step3p7", "step3p7-as-published", "step3p7-biases-tied")
+"""Cases whose gates and ups of dense experts transformers joins, and drops next to packed codes."""
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
@@ -127,7 +130,9 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
         assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])
 
 
-@pytest.mark.parametrize("case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED)])
+@pytest.mark.parametrize(
+    "case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED, *STACKED)]
+)
 @pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +204,7 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
 ) -> None:
     if case in IN_HALVES or (case in NOT_GATHERED and form == "compressed-tensors"):
         pytest.skip("what transformers would load is tested in `test_mixtures.py`")
-    if case in JOINED and scheme == "W4A16_G128":
+    if case in (*JOINED, *STACKED) and scheme == "W4A16_G128":
         pytest.skip("what transformers refuses is tested below")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
         pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
@@ -258,6 +263,25 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     is_sharp = source.arch.has_latents or source.arch.unit_norm_unrotated
     bound = 0.15 if is_sharp else 0.2 if source.arch.has_recurrences else 0.1
     assert error.sqrt() < bound * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("case", STACKED)
+@pytest.mark.one_in(3)
+def test_transformers_is_stated_to_load_no_packed_codes_next_to_experts_that_it_joins(
+    case: str, tmp_path: Path
+) -> None:
+    wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    dense_ones = decide(dict.fromkeys(dense_experts(source, "compressed-tensors")), source.arch)
+    for name, joins in (("FP8_DYNAMIC", True), ("W8A16", False)):
+        scheme = with_exceptions(SCHEMES[name], dense_ones)
+        loads = {each.name: each.loads for each in COMPRESSED.consumers(source.arch, scheme)}
+        assert loads["transformers"] is joins
+        assert loads["compress runtime"]
+    (tmp_path / "out").mkdir()
+    write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
+        auto_class(CASES[case][0]).from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("family", SPLIT)

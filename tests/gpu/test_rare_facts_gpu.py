@@ -374,6 +374,34 @@ FACTS: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "step 3.7": {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            replace(LAYER, head_gate="sigmoid", rope=Rope(1e6, rotary_dim=32), ffn_cap=0.25),
+            replace(
+                LAYER,
+                head_gate="sigmoid",
+                num_heads=2 * LAYER.num_heads,
+                window=50,
+                experts=WHOLE_GROUPS,
+                intermediate_size=128,
+                ffn_cap=0.25,
+                expert_cap=0.125,
+            ),
+            replace(
+                LAYER, head_gate="sigmoid", experts=WHOLE_GROUPS, intermediate_size=128, expert_cap=0.125
+            ),
+            replace(
+                LAYER,
+                head_gate="sigmoid",
+                experts=WHOLE_GROUPS,
+                intermediate_size=128,
+                ffn_cap=0.125,
+                expert_cap=0.125,
+            ),
+        ),
+    },
     "mimo v2 flash": {
         "attn_sinks": True,
         "windowed_sinks": True,

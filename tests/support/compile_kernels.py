@@ -127,6 +127,7 @@ def compile_all(sm: int) -> list[Any]:
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
         compile_mixture(scheme)
     compile_mixture(None, activation="relu2")
+    compile_mixture(None, cap=4.5)
     return compiled
 
 
@@ -344,7 +345,7 @@ def compile_int8(sm: int, rows: Any, ready: Any) -> None:
     prefill_int8_passes.linear(rows, ready, bias, residual_TO=residual)
 
 
-def compile_mixture(name: str | None, *, activation: str = "silu") -> None:
+def compile_mixture(name: str | None, *, activation: str = "silu", cap: float | None = None) -> None:
     """Compile the router of a prompt, and the experts of a prompt and of one decode row, of 16 and of 64."""
     scheme = SCHEMES[name] if name is not None else None
 
@@ -360,10 +361,11 @@ def compile_mixture(name: str | None, *, activation: str = "silu") -> None:
     facts = Experts(8, 2, 256, renormalize=True)
     x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
     ids, shares = router.route_many(x_TD, weights, facts)
-    experts.prefill(x_TD, ready, ids, shares, activation=activation, residual_TD=x_TD)
+    how = {"activation": activation, "cap": cap}
+    experts.prefill(x_TD, ready, ids, shares, **how, residual_TD=x_TD)
     for num_rows in (1, 16, 64) if ready.format not in packed.DECODED_IN_SLICES else ():
         few = [each[:num_rows].contiguous() for each in (x_TD, ids, shares)]
-        experts.decode(few[0], ready, *few[1:], activation=activation, residual_TD=few[0])
+        experts.decode(few[0], ready, *few[1:], **how, residual_TD=few[0])
 
 
 if __name__ == "__main__":

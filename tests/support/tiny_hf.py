@@ -149,6 +149,7 @@ CONFIGS: dict[str, Any] = {
     "phi4_multimodal": transformers.Phi4MultimodalConfig,
     "aria": transformers.AriaConfig,
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
+    "step3p7": transformers.Step3p7Config,
 }
 _VISION = {
     "hidden_size": 32,
@@ -388,6 +389,17 @@ AROUND: dict[str, dict[str, Any]] = {
         "insert_layer_id": 0,
         "image_token_id": 97,
     },
+    "step3p7": {
+        "vision_config": {
+            "hidden_size": 32,
+            "mlp_ratio": 2.0,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "image_token_id": 97,
+    },
     "qianfan_ocr": {
         "vision_config": {
             **_VISION,
@@ -612,6 +624,14 @@ ROUTED = {
     "moe_intermediate_size": 40,
     "head_dim": 8,
     "partial_rotary_factor": 0.5,
+}
+STEP = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "share_expert_dim": 24,
+    "head_dim": 8,
+    "sliding_window": 5,
 }
 NARROW_VALUES = {
     "n_routed_experts": 6,
@@ -2419,6 +2439,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpmv4_6": ("minicpmv4_6", OTHER_DELTA_NET),
     "minicpmv4_7": ("minicpmv4_7", {**DELTA_NET, "tie_word_embeddings": True}),
     "minicpm_ocr": ("minicpm_ocr", {**OTHER_DELTA_NET, "tie_word_embeddings": True}),
+    "step3p7": (
+        "step3p7",
+        {
+            **STEP,
+            "layer_types": MIXED,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_sliding_attention_heads": 4,
+            "swiglu_limits": [0.5, 0, 0.3],
+            "swiglu_limits_shared": [0.7, 0.4, 0.0],
+            "moe_router_scaling_factor": 3.0,
+            "rope_parameters": {
+                "full_attention": {**LLAMA3, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "step3p7-as-published": (
+        "step3p7",
+        {
+            **STEP,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "moe_layers_enum": "1,2",
+            "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 8},
+            "rope_theta": [500.0, 10000.0, 500.0],
+            "partial_rotary_factors": [0.5, 1.0, 0.5],
+            "rope_scaling": {name: value for name, value in LLAMA3.items() if name != "rope_theta"},
+            "swiglu_limits": [0.0, 0.0, 0.3],
+            "swiglu_limits_shared": [0.0, 0.0, 0.5],
+        },
+    ),
+    "step3p7-biases-tied": (
+        "step3p7",
+        {
+            **STEP,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "query_pre_attn_scalar": 20,
+            "share_expert_dim": 80,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qianfan_ocr": ("qianfan_ocr", {"head_dim": 12}),
     "qianfan_ocr-tied": ("qianfan_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
     "janus": ("janus", {"head_dim": 12}),

@@ -273,6 +273,8 @@ class Onnx:
             rules.append(Rule("attention-sinks", "attention has sinks, which the graph does not compute."))
         if arch.activation in ("swiglu_clamped", XIELU):
             rules.append(Rule("activation", f"the activation {arch.activation} is not in the graph."))
+        if any(layer.ffn_cap is not None for layer in arch.layers):
+            rules.append(Rule("caps", "activations have a cap, which the graph does not compute."))
         if any(layer.chunk is not None for layer in arch.layers):
             rules.append(Rule("chunks", "attention is cut into chunks, which the graph's masks are not."))
         if any(layer.rope is not None and layer.rope.kind == "longrope" for layer in arch.layers):

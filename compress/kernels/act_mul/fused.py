@@ -32,9 +32,10 @@ def _gated(
     gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tl.tensor:
     """Return the rounded activation(factor * gate) * up at `offsets` of their rows, or that of up alone,
-    which then is `gate`; zero beyond the mask."""
+    which then is `gate`; zero beyond the mask. `CAP` is that of both, 0 for none."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     if ACTIVATION == "xielu":  # which is not zero at zero
         return tl.where(mask, xielu(gate.to(tl.float32), numbers_ptr), 0.0).to(gate.dtype)
@@ -44,7 +45,12 @@ def _gated(
     x = (gate.to(tl.float32) * gate_factor).to(gate.dtype).to(tl.float32)
     if ACTIVATION == "swiglu_clamped":
         return clamped(x, up.to(tl.float32)).to(gate.dtype)
-    return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    y = activated(x, ACTIVATION).to(gate.dtype).to(tl.float32)
+    up = up.to(tl.float32)
+    if CAP > 0:
+        y = tl.minimum(y, CAP).to(gate.dtype).to(tl.float32)
+        up = tl.minimum(tl.maximum(up, -CAP), CAP).to(gate.dtype).to(tl.float32)
+    return (y * up).to(gate.dtype)
 
 
 @jit()
@@ -60,6 +66,7 @@ def _act_mul(
     SPAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    CAP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -68,7 +75,7 @@ def _act_mul(
     columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     gate_at = gate_ptr + row * gate_stride
     up_at = up_ptr + row * up_stride
-    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED)
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED, CAP)
     tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
 
 
@@ -87,6 +94,7 @@ def _act_mul_quantize(
     gate_factor: tl.tensor,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    CAP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
@@ -100,7 +108,7 @@ def _act_mul_quantize(
     columns = tl.arange(0, BLOCK)
     gate_at = gate_ptr + row.to(tl.int64) * gate_stride
     up_at = up_ptr + row.to(tl.int64) * up_stride
-    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED)
+    y = _gated(gate_at, up_at, numbers_ptr, columns, columns < SIZE, gate_factor, ACTIVATION, GATED, CAP)
     store_row(
         y, row, out_ptr, scale_ptr, static_ptr, zero_ptr, static_zero_ptr,
         SIZE, BLOCK, QUANT, GROUP, CONVERTS,
@@ -116,10 +124,12 @@ def act_mul(
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
     gated: bool = True,
+    cap: float | None = None,
 ) -> Tensor | QuantizedRows:
     """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; where rows are not `gated`, or the
     activation is one of `UNGATED`, map [T, F] without a gate. `xielu_4` are the numbers of the activation
-    xielu, and `gate_factor` multiplies the gate."""
+    xielu, and `gate_factor` multiplies the gate. What the gate becomes is at most `cap`, and up between
+    -`cap` and `cap`, where there is one."""
     gated = gated and activation not in UNGATED
     if not gated:
         up_TF = gate_up_TF  # which is not read
@@ -128,7 +138,7 @@ def act_mul(
     device = gate.device
     gate, up = (each if each.stride(1) == 1 else each.contiguous() for each in (gate, up))
     scalars = {"gate_stride": gate.stride(0), "up_stride": up.stride(0), "gate_factor": gate_factor}
-    how = {"ACTIVATION": activation, "GATED": gated}
+    how = {"ACTIVATION": activation, "GATED": gated, "CAP": cap or 0.0}
     assert (xielu_4 is not None) == (activation == XIELU)
     numbers = gate if xielu_4 is None else xielu_4
     if quant is None:

@@ -35,12 +35,20 @@ def act_mul_rows(
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
     gated: bool = True,
+    cap: float | None = None,
 ) -> Tensor | QuantizedRows:
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
     alone; where rows are not `gated`, or the activation is one of `UNGATED`, there is no gate, and it is up.
-    `xielu_4` are the numbers of the activation xielu, and `gate_factor` multiplies the gate."""
+    `xielu_4` are the numbers of the activation xielu, and `gate_factor` multiplies the gate. What the gate
+    becomes is at most `cap`, and up between -`cap` and `cap`, where there is one."""
     product = act_mul(
-        gate_up_TF, activation_name, up_TF=up_TF, xielu_4=xielu_4, gate_factor=gate_factor, gated=gated
+        gate_up_TF,
+        activation_name,
+        up_TF=up_TF,
+        xielu_4=xielu_4,
+        gate_factor=gate_factor,
+        gated=gated,
+        cap=cap,
     )
     return product if quant is None else quantize(product, quant)
 
@@ -53,6 +61,7 @@ def act_mul(
     xielu_4: Tensor | None = None,
     gate_factor: float = 1.0,
     gated: bool = True,
+    cap: float | None = None,
 ) -> Tensor:
     """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
     assert (xielu_4 is not None) == (activation_name == XIELU)
@@ -67,7 +76,8 @@ def act_mul(
         gate = gate * gate_factor
     if activation_name == CLAMPED:
         return clamped(gate, up, partial(_in_whole_vectors, swish))
-    return _in_whole_vectors(partial(activation, activation_name), gate) * up
+    activated = _in_whole_vectors(partial(activation, activation_name), gate)
+    return activated * up if cap is None else activated.clamp(max=cap) * up.clamp(min=-cap, max=cap)
 
 
 def clamped(gate_TF: Tensor, up_TF: Tensor, swish_of: Callable[[Tensor], Tensor]) -> Tensor:

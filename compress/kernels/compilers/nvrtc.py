@@ -47,7 +47,7 @@ class Source:
 
     text: str
     entry: str
-    macros: tuple[tuple[str, int], ...] = ()
+    macros: tuple[tuple[str, float], ...] = ()
 
     def options(self, sm: int) -> tuple[str, ...]:
         architecture = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"

@@ -80,10 +80,13 @@ def decode(
     *,
     activation: str,
     residual_TD: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return [T, D]; a row's bits depend on the row alone."""
     plan = decode_plan(packed, len(ids_TK))
-    return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
+    return run(
+        x_TD, packed, ids_TK, weights_TK, plan, activation=activation, cap=cap, residual_TD=residual_TD
+    )
 
 
 def prefill(
@@ -94,10 +97,13 @@ def prefill(
     *,
     activation: str,
     residual_TD: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return [T, D] of many rows."""
     plan = prefill_plan(packed, *ids_TK.shape)
-    return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
+    return run(
+        x_TD, packed, ids_TK, weights_TK, plan, activation=activation, cap=cap, residual_TD=residual_TD
+    )
 
 
 def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | None:

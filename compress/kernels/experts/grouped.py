@@ -5,7 +5,8 @@ the weighted sum.
     y[p] = down_e h[p]
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k])
 
-Experts without a gate have h[p] = act(up_e x[t]).
+Experts without a gate have h[p] = act(up_e x[t]). With a cap c, min(act(gate), c) takes the place of
+act(gate), and up lies between -c and c.
 
 A program owns `BM` outputs of one unit (`units.py`), and reads its rows of the weights once.
 Sums over K run in its order: y is kept in float32 (of a prompt in the model's dtype), and the program of an
@@ -19,12 +20,14 @@ from compress.kernels.operands.matrix_product import prefetch, product
 
 
 @jit()
-def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Return the activation of gate and up, or of up alone, which then is `gate`."""
+def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, CAP: tl.constexpr) -> tl.tensor:
+    """Return the activation of gate and up, or of up alone, which then is `gate`. `CAP` is 0 for none."""
     if ACTIVATION == "relu2":
         return activated(gate, ACTIVATION)
     elif ACTIVATION == "swiglu_clamped":
         return clamped(gate, up)
+    elif CAP > 0:
+        return tl.minimum(activated(gate, ACTIVATION), CAP) * tl.minimum(tl.maximum(up, -CAP), CAP)
     else:
         return activated(gate, ACTIVATION) * up
 
@@ -68,6 +71,7 @@ def gate_up(
     ASYMMETRIC: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    CAP: tl.constexpr,
     PAIRED: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,7 +100,7 @@ def gate_up(
             gate += tl.load(bias_ptr + expert * (UP + F) + rows).to(tl.float32)[:, None]
             if GATED:
                 up += tl.load(bias_ptr + expert * (UP + F) + UP + rows).to(tl.float32)[:, None]
-        h = _gated(gate, up, ACTIVATION).to(h_ptr.dtype.element_ty)
+        h = _gated(gate, up, ACTIVATION, CAP).to(h_ptr.dtype.element_ty)
         at = h_ptr + pairs.to(tl.int64)[None, :] * F + outputs[:, None]
         tl.store(at, h, mask=valid[None, :] & (outputs < F)[:, None])
 

@@ -50,6 +50,7 @@ def run(
     plan: Plan,
     *,
     activation: str,
+    cap: float | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """Return out [T, D]."""
@@ -97,6 +98,7 @@ def run(
         h_PF,
         **_constants(packed.gate_up, plan.gate_up),
         ACTIVATION=activation,
+        CAP=cap or 0.0,
         **common,
     )
     h_values, h_scale = operand_of(h_PF, packed.down_input, packed)

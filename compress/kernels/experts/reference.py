@@ -9,6 +9,8 @@
                                (gpt-oss, arXiv 2508.10925)
     relu2                      max(up, 0)^2, without a gate (arXiv 2109.08668)
 
+    With a cap c, min(act(gate), c) takes the place of act(gate), and up lies between -c and c.
+
 The reference linears take rows one by one or in tiles of a fixed height, so a row's bits depend on the row
 alone. This is the definition that faster kernels are tested against. The host reads the ids; within a CUDA
 graph, where it cannot, every expert computes all rows and those that chose it are kept, with the same bits.
@@ -92,10 +94,10 @@ def _linear(
     return ReferenceLinear(tiles.linear_in_tiles, weight, bias_O, quant)
 
 
-def gated(gate_up_TF: Tensor, activation: str) -> Tensor:
+def gated(gate_up_TF: Tensor, activation: str, cap: float | None = None) -> Tensor:
     """Map [T, 2 F], or [T, F] without a gate, to [T, F]."""
     if activation != CLAMPED:
-        return act_mul(gate_up_TF, activation)
+        return act_mul(gate_up_TF, activation, cap=cap)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return clamped(gate, up, swish)
 
@@ -109,13 +111,14 @@ def experts(
     activation: str,
     rows: int,
     residual_TD: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return [T, D]; every matrix product has exactly `rows` rows."""
     num_rows, top_k = ids_TK.shape
     y_TKD = x_TD.new_zeros(num_rows, top_k, x_TD.shape[1])
 
     def output(expert: ReferenceExpert, x_PD: Tensor) -> Tensor:
-        return expert.down(gated(expert.gate_up(x_PD, rows=rows), activation), rows=rows)
+        return expert.down(gated(expert.gate_up(x_PD, rows=rows), activation, cap), rows=rows)
 
     if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
         for expert_idx, expert in enumerate(packed):

@@ -76,13 +76,14 @@ class Variant:
     activation: str
     choices: int
     tokens: int
+    cap: float | None = None
 
     @property
     def source(self) -> Source:
         macros = {
             "FORMAT": FORMATS.index(self.format),
             "F16": int(self.dtype == torch.float16),
-            **activation_macros(self.activation),
+            **activation_macros(self.activation, self.cap),
             "CHOICES": self.choices,
             "TOKENS": self.tokens,
             "QUANT": 1,
@@ -174,6 +175,7 @@ def decode(
     *,
     activation: str,
     residual_TD: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return [T, D]; a row's bits depend on the row alone."""
     num_rows, top_k = ids_TK.shape
@@ -238,7 +240,7 @@ def decode(
         MOST_UNITS,
     )
     launch = Launch(grid=(blocks, 1), threads=THREADS, shared_bytes=SHARED_BYTES, overlap=True)
-    variant = Variant(packed.format, packed.dtype, activation, choices, tokens)
+    variant = Variant(packed.format, packed.dtype, activation, choices, tokens, cap)
     _function(variant, device)(launch, arguments, device=device)
     if y_PD is not None:
         add_choices(y_PD, weights_TK, residual_TD, out_TD)

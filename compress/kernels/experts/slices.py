@@ -38,6 +38,7 @@ def decode(
     *,
     activation: str,
     residual_TD: Tensor | None = None,
+    cap: float | None = None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """Return [T, D]; a row's bits depend on the row alone. `tiles` are for measuring others than those
@@ -64,7 +65,15 @@ def decode(
     bias = packed.gate_up.bias_EO
     x_values, x_scale = operand_of(x_TD, packed.gate_up_input, packed)
     multiply_units(
-        x_values, x_scale, packed.gate_up, h_PF, first, activation=activation, bias=bias, rows="chosen"
+        x_values,
+        x_scale,
+        packed.gate_up,
+        h_PF,
+        first,
+        activation=activation,
+        cap=cap,
+        bias=bias,
+        rows="chosen",
     )
     h_values, h_scale = operand_of(h_PF, packed.down_input, packed)
     multiply_down = partial(

@@ -1,6 +1,7 @@
 // Matrix instructions on 16-bit numbers, with e4m3 codes as their factors, and on int8, and the activations of gated FFNs. After numbers.cuh.
 //
-// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss).
+// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss);
+// CAP, if there is one: the most of an activated gate, and of the magnitude of what it multiplies.
 
 // d = a b, or d += a b, for 16 outputs and 8 tokens; factors are float16, else bfloat16.
 template <bool FLOAT16> __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {
@@ -55,6 +56,9 @@ __device__ __forceinline__ float activated(float v) {
 __device__ __forceinline__ float gated(float gate, float up) {
 #if ACT == 4
     return __fmul_rn(activated(fminf(gate, 7.0f)), __fadd_rn(fminf(fmaxf(up, -7.0f), 7.0f), 1.0f));
+#elif defined(CAP)
+    constexpr float cap = CAP;
+    return __fmul_rn(fminf(activated(gate), cap), fminf(fmaxf(up, -cap), cap));
 #else
     return __fmul_rn(activated(gate), up);
 #endif

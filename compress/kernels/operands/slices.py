@@ -27,9 +27,12 @@ STATIC_BYTES = 1024
 SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/global.cuh", "operands/slices.cu")
 
 
-def activation_macros(activation: str | None) -> dict[str, int]:
-    """Return the macros of an activation."""
-    return {"ACT": 0, "RELU2": 1} if activation == "relu2" else {"ACT": ACTIVATIONS.index(activation)}
+def activation_macros(activation: str | None, cap: float | None = None) -> dict[str, float]:
+    """Return the macros of an activation, and of the cap of gates and of what they multiply."""
+    macros: dict[str, float] = (
+        {"ACT": 0, "RELU2": 1} if activation == "relu2" else {"ACT": ACTIVATIONS.index(activation)}
+    )
+    return macros if cap is None else {**macros, "CAP": float(cap)}
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Variant:
     float32_output: bool
     tile: Tile
     zero_points: bool = False
+    cap: float | None = None
 
     @property
     def source(self) -> Source:
@@ -101,7 +105,7 @@ class Variant:
             "SUBGROUPS": self.subgroups,
             "OFFSETS": int(self.offsets),
             "TAIL": int(self.tail),
-            **activation_macros(self.activation),
+            **activation_macros(self.activation, self.cap),
             "UNITS": ROWS.index(self.rows),
             "COMBINE": self.choices,
             "OUT32": int(self.float32_output),
@@ -149,6 +153,7 @@ def variant_of(
     rows: Rows = "in order",
     choices: int = 0,
     zero_points: bool = False,
+    cap: float | None = None,
 ) -> Variant:
     """Return what the kernel is compiled for to serve weights."""
     return Variant(
@@ -163,6 +168,7 @@ def variant_of(
         float32_output=out_dtype == torch.float32,
         tile=tile,
         zero_points=zero_points,
+        cap=cap,
     )
 
 
@@ -226,6 +232,7 @@ def multiply(
     dtype: torch.dtype,
     num_rows: int,
     activation: str | None = None,
+    cap: float | None = None,
     scale_rows: int = 128,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -256,6 +263,7 @@ def multiply(
         rows=rows,
         choices=0 if total is None or chosen is None else chosen.top_k,
         zero_points=zeros is not None,
+        cap=cap,
     )
     tensors = (
         x,

@@ -2,9 +2,9 @@
 bounded from below, the last of each group has latent attention whose heads are gated. The first layers are
 dense, and the others have the experts of DeepSeek-V3. The layers that predict further tokens are not read.
 
-vLLM caps the activations of experts in layers that a config lists, as Ling 3.0 Flash was trained.
-`transformers` 5.23 does not, nor does the decoder, so such configs are refused. Ling 3.0 Tiny has latents of
-queries, which that version of `transformers` has not.
+The activations of experts have caps in layers that a config lists, the last ones of Ling 3.0 Flash, which was
+trained so: vLLM and SGLang compute them, and `transformers` 5.23 does not. Dense layers have none. Ling 3.0
+Tiny has latents of queries, which that version of `transformers` has not.
 """
 
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 from compress.errors import UnsupportedArch
 from compress.models.archs.glm4_moe import MIXTURE_MODULES
 from compress.models.archs.kimi_linear import ALIASES, MIXTURE
+from compress.models.caps import with_caps
 from compress.models.config_facts import only_own_code
 from compress.models.delta_net import DeltaNet
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
-from compress.models.layer_shape import HeadGate
+from compress.models.layer_shape import HeadGate, LayerShape
 from compress.models.layer_types import LINEAR, every_nth_full
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.mixture import BARE, apart, in_one
@@ -33,7 +34,7 @@ _WIDTHS = {
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
 """Fields that `transformers` writes, and those that count where a config does not have them."""
-_CAPS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+_CAPS = {"experts": "expert_swiglu_limit_list", "shared": "share_expert_swiglu_limit_list"}
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
 _ROTATED_PART = "partial_rotary_factor"
 _TRAINED = "original_max_position_embeddings"
@@ -70,9 +71,6 @@ def _implied(config: Fields) -> dict[str, Any]:
     latent attention rotates. Refuse an `auto_map` that names other code than the one Ling 3.0 was published
     with, and fields that `transformers` does not compute."""
     only_own_code(config, ("BailingMoeV3Config", "BailingMoeV3Model", "BailingMoeV3ForCausalLM"))
-    for name in _CAPS:
-        if config.has(name) and any(config.items(name)):
-            raise config.wrong(name, config.items(name), "no caps: the decoder has none for experts")
     each = config.integer("moe_intermediate_size", 1, MAX_SIZE)
     if config.integer(_SHARED_SIZE, 1, MAX_SIZE, default=each) != each:
         wanted = f"{each}, as moe_intermediate_size, which transformers reads"
@@ -104,6 +102,10 @@ def _rope_of(config: Fields) -> dict[str, Any]:
     return {}
 
 
+def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    return with_caps(config, layers, **_CAPS)
+
+
 def _head_gate(config: Fields) -> HeadGate:
     return "sigmoid"
 
@@ -117,7 +119,10 @@ BAILING_HYBRID = Family(
     latent=latent_of(True),
     head_gate=_head_gate,
     recurrence=_delta_of,
+    shapes=_shapes,
     implied=_implied,
+    computed_otherwise="Caps of the activations of experts, where config.json lists some "
+    f"({_CAPS['experts']}), are computed, as in vLLM and in training; transformers computes none.",
     aliases=ALIASES,
     mixture=MIXTURE,
     outer_modules={**OUTER_MODULES, "embed": "model.word_embeddings"},
@@ -149,7 +154,7 @@ BAILING_HYBRID = Family(
         "attention": "self_attn",
         "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
     },
-    known_fields=frozenset({*MIXTURE.fields.values(), *ALIASES, *_WIDTHS, *_WIDTHS.values(), *_CAPS})
+    known_fields=frozenset({*MIXTURE.fields.values(), *ALIASES, *_WIDTHS, *_WIDTHS.values(), *_CAPS.values()})
     | {
         "attention_bias",
         "auto_map",

@@ -124,8 +124,8 @@ def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
 
 def _shared_params(arch: Arch) -> int:
     """Return the parameters of the shared experts that decode rows have among the others."""
-    mixtures = (layer.experts for layer in arch.layers if layer.experts is not None)
-    return sum(3 * arch.hidden_size * each.expert_size * each.shared_parts for each in mixtures)
+    sizes = (each.experts.expert_size * each.shared_parts for each in arch.layers if each.experts is not None)
+    return 3 * arch.hidden_size * sum(sizes)
 
 
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:

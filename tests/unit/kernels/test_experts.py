@@ -62,6 +62,7 @@ class Layer:
     weights_TK: Tensor
     residual_TD: Tensor
     activation: str
+    cap: float | None = None
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_TD[start:stop], self.ids_TK[start:stop], self.weights_TK[start:stop]
@@ -78,6 +79,7 @@ def layer(
     rows: int = 7,
     activation: str = "silu",
     bias: bool = False,
+    cap: float | None = None,
 ) -> Layer:
     """Ids leave out the last expert; the first rows all choose the same experts."""
     gated = activation not in UNGATED
@@ -92,6 +94,7 @@ def layer(
         torch.rand(rows, top_k, generator=generator),
         randn(rows, hidden, seed=2).to(dtype),
         activation,
+        cap,
     )
 
 
@@ -111,6 +114,10 @@ def in_float64(given: Layer) -> Tensor:
         if given.activation == "swiglu_clamped":
             gate_F, up_F = sums[0].clamp(max=7), sums[1].clamp(-7, 7)
             mid_F = gate_F * torch.sigmoid(1.702 * gate_F) * (up_F + 1)
+        elif given.cap is not None:
+            assert (sums[0] > given.cap).any(), "a cap without a use"
+            mid_F = torch.nn.functional.silu(sums[0]).clamp(max=given.cap)
+            mid_F = mid_F * sums[1].clamp(-given.cap, given.cap)
         elif given.activation == "relu2":
             mid_F = sums[0].clamp(min=0) ** 2
         else:
@@ -152,7 +159,7 @@ def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> Non
     assert kernel.repack_experts is not None
     packed = kernel.repack_experts(given.experts, dtype=dtype, device=CPU)
     num_rows = len(given.x_TD)
-    out = kernel.fn(*_call(given, packed, 0, num_rows), residual_TD=given.residual_TD)
+    out = kernel.fn(*_call(given, packed, 0, num_rows), residual_TD=given.residual_TD, cap=given.cap)
     assert out.dtype == dtype
     expected = in_float64(given)
     # Rows of e4m3 are rounded twice, by up to 1/16 of a number, and those of e2m1 by up to 1/4; a static
@@ -161,12 +168,12 @@ def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> Non
     if name is not None and SCHEMES[name].activation is not None:
         eps = 1 / 8 if name.endswith("W4A4") or name.startswith("INT8_STATIC") else 1 / 32
     assert float((out.double() - expected).norm() / expected.norm()) < 2 * eps
-    alone = kernel.fn(*_call(given, packed, 0, num_rows))
+    alone = kernel.fn(*_call(given, packed, 0, num_rows), cap=given.cap)
     assert out.shape == alone.shape
     if phase == "decode":
         for start, stop in ((0, 1), (num_rows - 1, num_rows), (1, 4)):
             residual = given.residual_TD[start:stop]
-            part = kernel.fn(*_call(given, packed, start, stop), residual_TD=residual)
+            part = kernel.fn(*_call(given, packed, start, stop), residual_TD=residual, cap=given.cap)
             assert same_bits(part, out[start:stop])
 
 
@@ -193,6 +200,21 @@ def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
         torch.float32,
         layer(None, torch.float32, hidden=37, ffn=19, activation=activation, bias=True),
     )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+@pytest.mark.parametrize("name", [None, "W4A16_G128"])
+def test_reference_experts_with_a_cap(name: str | None) -> None:
+    check("decode", name, torch.bfloat16, layer(name, torch.bfloat16, cap=0.3))
+
+
+@inside
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["W4A16_G128", None])
+def test_triton_experts_with_a_cap(phase: Any, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four-bit weights, decode rows are computed in slices."""
+    use_row_independent_products(monkeypatch)
+    check(phase, name, torch.float16, layer(name, torch.float16, count=3, rows=5, cap=0.25, bias=True))
 
 
 @inside

@@ -2,6 +2,7 @@
 the same bits in any company, whether its pairs are units or are sorted: on a CPU, by `cuda_emulator.py`, one
 block after the other. They compile for every format, and refuse what leaves no room for weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,25 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 @needs_compiler
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize(
-    ("name", "dtype", "sizes", "rows", "activation", "bias"),
+    ("name", "dtype", "sizes", "rows", "activation", "bias", "cap"),
     [
-        ("FP8_BLOCK", torch.float16, (256, 128, 5, 2), 9, "silu", False),
-        ("FP8_BLOCK", torch.bfloat16, (256, 128, 5, 2), 19, "silu", False),
-        ("FP8_DYNAMIC", torch.bfloat16, (272, 144, 5, 1), 25, "silu", True),
-        (None, torch.bfloat16, (96, 80, 3, 2), 20, "silu", False),
-        slow("FP8_BLOCK", torch.bfloat16, (1280, 640, 9, 8), 5, "silu", False),
-        ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "swiglu_clamped", True),
-        slow("FP8_DYNAMIC", torch.float16, (2576, 144, 9, 3), 5, "gelu", False),
-        (None, torch.bfloat16, (304, 208, 12, 3), 9, "gelu_pytorch_tanh", False),
-        slow(None, torch.float16, (96, 80, 5, 1), 20, "swiglu_clamped", True),
-        ("FP8_BLOCK", torch.bfloat16, (256, 128, 12, 9), 5, "silu", False),
-        slow("FP8_DYNAMIC", torch.bfloat16, (272, 144, 18, 16), 5, "silu", True),
-        slow(None, torch.bfloat16, (304, 208, 12, 10), 5, "gelu", False),
-        ("FP8_BLOCK", torch.bfloat16, (256, 384, 5, 2), 9, "relu2", False),
-        ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "relu2", True),
-        (None, torch.bfloat16, (96, 208, 3, 2), 20, "relu2", True),
+        ("FP8_BLOCK", torch.float16, (256, 128, 5, 2), 9, "silu", False, 0.25),
+        ("FP8_BLOCK", torch.float16, (256, 128, 5, 2), 9, "silu", False, None),
+        ("FP8_BLOCK", torch.bfloat16, (256, 128, 5, 2), 19, "silu", False, None),
+        ("FP8_DYNAMIC", torch.bfloat16, (272, 144, 5, 1), 25, "silu", True, None),
+        (None, torch.bfloat16, (96, 80, 3, 2), 20, "silu", False, None),
+        slow("FP8_BLOCK", torch.bfloat16, (1280, 640, 9, 8), 5, "silu", False, None),
+        ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "swiglu_clamped", True, None),
+        slow("FP8_DYNAMIC", torch.float16, (2576, 144, 9, 3), 5, "gelu", False, None),
+        (None, torch.bfloat16, (304, 208, 12, 3), 9, "gelu_pytorch_tanh", False, None),
+        slow(None, torch.float16, (96, 80, 5, 1), 20, "swiglu_clamped", True, None),
+        ("FP8_BLOCK", torch.bfloat16, (256, 128, 12, 9), 5, "silu", False, None),
+        slow("FP8_DYNAMIC", torch.bfloat16, (272, 144, 18, 16), 5, "silu", True, None),
+        slow(None, torch.bfloat16, (304, 208, 12, 10), 5, "gelu", False, None),
+        ("FP8_BLOCK", torch.bfloat16, (256, 384, 5, 2), 9, "relu2", False, None),
+        ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "relu2", True, None),
+        (None, torch.bfloat16, (96, 208, 3, 2), 20, "relu2", True, None),
+        (None, torch.bfloat16, (96, 80, 3, 2), 20, "silu", True, 0.3),
     ],
 )
 @pytest.mark.slow
@@ -76,6 +79,7 @@ def test_experts_in_one_launch(
     rows: int,
     activation: str,
     bias: bool,
+    cap: float | None,
 ) -> None:
     hidden, ffn, count, top_k = sizes
     given = layer(
@@ -88,6 +92,7 @@ def test_experts_in_one_launch(
         rows=rows,
         activation=activation,
         bias=bias,
+        cap=cap,
     )
     packed = repack(given.experts, dtype=dtype, device=CPU)
 
@@ -95,7 +100,7 @@ def test_experts_in_one_launch(
         x_TD, ids_TK, weights_TK = given.rows(start, stop)
         residual_TD = given.residual_TD[start:stop]
         return resident.decode(
-            x_TD, packed, ids_TK, weights_TK, activation=activation, residual_TD=residual_TD
+            x_TD, packed, ids_TK, weights_TK, activation=activation, residual_TD=residual_TD, cap=cap
         )
 
     out = decode(0, rows)
@@ -132,6 +137,14 @@ def test_rows_that_all_choose_one_expert_leave_blocks_without_work(
 def test_every_format_compiles(format: MatrixFormat, choices: int, tokens: int, activation: str) -> None:
     variant = resident.Variant(format, torch.bfloat16, activation, choices, tokens)
     assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_a_cap_is_a_constant_of_the_kernel() -> None:
+    capped = resident.Variant("fp8", torch.bfloat16, "silu", 8, 8, cap=4.5)
+    assert ("CAP", 4.5) in capped.source.macros
+    assert nvrtc.compile_cubin(capped.source, 90)[:4] == b"\x7fELF"
+    assert not any(name == "CAP" for name, _ in replace(capped, cap=None).source.macros)
 
 
 def test_few_rows_on_hopper_are_served_and_others_refused_with_a_reason() -> None:

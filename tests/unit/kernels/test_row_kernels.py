@@ -31,7 +31,14 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
     row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     whole = {**row, "zero_ptr": None, "static_zero_ptr": None}
-    up_alone = {"SIZE": 21504, "GATED": False, "gate_stride": 21504, "up_stride": 21504, "gate_factor": 1.0}
+    up_alone = {
+        "SIZE": 21504,
+        "GATED": False,
+        "gate_stride": 21504,
+        "up_stride": 21504,
+        "gate_factor": 1.0,
+        "CAP": 0.0,
+    }
 
     def of(activation: str) -> dict[str, str | bool]:
         return {"ACTIVATION": activation, "GATED": activation == "swiglu_clamped"}
@@ -422,6 +429,14 @@ if INTERPRETED:
         torch.testing.assert_close(
             act_mul(gate_up, activation), act_mul_rows(gate_up, activation), rtol=2e-6, atol=2e-6
         )
+
+    @pytest.mark.parametrize("cap", [0.75, 2.0])
+    def test_act_mul_with_a_cap_is_the_reference(cap: float) -> None:
+        gate_up = torch.cat((randn(3, 83) * 4, randn(3, 83, seed=1) * 2), dim=1)
+        found = act_mul(gate_up, "silu", cap=cap)
+        assert not torch.equal(found, act_mul(gate_up, "silu"))
+        torch.testing.assert_close(found, act_mul_rows(gate_up, "silu", cap=cap), rtol=2e-6, atol=2e-6)
+        assert found.abs().max() == cap * cap, "both factors reach the cap somewhere"
 
     @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
     @pytest.mark.parametrize("size", [*SIZES, 1030])

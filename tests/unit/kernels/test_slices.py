@@ -171,6 +171,17 @@ def test_the_kernel_compiles(
         assert nvrtc.compile_cubin(made.source, (80, 90)[(first + turn) % 2])[:4] == b"\x7fELF"
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("sm", [80, 90])
+def test_a_cap_is_a_constant_of_the_kernel(sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case = next(each for each in CASES if each[-1] == "silu")
+    plain, _ = variant(*case, 1)
+    source = replace(plain, cap=4).source
+    assert ("CAP", 4.0) in source.macros
+    assert nvrtc.compile_cubin(source, sm) != nvrtc.compile_cubin(plain.source, sm)
+
+
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 64, 65, 512])
 @each_case
 def test_sums_fit_the_shared_memory_of_every_device(

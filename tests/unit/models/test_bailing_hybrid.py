@@ -11,6 +11,7 @@ import torch
 from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.models.arch import Arch
+from compress.models.config_notes import unread_note
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.family import family_of
@@ -69,7 +70,12 @@ def test_delta_nets_have_the_heads_of_attention_or_those_that_are_stated() -> No
 
 
 def test_a_manifest_is_read_back_equal_and_counts_the_parameters_of_the_decoder() -> None:
-    for arch in (arch_of(), arch_of(kda_safe_gate=False, q_lora_rank=24), arch_of(kda_lower_bound=-0.3)):
+    for arch in (
+        arch_of(),
+        arch_of(kda_safe_gate=False, q_lora_rank=24),
+        arch_of(kda_lower_bound=-0.3),
+        arch_of(**FLASH),
+    ):
         assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
         with torch.device("meta"):
             decoder = Decoder(arch)
@@ -89,6 +95,27 @@ def test_a_decay_has_the_bound_that_a_config_states_unless_its_gate_has_none() -
             arch_of(kda_lower_bound=bound)
 
 
+FLASH = {"expert_swiglu_limit_list": [4, 0, 0, 4], "share_expert_swiglu_limit_list": [5, 0, 5.5, 7, 9]}
+"""Caps as in Ling 3.0 Flash; vLLM computes none in dense layers, of which the first is one."""
+
+
+def test_layers_with_experts_have_the_caps_that_a_config_lists() -> None:
+    layers = arch_of(**FLASH).layers
+    assert [layer.expert_cap for layer in layers] == [None, None, None, 4.0]
+    assert [layer.ffn_cap for layer in layers] == [None, None, 5.5, 7.0]
+
+
+def test_layers_that_stay_keep_their_caps() -> None:
+    config = written(with_layers(arch_of(**FLASH), [0, 2, 3]))
+    assert config["expert_swiglu_limit_list"] == [4, 0, 4]
+    assert config["share_expert_swiglu_limit_list"] == [5, 5.5, 7]
+    assert written(arch_of(**FLASH))["expert_swiglu_limit_list"] == FLASH["expert_swiglu_limit_list"]
+
+
+def test_a_note_says_who_computes_caps() -> None:
+    assert "transformers computes none" in str(unread_note(arch_of(**FLASH)))
+
+
 def test_layers_that_stay_are_listed_by_their_types() -> None:
     config = written(with_layers(arch_of(), [0, 1, 3]))
     assert config["layer_types"] == ["linear_attention", "full_attention", "full_attention"]
@@ -98,8 +125,11 @@ def test_layers_that_stay_are_listed_by_their_types() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert_swiglu_limit_list": [0, 0, 0, 4]}, "expert_swiglu_limit_list = .*no caps"),
-        ({"share_expert_swiglu_limit_list": [0, 0, 5.0, 0]}, "share_expert_swiglu_limit_list = .*no caps"),
+        ({"expert_swiglu_limit_list": [0, 0, 4]}, "expert_swiglu_limit_list = .*4 caps, one for each layer"),
+        ({"expert_swiglu_limit_list": [0, 0, 0, -4]}, "expert_swiglu_limit_list = -4.*a list of caps"),
+        ({"share_expert_swiglu_limit_list": [0, 0, True, 0]}, "share_expert_swiglu_limit_list = True"),
+        ({"share_expert_swiglu_limit_list": [0, "5", 0, 0]}, "share_expert_swiglu_limit_list = '5'"),
+        ({"expert_swiglu_limit_list": 4.0}, "expert_swiglu_limit_list = 4.0"),
         ({"moe_shared_expert_intermediate_size": 64}, "moe_shared_expert_intermediate_size = 64.*32"),
         ({"no_kda_lora": False}, "no_kda_lora = False"),
         ({"use_kda_lora": True}, "use_kda_lora = True"),
@@ -144,4 +174,5 @@ def test_transformers_loads_exports_without_latents_of_queries(form: str, scheme
     assert refusals(arch_of(**widths), form, scheme)["transformers"] is None
     with_latents = refusals(arch_of(**widths, q_lora_rank=128), form, scheme)
     assert "no latent of queries" in str(with_latents["transformers"])
+    assert "no caps" in str(refusals(arch_of(**widths, **FLASH), form, scheme)["transformers"])
     assert "no export of Ling 3.0 was tested" in str(with_latents["vLLM"])
