@@ -2,10 +2,10 @@
 bounded from below, the last of each group has latent attention whose heads are gated. The first layers are
 dense, and the others have the experts of DeepSeek-V3. The layers that predict further tokens are not read.
 
-The activations of experts have caps in layers that a config lists, the last ones of Ling 3.0 Flash: vLLM and
-SGLang compute them, and `transformers` 5.23 does not. They cap silu of the gate here, as in SGLang; vLLM caps
-so in shared experts, and in routed ones the gate before silu, which differs by c - silu(c) at most (5e-4 for a
-cap c of 10). Dense layers have none. Ling 3.0 Tiny has latents of queries, which that version of
+The activations of experts have caps in layers that a config lists, the last ones of Ling 3.0 Flash: vLLM
+and SGLang compute them, and `transformers` 5.23 does not. They cap silu of the gate here, as in SGLang; vLLM
+caps so in shared experts, and in routed ones the gate before silu, which differs by c - silu(c) at most (5e-4
+for a cap c of 10). Dense layers have none. Ling 3.0 Tiny has latents of queries, which that version of
 `transformers` has not.
 """
 
