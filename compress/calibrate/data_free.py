@@ -79,7 +79,7 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
 
 def _without_samples(arch: Arch, ctx: Context) -> LayerRun:
     """Return a run of no samples in this process alone."""
-    samples = Samples((0, 1, arch.hidden_size), torch.float32, torch.device(ctx.device))
+    samples = Samples((0, 1, arch.stream_size), torch.float32, torch.device(ctx.device))
     return LayerRun(samples, None, {}, OneRank(), MemoryGuard(ctx.progress), torch.float32)
 
 

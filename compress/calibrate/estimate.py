@@ -91,7 +91,7 @@ def peak_bytes(work: Workload) -> int:
     """Return the peak of the rank that needs most, beyond the interpreter and its libraries."""
     arch = work.arch
     num_outer = arch.num_outer_params
-    width = work.num_streams * (arch.hidden_size + _kept_width(arch))
+    width = work.num_streams * (arch.stream_size + _kept_width(arch))
     if work.true_sequential:  # the values at a second tap are kept
         width += max(max(_input_sizes(arch, layer)) for layer in arch.layers)
     num_tokens = -(-work.num_samples // work.num_ranks) * work.seq_len
@@ -160,7 +160,7 @@ def guide_effort(work: Workload, guide: Guide) -> tuple[int, float]:
     ]
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
     tokens = samples * work.seq_len
-    held = ((arch.num_layers + 2) * arch.hidden_size + 2 * _kept_width(arch)) * tokens * work.value_bytes
+    held = ((arch.num_layers + 2) * arch.stream_size + 2 * _kept_width(arch)) * tokens * work.value_bytes
     if arch.layer_embed_size:  # the weights of the embeddings stay for all walks
         held += 2 * arch.num_outer_params + _layer_input_bytes(work, tokens)
     return held + 10 * work.seq_len * arch.vocab_size, walks + moments

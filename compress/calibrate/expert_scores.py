@@ -39,7 +39,7 @@ def expert_scores(
     embed_VD = dense(outer["embed.weight"]).to(device)
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device)
     del outer
-    samples = Samples((*tokens_NS.shape, arch.hidden_size), compute_dtype, device)
+    samples = Samples((*tokens_NS.shape, arch.stream_size), compute_dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
         samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
     found = []

@@ -261,7 +261,7 @@ def _embedded(
 ) -> Samples:
     """Return the inputs of the first layer."""
     embed_VD = dense(outer["embed.weight"]).to(device)
-    samples = Samples((*tokens_NS.shape, embed_VD.shape[1]), dtype, device)
+    samples = Samples((*tokens_NS.shape, arch.stream_size), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
         samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
     return samples

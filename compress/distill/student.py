@@ -63,6 +63,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
             "by `prune` instead."
         )
+    if teacher.hyper is not None:
+        raise UsageError(
+            "student: the residual of the teacher is several streams, from which no student is cut; remove "
+            "heads, layers or channels of the FFN by `prune` instead."
+        )
     if teacher.has_recurrences:
         raise UsageError(
             "student: the teacher has recurrences, from which no student is cut; remove layers or channels "

@@ -24,6 +24,7 @@ NOT_GATHERED = (
     "mistral3",
     "aria",
     "minimax_m3_vl_text",
+    "hy_v4",
 )
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
 JOINED = ("minimax_m3_vl",)

@@ -68,6 +68,7 @@ STACKS_ALONE = {
 }
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
+    "hy_v4": "no export of Hy4 was tested with it",
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",

@@ -136,7 +136,15 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
         ("soft_cap", arch.vocab_size),
         ("hadamard", layer.head_dim),
     ]
-    return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+    rows += [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+    return rows + _streams(arch, device)
+
+
+def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of hyper-connections: of four streams where a model has one."""
+    num_streams = 4 if arch.hyper is None else arch.hyper.num_streams
+    ops: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
+    return [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=num_streams)]) for op in ops]
 
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
@@ -195,8 +203,9 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         ]
         if having:
             problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
+    with_sinks = ("latent_attention", "attention_prefill") if having and arch.attn_sinks else ()
     return [
-        _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme)])
+        _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme, sinks=op in with_sinks)])
         for op, phase, n, k, schemes in dict.fromkeys(problems)
         for scheme in schemes
     ]
@@ -252,7 +261,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
                     k=facts.expert_size,
                     phase=phase,
                     scheme=scheme,
-                    activation=arch.activation,
+                    activation=facts.activation_of(arch.activation),
                     experts=facts.num_experts + num_shared["decode"],
                     top_k=facts.top_k + num_shared[phase],
                 )

@@ -26,6 +26,8 @@ Op = Literal[
     "attention_decode",
     "attention_prefill",
     "soft_cap",
+    "hyper_mix",
+    "hyper_spread",
     "router",
     "experts",
 ]
@@ -52,6 +54,7 @@ class Problem:
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0
         head_linear                      O and I of one head
+        hyper_mix, hyper_spread          the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0
 

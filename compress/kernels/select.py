@@ -52,8 +52,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        to pages of latents; nothing where latents and norm are None
     latent_heads       fn(kv_MF, rotated_MP, k_HMC, v_HMC, *, latent, head_dim)
                        writes keys and values of M positions
-    latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale) -> [T, H, R]
-                       over pages of latents of R numbers; the last dimensions of q_THC rotate
+    latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale, sinks_H=None)
+                       -> [T, H, R], over pages of latents of R numbers; the last dimensions of q_THC rotate
     head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
@@ -61,6 +61,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
                        a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
+    hyper_mix          fn(streams_TE, hyper, norm, quant=None) -> (rows [T, D], factors_TF or None)
+                       rows: the norm of a mixture of the n streams [T, n D]; hyper is a `HyperWeights`
+                       factors float32: those of the output of the half-layer, then those of the streams
+                       [n, n] where they are mixed; None for the head
+    hyper_spread       fn(y_TD, streams_TE, factors_TF) -> the streams [T, n D] after a half-layer
     router             fn(x_TD, router, facts, *, shared=0) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
                        then ids E to E + `shared` - 1 of every row, with the weight 1

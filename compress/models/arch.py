@@ -14,6 +14,7 @@ from typing import Any
 
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
+from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import XIELU, LayerShape
@@ -75,6 +76,7 @@ class Arch:
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
+        hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.
     """
 
     family: str
@@ -124,6 +126,7 @@ class Arch:
     windowed_sinks: bool = False
     learned_growth: bool = False
     latent_eps: float = LATENT_EPS
+    hyper: HyperConnections | None = None
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -131,6 +134,11 @@ class Arch:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def stream_size(self) -> int:
+        """The numbers of the residual of one token: the hidden size, once for each of its streams."""
+        return self.hidden_size * (1 if self.hyper is None else self.hyper.num_streams)
 
     @property
     def why_no_longer(self) -> str:
@@ -230,7 +238,7 @@ class Arch:
         """All parameters; a tied head counts once. Biases and norms included."""
         norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
         total = self.num_outer_params + norm_size + self.num_linear_params
-        total += self.num_layer_embed_params
+        total += self.num_layer_embed_params + self.num_hyper_params
         for layer in self.layers:
             total += self.num_norms(layer) * norm_size
             if self.qk_norm and layer.attends:
@@ -256,6 +264,18 @@ class Arch:
         if not size:
             return 0
         return size + self.num_layers * (2 * size + 1) * self.hidden_size
+
+    @property
+    def num_hyper_params(self) -> int:
+        """The parameters of the hyper-connections of all half-layers and of the head."""
+        if self.hyper is None:
+            return 0
+        halves = sum(layer.has_mixer + layer.has_ffn for layer in self.layers)
+        of_half, of_head = (
+            sum(map(math.prod, self.hyper.shapes(self.hidden_size, of_head=each).values()))
+            for each in (False, True)
+        )
+        return halves * of_half + of_head
 
     @property
     def num_outer_params(self) -> int:
@@ -373,6 +393,8 @@ class Arch:
         }
         if self.linear_factors:
             facts["linear_factors"] = dict(self.linear_factors)
+        if self.hyper is not None:
+            facts["hyper"] = self.hyper.to_json()
         return {**facts, "config": dict(self.config)}, [layer_to_json(layer) for layer in self.layers]
 
     @staticmethod

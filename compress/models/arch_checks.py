@@ -89,6 +89,8 @@ def check_arch(arch: "Arch") -> None:
             "queries grow by parameters of the layers, and by a factor of the model, too, or without "
             "latents; the runtime computes the first alone, with latent attention."
         )
+    if arch.hyper is not None and (reason := _why_no_streams(arch)):
+        raise UnsupportedArch(f"the residual is several streams, and {reason}.")
     for idx, layer in enumerate(arch.layers):
         block = arch.block_of(layer)
         if arch.norms_rotated and layer.leading_dim:
@@ -112,6 +114,12 @@ def check_arch(arch: "Arch") -> None:
         if arch.activation == "swiglu_clamped" and (layer.ffn_cap or layer.expert_cap):
             raise UnsupportedArch(
                 f"layer {idx}: activations have a cap, and are 'swiglu_clamped', whose range is its own."
+            )
+        caps_first = layer.experts is not None and layer.experts.caps_first
+        if caps_first and (arch.activation != "silu" or not layer.gated or layer.expert_cap is None):
+            raise UnsupportedArch(
+                f"layer {idx}: gates of experts are capped before the activation '{arch.activation}'; the "
+                "decoder computes that with a cap, gates and 'silu'."
             )
         if layer.only_half is not None and block != "pre":
             raise UnsupportedArch(
@@ -155,6 +163,19 @@ def _why_no_post_norm(arch: "Arch") -> str | None:
         return f"the residual scale is {arch.residual_scale:g}; the runtime computes that norm where it is 1"
     if arch.unit_norms or arch.norm_bias:
         return "norms have no weights, or a bias; the decoder computes that norm with a weight alone"
+    return None
+
+
+def _why_no_streams(arch: "Arch") -> str | None:
+    """Return why the decoder, or the runtime, does not compute hyper-connections, None where both do."""
+    if arch.block != "pre" or arch.recurrent_block not in (None, "pre"):
+        return f"the block is '{arch.block}'; half-layers read their mixtures in a 'pre' block"
+    if arch.norm != "rms" or arch.unit_norms:
+        return "norms subtract the mean or have no weights; the decoder norms mixtures by 'rms' with a weight"
+    if arch.residual_scale != 1 or arch.layer_scalar:
+        return "outputs of half-layers or of layers have a factor; those of hyper-connections have their own"
+    if any(layer.norms_experts for layer in arch.layers):
+        return "the outputs of experts are normed; the decoder spreads them as they are"
     return None
 
 

@@ -9,10 +9,11 @@ A layer may have one of the two halves only, and an FFN without gates is down(ac
 normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries (arXiv
 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
 instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
-number. A mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`),
-a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it joins
-attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a layer may read the keys and
-values of an earlier one.
+number. The residual may be several streams (`hyper_connection.py`), which layers then take and return one
+after the other in place of D numbers. A mixture of experts (`moe.py`) may take the place of the FFN, and a
+gated delta net (`delta_net.py`), a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that
+of attention, or it joins attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a
+layer may read the keys and values of an earlier one.
 Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
 the golden tests run this forward; the serving runtime has its own fused step, which is tested against it. Not
 supported: dropout, encoder-decoder.
@@ -33,10 +34,11 @@ from compress.models.delta_net import DeltaNet
 from compress.models.delta_net_mixer import GatedDeltaNet
 from compress.models.embedding import Embedding
 from compress.models.ffn import Ffn
-from compress.models.half_layer import HalfLayer, StagedHalf, add_scaled, as_it_is
+from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
+from compress.models.hyper_connection import HyperConnection
 from compress.models.latent import KV_LATENT, Q_LATENT
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
-from compress.models.layer_shape import LayerShape
+from compress.models.layer_shape import Half, LayerShape
 from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
@@ -113,6 +115,8 @@ class DecoderLayer(nn.Module):
             elif latent is not None:
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
+            if arch.hyper is not None:
+                self.attn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
@@ -122,6 +126,8 @@ class DecoderLayer(nn.Module):
             else:
                 self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
+            if arch.hyper is not None:
+                self.ffn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
         if arch.layer_scalar:
@@ -133,20 +139,28 @@ class DecoderLayer(nn.Module):
         return self.arch.block == "parallel"
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
-        scale = self.arch.residual_scale
         before_BSD = x_BSD
         normed_BSD = x_BSD
         if self.shape.has_mixer:
-            normed_BSD = self.attn_norm(x_BSD)
+            read_BSD, leave = self.residual("mixer")(x_BSD)
+            normed_BSD = self.attn_norm(read_BSD)
             mixed = self._joint if self.shape.joint else partial(self._mixer, layer_idx=self.layer_idx)
             attended_BSD = mixed(normed_BSD, positions, attention, tap=tap)
-            x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
+            x_BSD = leave(self.attn_post_norm(attended_BSD))
         if self.shape.has_ffn:
             ffn = self.ffn if self.shape.experts is None else self.moe
-            read_BSD = before_BSD if self.is_parallel else x_BSD
+            read_BSD, leave = self.residual("ffn")(x_BSD)
+            read_BSD = before_BSD if self.is_parallel else read_BSD
             ffn_BSD = ffn(normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD), tap)
-            x_BSD = add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
+            x_BSD = leave(self.ffn_post_norm(ffn_BSD))
         return self._end(x_BSD, attention)
+
+    def residual(self, half: Half) -> Residual:
+        """Return how a half reads the residual, and adds its output to it."""
+        if self.arch.hyper is None:
+            return partial(one_stream, scale=self.arch.residual_scale)
+        hyper = self.attn_hyper if half == "mixer" else self.ffn_hyper
+        return hyper.enter
 
     @property
     def _mixer(self) -> TokenMixer:
@@ -180,31 +194,31 @@ class DecoderLayer(nn.Module):
     def _attention_half(self) -> HalfLayer | StagedHalf:
         norm = self.attn_norm
         post = self.attn_post_norm
-        scale = self.arch.residual_scale
+        residual = self.residual("mixer")
         end = as_it_is if self.shape.has_ffn else self._end
         if self.shape.joint:
             first, *last = self.shape.attention_groups
-            return StagedHalf(((first,), tuple(last)), norm, self._joint, post, scale, end)
+            return StagedHalf(((first,), tuple(last)), norm, self._joint, post, residual, end)
         if self.shape.latent is None:
             heads = partial(self._mixer.heads, layer_idx=self.layer_idx)
-            return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, scale, end)
+            return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, residual, end)
         first, *up, o = self.shape.attention_groups
 
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
             return self.attn(x_BSD, positions, attention, self.layer_idx, tap)
 
-        return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, scale, end)
+        return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, residual, end)
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
         norm = self.ffn_norm
         post = self.ffn_post_norm
-        scale = self.arch.residual_scale
+        residual = self.residual("ffn")
         if self.shape.experts is None:
 
             def mid(x_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
                 return self.ffn.mid(x_BSD)
 
-            return HalfLayer(("ffn_in", "ffn_mid"), norm, mid, self.ffn.down, post, scale, self._end)
+            return HalfLayer(("ffn_in", "ffn_mid"), norm, mid, self.ffn.down, post, residual, self._end)
         of_moe = self.shape.groups[len(self.shape.attention_groups) :]
         stages = tuple(
             tuple(group for group in of_moe if group.name.endswith(end)) for end in ("gate_up", "down")
@@ -213,7 +227,7 @@ class DecoderLayer(nn.Module):
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
             return self.moe(x_BSD, tap)
 
-        return StagedHalf(stages, norm, inner, post, scale, self._end, self.moe)
+        return StagedHalf(stages, norm, inner, post, residual, self._end, self.moe)
 
     def linear(self, name: str) -> nn.Linear:
         module = self.get_submodule(name)

@@ -99,6 +99,19 @@ class Eagle3Facts:
         )
 
 
+def check_one_stream(target: Arch) -> None:
+    """Check that a head can read the hidden states of a model.
+
+    Raises:
+        UsageError: the residual is several streams.
+    """
+    if target.hyper is not None:
+        raise UsageError(
+            f"eagle3: the residual of this {target.family} model is {target.hyper.num_streams} streams, and "
+            "a head reads hidden states of one; draft with a smaller model or by n-grams instead."
+        )
+
+
 def eagle3_facts(
     target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None
 ) -> Eagle3Facts:
@@ -107,8 +120,10 @@ def eagle3_facts(
     in a mixture of experts, that reads `layer_ids` or the default.
 
     Raises:
-        UsageError: layer ids that the model does not have, or that do not rise; no layer has attention.
+        UsageError: layer ids that the model does not have, or that do not rise; no layer has attention; the
+            residual is several streams.
     """
+    check_one_stream(target)
     ids = default_layer_ids(target.num_layers) if layer_ids is None else tuple(layer_ids)
     if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= target.num_layers:
         raise UsageError(

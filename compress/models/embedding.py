@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
+from compress.models.hyper_connection import repeated
 from compress.models.norms import unit_norm
 
 
@@ -22,13 +23,13 @@ def normed(arch: Arch, x: Tensor) -> Tensor:
 
 
 def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
-    """Return the embeddings [..., D] of token ids as the first layer takes them. Their scale is rounded to
-    their dtype first, as `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not
-    55.4."""
+    """Return the embeddings [..., D] of token ids as the first layer takes them, once for each stream of the
+    residual [..., n D] where it has several. Their scale is rounded to their dtype first, as `transformers`
+    does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
     x = looked_up(arch, embed_VD, tokens)
-    if arch.embed_scale == 1:
-        return x
-    return x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
+    if arch.embed_scale != 1:
+        x = x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
+    return repeated(arch.hyper, x)
 
 
 class Embedding(nn.Embedding):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from compress.models.hyper_connection import HYPER_PARAMETERS
 from compress.untrusted.fields import Fields
 
 SCORES = ("softmax", "sigmoid", "softmax_topk")
@@ -29,12 +30,15 @@ divided by the root of the hidden size, too."""
 LATENT_IN = "latent_in"
 LATENT_OUT = "latent_out"
 """The linears before and after the routed experts of a mixture with `Experts.latent_size`."""
+SILU_CAPPED = "silu_capped"
+"""The activation of experts that cap gates first (`Experts.caps_first`)."""
 FLOAT32_PARAMETERS = (
     "moe.selection_bias",
     "delta.A_log",
     "delta.dt_bias",
     "mamba.A_log",
     "mamba.dt_bias",
+    *HYPER_PARAMETERS,
     "mamba.D",
 )
 """Parameters that are float32 in a model of any dtype: they decide which experts are chosen, and how long a
@@ -71,6 +75,8 @@ class Experts:
             layer gives them, and another linear computes the layer's output of their sum; 0 for none. The
             router and the shared expert read what the layer gives (Nemotron 3 Super).
         latent_bias: these two linears have biases.
+        caps_first: the cap of the routed experts (`LayerShape.expert_cap`) is that of gates before their
+            activation, and not of what they become (Hy4).
         post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
             added to the stream, by `ffn_post_norm` of the layer (A.X K1).
     """
@@ -97,6 +103,7 @@ class Experts:
     latent_size: int = 0
     latent_bias: bool = False
     post_norm: bool = False
+    caps_first: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -141,6 +148,10 @@ class Experts:
         fill it, or where it reads something of its own."""
         apart = self.changes_input or self.expert_bias
         return 0 if apart or self.shared_size % self.expert_size else self.shared_size // self.expert_size
+
+    def activation_of(self, activation: str) -> str:
+        """Return the activation of the routed experts of a model with this one."""
+        return SILU_CAPPED if self.caps_first else activation
 
     def expected_hit(self, num_rows: int) -> float:
         """Return how many experts so many rows are routed to in all, if every choice is equally likely:
@@ -213,6 +224,7 @@ class Experts:
             "output_scale",
             "latent_bias",
             "post_norm",
+            "caps_first",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
+from compress.models.experts import SILU_CAPPED
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.linear import linear_of
 from compress.models.moe import ExpertFfn
@@ -34,8 +35,11 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 
 def gated(name: str, gate: Tensor, up: Tensor, cap: float | None = None) -> Tensor:
-    """Return the input of `down`: act(gate) * up, with a cap min(act(gate), cap) * max(min(up, cap), -cap);
-    or gpt-oss's clamped form of it."""
+    """Return the input of `down`: act(gate) * up, with a cap min(act(gate), cap) * max(min(up, cap), -cap),
+    or act(min(gate, cap)) in place of the first in `SILU_CAPPED`; or gpt-oss's clamped form of it."""
+    if name == SILU_CAPPED:
+        assert cap is not None
+        return F.silu(gate.clamp(max=cap)) * up.clamp(min=-cap, max=cap)
     if name != CLAMPED:
         activated = activation(name, gate)
         return activated * up if cap is None else activated.clamp(max=cap) * up.clamp(min=-cap, max=cap)
@@ -61,6 +65,8 @@ class Ffn(ExpertFfn):
         for name in ("gate", "up", "down") if shape.gated else ("up", "down"):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
+        if shape.experts is not None and module.startswith("moe.experts."):
+            self.activation = shape.experts.activation_of(arch.activation)
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
         if arch.activation == XIELU:

@@ -21,8 +21,6 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     is_gated = layer.output_gate or layer.head_gate is not None
     if is_gated and layer.keys_are_values:
         return "attention has an output gate, and keys that are its values, too."
-    if layer.output_gate and layer.latent is not None:
-        return "attention has an output gate of each channel, and latents."
     if layer.output_gate and layer.head_gate is not None:
         return "attention has an output gate of each channel and one of each head."
     own = is_gated or layer.recurrence is not None or layer.keys_are_values

@@ -1,6 +1,6 @@
 """The shape of a decoder layer: widths, rope, and its groups of linears. Data only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -8,11 +8,11 @@ from compress.models.experts import ALL_TOKENS, SHARED_IN, Experts
 from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.linear_groups import (
-    GATED_HEADS,
     KEYS_ONLY,
     LATENTS,
     LINEAR_GROUPS,
     OF_LATENTS,
+    OUTPUT_GATE_LINEAR,
     Q_AND_LATENT,
     QUERIES_ONLY,
     RECURRENT_OUT,
@@ -169,16 +169,19 @@ class LayerShape:
                 LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
                 LinearGroup("o", "attn_out", (f"{self.recurrence.module}.o",)),
             )
-        if self.output_gate:
-            return GATED_HEADS, LINEAR_GROUPS["o"]
         if self.kv_source is not None:
             of_latents = () if self.latent is None else OF_LATENTS[1:]
             return QUERIES_ONLY, *of_latents, LINEAR_GROUPS["o"]
         if self.latent is None:
-            return KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
+            own = KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"]
+            return self._gated(own), LINEAR_GROUPS["o"]
         if not self.latent.q_rank:
-            return Q_AND_LATENT, OF_LATENTS[1], LINEAR_GROUPS["o"]
-        return LATENTS, *OF_LATENTS, LINEAR_GROUPS["o"]
+            return self._gated(Q_AND_LATENT), OF_LATENTS[1], LINEAR_GROUPS["o"]
+        return self._gated(LATENTS), *OF_LATENTS, LINEAR_GROUPS["o"]
+
+    def _gated(self, first: LinearGroup) -> LinearGroup:
+        """Return the first group of attention, with the linear of the output gate where there is one."""
+        return replace(first, linears=(*first.linears, OUTPUT_GATE_LINEAR)) if self.output_gate else first
 
     @property
     def num_turns(self) -> int:
@@ -301,7 +304,7 @@ class LayerShape:
             "attn.q": (q_size, hidden_size),
             "attn.k": (k_size, hidden_size),
             "attn.v": (self.num_kv_heads * self.value_dim, hidden_size),
-            "attn.gate": (q_size, hidden_size),
+            "attn.gate": (self.num_heads * self.value_dim, hidden_size),
             "attn.o": (hidden_size, self.num_heads * self.value_dim),
             "ffn.gate": (ffn_size, hidden_size),
             "ffn.up": (ffn_size, hidden_size),

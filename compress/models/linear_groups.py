@@ -35,13 +35,13 @@ KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
 """The first group of a layer whose values are its keys."""
 QUERIES_ONLY = LinearGroup("qkv", "attn_in", ("attn.q",))
 """The first group of a layer that reads the keys and values of an earlier one."""
-GATED_HEADS = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v", "attn.gate"))
-"""The first group of a layer with an output gate."""
 RECURRENT_OUT = "recurrent_out"
 """The tap of the outputs of a recurrence in a joint layer."""
 LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
+OUTPUT_GATE_LINEAR = "attn.gate"
+"""The linear of an output gate, the last of the first group of a layer that has one."""
 OF_LATENTS = (
     LinearGroup("q_up", Q_LATENT, ("attn.q_up",)),
     LinearGroup("kv_up", KV_LATENT, ("attn.kv_up",)),

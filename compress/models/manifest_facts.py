@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from compress.models.hyper_connection import HyperConnections
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
 
@@ -70,6 +71,8 @@ def rare_facts(model: Fields) -> dict[str, Any]:
     if model.has("linear_factors"):
         factors = model.fields("linear_factors")
         rare["linear_factors"] = tuple((name, factors.number(name, *SCALES)) for name in factors)
+    if model.has("hyper"):
+        rare["hyper"] = HyperConnections.from_json(model.fields("hyper"))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
     if model.has("layer_embed_size"):

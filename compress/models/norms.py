@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.models.arch import FINAL_NORM, Arch
+from compress.models.hyper_connection import HyperConnection, MeanOfStreams
 from compress.models.norm_gradient import norm_cpu
 
 
@@ -88,8 +89,28 @@ def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads:
     )
 
 
+class JoinedNorm(Norm):
+    """The norm before the head of a model whose residual is several streams, of their mixture or mean."""
+
+    def __init__(self, arch: Arch) -> None:
+        offset = arch.offset_of(FINAL_NORM)
+        super().__init__(arch.hidden_size, arch.norm_eps, offset=offset, scale=arch.logit_scale)
+        facts = arch.hyper
+        assert facts is not None
+        if facts.mean_head:
+            self.hyper: nn.Module = MeanOfStreams(facts.num_streams)
+        else:
+            self.hyper = HyperConnection(facts, arch.hidden_size, arch.norm_eps, of_head=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.hyper(x))
+
+
 def final_norm(arch: Arch) -> Norm | UnitNorm:
-    """Return the norm before the head; its output has the scale of the logits."""
+    """Return the norm before the head; its output has the scale of the logits. It reads the output of the
+    last layer, and joins its streams where there are several."""
+    if arch.hyper is not None:
+        return JoinedNorm(arch)
     return norm_of(arch, arch.hidden_size, FINAL_NORM, scale=arch.logit_scale)
 
 

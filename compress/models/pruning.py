@@ -78,8 +78,9 @@ def keep_heads_(
     units = head_units(shape, unit)
     columns = units.columns(kept_U)
     kept_H = columns[:: shape.value_dim]
-    of_queries = ("attn.q", "attn.q_up", "attn.gate")
+    of_queries = ("attn.q", "attn.q_up")
     rows: dict[str, Tensor] = dict.fromkeys(of_queries, kept_H.repeat_interleave(shape.head_dim))
+    rows["attn.gate"] = kept_H.repeat_interleave(shape.value_dim)
     if unit == "kv_group":
         rows["attn.k"] = kept_U.repeat_interleave(shape.head_dim)
         rows["attn.v"] = kept_U.repeat_interleave(shape.value_dim)

@@ -13,7 +13,8 @@ class TensorNames:
     """The names in the checkpoints of a family.
 
     Args:
-        outer_modules: canonical module -> module on disk, outside of the layers.
+        outer_modules: canonical module -> module on disk, outside of the layers. Parameters may be among
+            them.
         layer_prefix: how the names of a layer begin, before its index.
         layer_modules: canonical module of a layer -> module on disk; those of experts have `*` for their
             index, and a name on disk without `*` is that of all experts. Parameters may be among them.
@@ -33,12 +34,12 @@ class TensorNames:
             pattern, expert = _without_expert(match[2])
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
-        return self.outer_modules[module]
+        return self.outer_modules.get(module) or self.outer_modules[f"{module}.weight"]
 
     def tensor(self, parameter: str) -> str:
         """Return the name of the tensor that holds a canonical parameter: `layers.3.attn.q.weight`."""
         match = _CANONICAL_LAYER.fullmatch(parameter)
-        if match is not None and match[2] in self.layer_modules:
+        if (match is not None and match[2] in self.layer_modules) or parameter in self.outer_modules:
             return self.module(parameter)
         module, _, leaf = parameter.rpartition(".")
         suffix = f".{leaf}"

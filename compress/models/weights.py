@@ -41,7 +41,7 @@ class WeightSource(Protocol):
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` where
         there is one, those of the embeddings for each layer where tokens have them (`layer_embedding.py`),
-        and those under `UNTOUCHED`."""
+        those of the head's hyper-connection where there is one, and those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -204,6 +204,9 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
         outer["norm.weight"] = (arch.hidden_size,)
     if arch.norm_bias:
         outer["norm.bias"] = (arch.hidden_size,)
+    if arch.hyper is not None:
+        of_head = arch.hyper.shapes(arch.hidden_size, of_head=True)
+        outer |= {f"norm.hyper.{leaf}": shape for leaf, shape in of_head.items()}
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
@@ -246,7 +249,10 @@ class MemorySource:
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         names = parameter_names(self.arch)[0]
-        own = {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
+        own = {
+            name: self._decoder.get_parameter(name).detach().to(stored_as(name, self._dtype))
+            for name in names
+        }
         return {**own, **self._untouched}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:

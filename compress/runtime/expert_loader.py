@@ -46,15 +46,16 @@ def load_experts(
 
     experts = [expert(f"moe.experts.{idx}") for idx in range(facts.num_experts)]
     num_shared = shape.shared_parts
+    activation = facts.activation_of(arch.activation)
     joins = num_shared > 0 and ExpertLinears.takes_shared(
-        facts, experts[0], deployment, activation=arch.activation, num_shared=num_shared
+        facts, experts[0], deployment, activation=activation, num_shared=num_shared
     )
     return ExpertLinears.bind(
         facts,
         dense(weights["moe.router.weight"]),
         experts,
         deployment,
-        activation=arch.activation,
+        activation=activation,
         router_bias_E=rare("moe.router.bias"),
         selection_bias_E=rare("moe.selection_bias"),
         output_scale_E=rare("moe.output_scale"),

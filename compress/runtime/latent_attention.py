@@ -53,18 +53,19 @@ class LatentAttention:
         unserved = (
             any(layer.window is not None or layer.chunk is not None for layer in arch.layers)
             or arch.attn_softcap is not None
-            or arch.attn_sinks
         )
         if unserved:
             raise EnvironmentUnfit(
-                "the runtime serves latent attention over whole contexts only, without windows, caps of "
-                "scores or sinks."
+                "the runtime serves latent attention over whole contexts only, without windows or caps of "
+                "scores."
             )
         self._arch = arch
         self._deployment = deployment
         self._recurrent = RecurrentOps(arch, deployment)
         attending = [layer for layer in arch.layers if layer.attends]
-        self._kernels = {key: _bound(key, deployment, kv_format) for key in map(_key_of, attending)}
+        self._kernels = {
+            key: _bound(key, deployment, kv_format, sinks=arch.attn_sinks) for key in map(_key_of, attending)
+        }
         # One position more than a sequence has, as in `layer_attention.py`.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
@@ -177,6 +178,7 @@ class LatentAttention:
                 context_lens_R[start : start + at_once],
                 q_len=q_len,
                 scale=self._arch.score_scale(layer.shape),
+                sinks_H=layer.sinks,
             )
             for start in range(0, len(context_lens_R), at_once)
         ]
@@ -211,6 +213,7 @@ class LatentAttention:
             part.context_lens,
             window=None,
             scale=self._arch.score_scale(layer.shape),
+            sinks_H=layer.sinks,
             **fixed,
         )
         return attended_THC
@@ -265,11 +268,14 @@ def _key_of(layer: LayerShape) -> tuple[Latent, int, int]:
     return latent_of(layer), layer.num_heads, layer.head_dim
 
 
-def _bound(key: tuple[Latent, int, int], deployment: Deployment, kv_format: str) -> dict[Op, BoundKernel]:
+def _bound(
+    key: tuple[Latent, int, int], deployment: Deployment, kv_format: str, *, sinks: bool
+) -> dict[Op, BoundKernel]:
     latent, num_heads, head_dim = key
 
     def bound(op: Op, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None) -> BoundKernel:
-        problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+        has_sinks = sinks and op in ("latent_attention", "attention_prefill")
+        problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme, sinks=has_sinks)
         return BoundKernel.of(problem)
 
     ops: dict[Op, BoundKernel] = {

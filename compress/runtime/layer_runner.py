@@ -15,7 +15,8 @@ and norms the stream for the linear that follows, which is the next layer's or t
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
 Where tokens have embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own.
 Where both halves read one input, it is normed once, or by a norm of each. The stream x may be a fraction of
-the hidden states (`loader.py`).
+the hidden states (`loader.py`). Where it is several streams, a kernel joins them before each half and norms
+their mixture, and another adds the output of the half to each (`models/hyper_connection.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -67,8 +69,8 @@ class LayerRunner:
         attention = LatentAttention if arch.has_latents else LayerAttention
         self.attention = attention(arch, deployment, kv_format, max_model_len=max_model_len)
 
-        def bound(op: Op, n: int) -> BoundKernel:
-            return BoundKernel.of(deployment.kernel_device.problem(op, n=n))
+        def bound(op: Op, n: int, k: int = 0) -> BoundKernel:
+            return BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
 
         gated = [
             layer.linear_shape(linear, arch.hidden_size)[1]
@@ -83,6 +85,10 @@ class LayerRunner:
         if any(map(arch.ends_in_norm, arch.layers)):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
             self._post_norm = self._ops["post_norm"].kernel.fn
+        if arch.hyper is not None:
+            sizes = arch.hidden_size, arch.hyper.num_streams
+            self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
+            self._ops["hyper_spread"] = bound("hyper_spread", *sizes)
         if arch.logit_softcap is not None:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
@@ -108,6 +114,7 @@ class LayerRunner:
         """
         if layer.qkv is None or kv is None:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
+        factors_TF = None
         if self._arch.shares_norm:
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
         elif self._arch.block == "parallel":
@@ -115,7 +122,7 @@ class LayerRunner:
                 self.rows(Stream(stream.x_TD), each(layer), phase) for each in (mixer_reader, ffn_reader)
             )
         else:
-            qkv_rows = self.rows(stream, mixer_reader(layer), phase)
+            qkv_rows, factors_TF = self._entered(stream, mixer_reader(layer), phase)
             ffn_rows = None
         qkv_TF = layer.qkv(qkv_rows, phase)
         joining = None
@@ -144,6 +151,7 @@ class LayerRunner:
             joining=joining,
             ffn_rows=ffn_rows,
             input_TP=input_TP,
+            factors_TF=factors_TF,
         )
 
     def after_qkv(
@@ -158,20 +166,26 @@ class LayerRunner:
         joining: Projected | None = None,
         ffn_rows: Rows | None = None,
         input_TP: Tensor | None = None,
+        factors_TF: Tensor | None = None,
     ) -> Stream:
         """Return the stream after a layer from its q, k and v, and the stream before it. `joining` are the
         inputs of a recurrence that joins attention. `ffn_rows` are given where the FFN reads the same input
-        as attention, `input_TP` as to `layer`.
+        as attention, `input_TP` as to `layer`. `factors_TF` are those by which attention is added to several
+        streams.
         """
         assert layer.o is not None
         half: Callable[..., Tensor] = partial(layer.o, self._attended(layer, projected, attend), phase)
         if joining is not None:
             half = partial(_joint, layer, half, attend(layer, joining), phase)
         if not layer.shape.has_ffn:
-            return self._added(half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale)
+            return self._added(
+                half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
+            )
         norms = layer.branch_norms
         also = () if norms is None else (norms.experts, norms.router)
-        stream = self._added(half, residual_TD, layer.attn_post_norm, ffn_reader(layer), also=also)
+        stream = self._added(
+            half, residual_TD, layer.attn_post_norm, ffn_reader(layer), also=also, factors_TF=factors_TF
+        )
         return self._after_mixer(layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP)
 
     def _after_mixer(
@@ -186,8 +200,9 @@ class LayerRunner:
     ) -> Stream:
         """Return the stream after a layer from the stream before its FFN, or its experts; the arguments are
         those of `after_qkv`."""
+        factors_TF = None
         if ffn_rows is None:
-            ffn_rows = self.rows(stream, ffn_reader(layer), phase)
+            ffn_rows, factors_TF = self._entered(stream, ffn_reader(layer), phase)
         norms = layer.branch_norms
         half: Callable[..., Tensor | tuple[Branch, Branch]] = self._ffn
         if norms is not None:
@@ -197,7 +212,9 @@ class LayerRunner:
         ffn_half = partial(half, layer, ffn_rows, phase)
         embed = layer.layer_embed
         if embed is None:
-            return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
+            return self._added(
+                ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
+            )
         assert input_TP is not None
         stream = self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
         embed_half = partial(self._embed_half, embed, stream.x_TD, input_TP, phase)
@@ -218,7 +235,7 @@ class LayerRunner:
         if not layer.shape.output_gate:
             return attend(layer, projected).flatten(1)
         assert layer.o is not None
-        size = layer.shape.num_heads * layer.shape.head_dim
+        size = layer.shape.num_heads * layer.shape.value_dim
         ungated = replace(projected, qkv_TF=projected.qkv_TF[:, :-size])
         attended_TF = attend(layer, ungated).flatten(1)
         rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
@@ -289,10 +306,13 @@ class LayerRunner:
         *,
         also: tuple[RowNorm, ...] = (),
         scale: float = 1.0,
+        factors_TF: Tensor | None = None,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
         rows of the reader and of `also` where that kernel computes them too. `half` adds a `residual` to its
-        output if it is given one."""
+        output if it is given one. Without `factors_TF` the residual is one stream."""
+        if factors_TF is not None:
+            return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
         if post_norm is None:
             sum_TD = half(residual=residual_TD)
             assert isinstance(sum_TD, Tensor)
@@ -321,6 +341,20 @@ class LayerRunner:
         Where the kernel of the linear does both itself, the stream is returned raw, with the weights of the
         norm.
         """
+        return self._entered(stream, reader, phase)[0]
+
+    def _entered(self, stream: Stream, reader: Reader, phase: Phase) -> tuple[Rows, Tensor | None]:
+        """Return `rows`, and the factors by which the output of the half-layer is added to the residual where
+        that is several streams."""
+        if isinstance(reader.hyper, HyperWeights):
+            mix = self._ops["hyper_mix"].kernel.fn
+            rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)
+            return rows, factors_TF
+        if reader.hyper is not None:
+            stream = Stream(reader.hyper(stream.x_TD))
+        return self._normed(stream, reader, phase), None
+
+    def _normed(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
         norm = reader.norm
         if stream.rows is not None or norm is None:
             return stream.x_TD if stream.rows is None else stream.rows

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
@@ -22,6 +23,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.embedding import normed
 from compress.models.experts import LATENT_IN, LATENT_OUT
+from compress.models.hyper_connection import MeanOfStreams
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
@@ -34,6 +36,7 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
+from compress.runtime.hyper_weights import head_hyper, hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
@@ -62,7 +65,7 @@ class LayerWeights:
     grow. `layer_embed` reads the embeddings of tokens for the layer. `latent_in` and `latent_out` come
     before and after experts that act on latents. `xielu_4` are the numbers of the activation of its FFN,
     float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
-    whose own is `o`.
+    whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
     """
 
     shape: LayerShape
@@ -92,6 +95,8 @@ class LayerWeights:
     layer_embed: LayerEmbedLinears | None = None
     xielu_4: Tensor | None = None
     recurrent_o: FusedLinear | None = None
+    attn_hyper: HyperWeights | None = None
+    ffn_hyper: HyperWeights | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -104,7 +109,7 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        others = (self.latent, self.delta, self.layer_embed)
+        others = (self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper)
         own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
             (self.mamba, self.conv_FW)
         )
@@ -135,7 +140,8 @@ class LayerWeights:
 @dataclass(frozen=True)
 class ModelWeights:
     """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its
-    kernel. Rows of `embed_VD` go on with the embeddings of a token for each layer, where it has them.
+    kernel. Rows of `embed_VD` go on with the embeddings of a token for each layer, where it has them. `hyper`
+    joins the streams of the residual for the last norm, where it has several.
     """
 
     arch: Arch
@@ -144,6 +150,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: RowNorm
     head: FusedLinear
+    hyper: HyperWeights | MeanOfStreams | None = None
 
     @property
     def kv_scales(self) -> list[tuple[float, float]] | None:
@@ -194,6 +201,7 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
         layers=layers,
         norm=outer.norm,
         head=outer.head,
+        hyper=outer.hyper,
     )
 
 
@@ -204,6 +212,7 @@ class OuterWeights:
     embed_VD: Tensor
     norm: RowNorm
     head: FusedLinear
+    hyper: HyperWeights | MeanOfStreams | None
 
 
 def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
@@ -213,7 +222,11 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
         EnvironmentUnfit: as `load_model`.
     """
     outer = source.outer()
-    return OuterWeights(embedding(outer, source.arch, deployment), *output(outer, source.arch, deployment))
+    return OuterWeights(
+        embedding(outer, source.arch, deployment),
+        *output(outer, source.arch, deployment),
+        head_hyper(source.arch, outer, deployment),
+    )
 
 
 def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
@@ -300,6 +313,8 @@ def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> 
         mamba=_mamba(arch, shape, weights, deployment),
         conv_FW=_short_conv(shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
+        attn_hyper=hyper_weights(arch, weights, "attn_hyper", deployment),
+        ffn_hyper=hyper_weights(arch, weights, "ffn_hyper", deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
     )

@@ -23,6 +23,7 @@ from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Phase
+from compress.models.hyper_connection import repeated
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
@@ -59,7 +60,7 @@ class ModelRunner:
         layers = weights.layers
         self._readers = [
             *(mixer_reader(layer) for layer in layers[1:]),
-            Reader(weights.norm, weights.head),
+            Reader(weights.norm, weights.head, weights.hyper),
         ]
         """The linear that reads the stream after each layer."""
         self._layers = LayerRunner(arch, weights.deployment, cache.kv_format, max_model_len=max_model_len)
@@ -221,7 +222,7 @@ class ModelRunner:
         """Return the residual stream after the last layer, before the final norm, of rows of `embedding`; the
         head reads `all_rows` of it, or some."""
         x_TD, inputs = parted(x_TD, self._arch)
-        stream = Stream(x_TD)
+        stream = Stream(repeated(self._arch.hyper, x_TD))
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
                 features.keep(layer_idx, stream.x_TD, self._stream_scale)
@@ -236,7 +237,7 @@ class ModelRunner:
 
     def _logits(self, stream: Stream, phase: Phase) -> Tensor:
         head = self._weights.head
-        rows = self._layers.rows(stream, Reader(self._weights.norm, head), phase)
+        rows = self._layers.rows(stream, Reader(self._weights.norm, head, self._weights.hyper), phase)
         return self._layers.capped(head(rows, phase, out_dtype=torch.float32))
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import Phase
+from compress.models.hyper_connection import MeanOfStreams
 from compress.runtime.fused_linear import FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
@@ -16,10 +18,12 @@ from compress.runtime.loader import LayerWeights
 @dataclass(frozen=True)
 class Reader:
     """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
-    A mixture of experts is no linear and takes rows that are not quantized."""
+    A mixture of experts is no linear and takes rows that are not quantized. `hyper` joins the streams of the
+    residual, where it has several."""
 
     norm: RowNorm | None
     linear: FusedLinear | None
+    hyper: HyperWeights | MeanOfStreams | None = None
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -35,8 +39,9 @@ class Reader:
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream x [T, D] and, where a kernel has computed them already, the input of its reader and
-    those of the experts and of the router [T, D] of a mixture whose branches are normed apart."""
+    """The residual stream x [T, D], or n streams one after the other [T, n D], and, where a kernel has
+    computed them already, the input of its reader and those of the experts and of the router [T, D] of a
+    mixture whose branches are normed apart."""
 
     x_TD: Tensor
     rows: Rows | None = None
@@ -47,10 +52,10 @@ def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
     has_dense = layer.delta is not None or layer.head_gate is not None
-    return Reader(layer.attn_norm, None if has_dense else layer.qkv)
+    return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper)
 
 
 def ffn_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream after the first half of a layer."""
     reads_ffn = layer.experts is None or layer.branch_norms is not None
-    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None)
+    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None, layer.ffn_hyper)

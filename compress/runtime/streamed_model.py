@@ -19,9 +19,11 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS, FP8_STATIC
 from compress.models.arch import Arch
+from compress.models.hyper_connection import repeated
 from compress.models.weights import WeightSource
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.hyper_weights import head_hyper
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, embedding, load_layer, output
@@ -114,10 +116,15 @@ class StreamedModel:
 
     def _embedded(self, batches: Sequence[Tensor]) -> list[Stream]:
         embed_VD = embedding(self._source.outer(), self.arch, self._deployment)
-        return [Stream(F.embedding(each.to(self._device).reshape(-1), embed_VD)) for each in batches]
+        return [
+            Stream(repeated(self.arch.hyper, F.embedding(each.to(self._device).reshape(-1), embed_VD)))
+            for each in batches
+        ]
 
     def _head(self) -> Reader:
-        return Reader(*output(self._source.outer(), self.arch, self._deployment))
+        outer = self._source.outer()
+        hyper = head_hyper(self.arch, outer, self._deployment)
+        return Reader(*output(outer, self.arch, self._deployment), hyper)
 
     def _reader(self, layer_idx: int) -> tuple[LayerWeights | None, Reader | None]:
         """Return what must be there while a layer runs: the layer after it, and what reads the stream in

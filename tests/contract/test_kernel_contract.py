@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
+from compress.kernels.operands.hyper import HyperWeights, unpacked_factors
 from compress.kernels.operands.paged import CODED_FORMATS, TOKEN_HEAD_FORMATS, PagedKV, empty_pages
 from compress.kernels.operands.rows import (
     FP8,
@@ -30,6 +31,7 @@ from compress.kernels.operands.rows import (
 )
 from compress.kernels.problem import OPS, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
+from compress.models.hyper_connection import HyperConnections, coefficients
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -287,6 +289,89 @@ def test_post_norm_of_branches_is_that_of_the_sum_of_their_norms_and_norms_the_s
         part = kernel.fn(some, x[:num_rows], norm, following, also=(second, third), scale=0.40625)
         for actual, whole in zip((*part[:2], *part[2]), (total, rows, *others), strict=True):
             assert same_bits(actual, whole[:num_rows])
+
+
+STREAMS = {
+    "as they are": (HyperConnections(4, 1e-6, post_eps=1e-6, post_factor=1.7), 384),
+    "mixed": (HyperConnections(4, 1e-6, sinkhorn_iterations=20), 192),
+    "three, mixed once": (HyperConnections(3, 1e-3, sinkhorn_iterations=1), 65),
+    "two narrow ones": (HyperConnections(2, 1e-5), 1),
+}
+
+
+def hyper_weights(facts: HyperConnections, size: int, device: str, *, of_head: bool = False) -> HyperWeights:
+    shapes = facts.shapes(size, of_head=of_head)
+    weight, bias, gains = (
+        randn(*shapes[leaf], device=device, dtype="F32", seed=seed)
+        for seed, leaf in enumerate(("weight", "bias", "gains"), start=11)
+    )
+    return HyperWeights(facts, 1e-5, weight / (facts.num_streams * size) ** 0.5, bias, 1 + 0.3 * gains)
+
+
+@each_usable(usable("hyper_mix"))
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("of_head", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["weights like rows", "float32 weights"])
+def test_a_half_layer_reads_the_norm_of_a_mixture_of_the_streams(
+    kernel: Kernel, device: str, dtype: str, streams: str, of_head: bool, wide: bool
+) -> None:
+    facts, size = STREAMS[streams]
+    n = facts.num_streams
+    x = randn(40, n * size, device=device, dtype=dtype)
+    x[3] *= 1000
+    hyper = hyper_weights(facts, size, device, of_head=of_head)
+    norm = RowNorm(1 + randn(size, device=device, dtype="F32" if wide else dtype, seed=1), 1e-3)
+    rows, factors = kernel.fn(x, hyper, norm)
+    inverse = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + hyper.norm_eps)
+    logits = x.double() @ hyper.weight_ME.double().t() * inverse
+    expected = coefficients(facts, logits, hyper.bias_M.double(), hyper.gains.double())
+    mixture = (expected.pre.unsqueeze(-1) * x.double().view(40, n, size)).sum(1)
+    # the rounding of a mixture is that of its largest stream, which may be far above the mixture
+    spread = x.double().view(40, n, size).abs().amax(1) / mixture.square().mean(-1, keepdim=True).sqrt()
+    of_mixture = normed_f64(mixture, norm.weight, norm.eps, centered=False)
+    eps = torch.finfo(DTYPES[dtype]).eps
+    excess = (rows.double() - of_mixture).abs() / (1 + of_mixture.abs() + spread)
+    assert float(excess.max()) <= 8 * (eps + 2.0**-23 * (n * size) ** 0.5)
+    if of_head:
+        assert factors is None
+    else:
+        assert expected.post is not None
+        assert factors.dtype == torch.float32
+        found = unpacked_factors(factors, n)
+        atol = 16 * 2.0**-23 * (n * size) ** 0.5
+        torch.testing.assert_close(found.post.double(), expected.post, rtol=0, atol=atol)
+        assert (found.mixing is None) == (expected.mixing is None)
+        if expected.mixing is not None:
+            torch.testing.assert_close(found.mixing.double(), expected.mixing, rtol=0, atol=atol)
+    quantized, again = kernel.fn(x, hyper, norm, ActivationQuant())
+    assert same_bits(quantized.values_TK, quantize(rows, ActivationQuant()).values_TK)
+    assert of_head or same_bits(again, factors)
+    for some in (slice(1), slice(7), slice(5, 39)):
+        part, part_factors = kernel.fn(x[some], hyper, norm)
+        assert same_bits(part, rows[some])
+        assert of_head or same_bits(part_factors, factors[some])
+
+
+@each_usable(usable("hyper_spread"))
+@pytest.mark.parametrize("streams", STREAMS)
+def test_the_output_of_a_half_layer_is_added_to_every_stream(
+    kernel: Kernel, device: str, dtype: str, streams: str
+) -> None:
+    facts, size = STREAMS[streams]
+    n = facts.num_streams
+    x = randn(40, n * size, device=device, dtype=dtype)
+    y = randn(40, size, device=device, dtype=dtype, seed=1)
+    y[3] *= 1000
+    num_factors = sum(facts.sizes) - n
+    factors = randn(40, num_factors, device=device, dtype="F32", seed=2)
+    after = kernel.fn(y, x, factors)
+    kept = x.double().view(40, n, size)
+    if facts.sinkhorn_iterations:
+        kept = factors[:, n:].double().view(40, n, n).transpose(1, 2) @ kept
+    expected = factors[:, :n, None].double() * y.double().unsqueeze(1) + kept
+    assert_close(after, expected.flatten(1), depth=n, dtype=dtype, factors=2)
+    for some in (slice(1), slice(7), slice(5, 39)):
+        assert same_bits(kernel.fn(y[some], x[some], factors[some]), after[some])
 
 
 @each_usable([case for case in usable("soft_cap") if case[3] == "F32"])

@@ -119,6 +119,7 @@ RENAMED = (
     "bailing_hybrid",
     "minimax_m3_vl",
     "step3p7",
+    "hy_v4",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 

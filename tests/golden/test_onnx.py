@@ -72,6 +72,7 @@ REFUSED = {
         "deepseek_v3",
         "deepseek_v32",
         "glm_moe_dsa",
+        "hy_v4",
         "afmoe",
         "axk1",
         "kolibri1",

@@ -11,6 +11,7 @@ from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
@@ -41,6 +42,7 @@ PLAIN_QUERIES = {
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
 SCALED = Experts(6, 2, 48, renormalize=True, output_scale=True)
+CAPPED = Experts(6, 2, 48, shared_size=48, caps_first=True)
 BRANCHES = replace(SCALED, shared_size=64, branch_norms=True)
 FEATURES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
@@ -678,6 +680,31 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_softcap": 20.0,
         "layers": (tiny_shape(output_gate=True, window=40), tiny_shape(output_gate=True, rope=None)),
     },
+    "latents with sinks and gated outputs": {
+        "attn_sinks": True,
+        "layers": (
+            tiny_shape(**LATENT, output_gate=True),
+            tiny_shape(**PLAIN_QUERIES, output_gate=True, experts=CAPPED, expert_cap=0.02),
+        ),
+    },
+    "streams that are not mixed": {
+        "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
+        "layers": (tiny_shape(window=5), tiny_shape(experts=Experts(6, 2, 48, shared_size=64))),
+    },
+    "streams that are mixed, and latents": {
+        "hyper": HyperConnections(3, 1e-6, sinkhorn_iterations=4),
+        "embed_scale": 2.5,
+        "layers": (tiny_shape(**LATENT), tiny_shape(**LATENT, experts=Experts(6, 2, 48))),
+    },
+    "the mean of streams with recurrences": {
+        "hyper": HyperConnections(2, 1e-5, sinkhorn_iterations=20, post_factor=1.5, mean_head=True),
+        "logit_scale": 0.6,
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
+            tiny_shape(head_gate="sigmoid"),
+            tiny_shape(only_half="ffn"),
+        ),
+    },
     "tied normed embedding": {"embed_norm": True, "tied_head": True, "residual_scale": 0.22},
     "ministral 3": {
         "query_growth": (0.1, 16),
@@ -801,6 +828,9 @@ RARE = [
     "values narrower than keys",
     "latents that layers share, some without positions",
     "bounded decays of channels, and latents whose heads have gates",
+    "latents with sinks and gated outputs",
+    *("streams that are not mixed", "streams that are mixed, and latents"),
+    "the mean of streams with recurrences",
 ]
 
 

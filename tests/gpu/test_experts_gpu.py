@@ -207,20 +207,21 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
 
 
 @pytest.mark.parametrize("scheme", [None, "W4A16_G32", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4"])
-def test_experts_with_a_cap_give_the_sum_of_the_reference(scheme: str | None) -> None:
+@pytest.mark.parametrize("activation", ["silu", "silu_capped"])
+def test_experts_with_a_cap_give_the_sum_of_the_reference(scheme: str | None, activation: str) -> None:
     dtype = torch.bfloat16
     experts = random_experts(scheme, dtype, hidden=384, ffn=256, count=12, bias=False)
     ready = packed.repack(experts, dtype=dtype, device=CUDA)
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs: dict[str, Any] = {**make_inputs(384, 12, 3, dtype), "cap": 0.25}
-    expected = reference.experts(**inputs, packed=definition, activation="silu", rows=4).double()
+    expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
     uncapped = reference.experts(**{**inputs, "cap": None}, packed=definition, activation="silu", rows=4)
     assert float((uncapped.double() - expected).norm() / expected.norm()) > 0.1
     coded = scheme is not None and SCHEMES[scheme].activation is not None
     bound = 1 / 32 if coded else 4 * torch.finfo(dtype).eps
     kernels = (
-        decode_of(ready, scheme, "silu", 3),
-        partial(fused.prefill, packed=ready, activation="silu"),
+        decode_of(ready, scheme, activation, 3),
+        partial(fused.prefill, packed=ready, activation=activation),
     )
     for kernel in kernels:
         out = kernel(**inputs)

@@ -1,5 +1,5 @@
-"""What few decoders have, on a GPU: norms after halves, norms of all heads, capped scores, wide heads, and
-whole engines over them."""
+"""What few decoders have, on a GPU: norms after halves, norms of all heads, capped scores, wide heads,
+several residual streams, and whole engines over them."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,11 @@ from torch import Tensor
 
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.hyper_mix.fused import hyper_mix
+from compress.kernels.hyper_mix.reference import hyper_mix as reference_hyper_mix
+from compress.kernels.hyper_spread.fused import hyper_spread
+from compress.kernels.hyper_spread.reference import hyper_spread as reference_hyper_spread
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, Branch, QuantizedRows, RowNorm
 from compress.kernels.post_norm.fused import post_norm
@@ -22,6 +27,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
@@ -48,6 +54,7 @@ SIGMOID = Experts(
     16, 4, 176, shared_size=176, score="sigmoid", renormalize=True, scale=2.5, selection_bias=True
 )
 WHOLE_GROUPS = replace(SIGMOID, expert_size=128, shared_size=256)
+CAPPED = replace(WHOLE_GROUPS, caps_first=True)
 ON_LATENTS = replace(WHOLE_GROUPS, num_experts=64, top_k=22, latent_size=128)
 OF_GRANITE = Experts(16, 4, 128, shared_size=256, score="softmax_topk")
 BRANCHES = Experts(16, 4, 176, shared_size=256, renormalize=True, branch_norms=True, output_scale=True)
@@ -72,6 +79,24 @@ UNROTATED = replace(
     latent=Latent(q_rank=0, kv_rank=384, rope_dim=0, value_dim=128, interleaved=True),
 )
 FACTS: dict[str, dict[str, Any]] = {
+    "hy 4": {
+        "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
+        "attn_sinks": True,
+        "layers": (
+            replace(LATENT, output_gate=True),
+            replace(LATENT, output_gate=True, experts=CAPPED, expert_cap=0.125, intermediate_size=128),
+            replace(LATENT, output_gate=True),
+        ),
+    },
+    "streams that are mixed": {
+        "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=20),
+        "qk_norm": True,
+        "layers": (LOCAL, replace(LAYER, experts=CAPPED, expert_cap=0.125, intermediate_size=128)),
+    },
+    "the mean of streams": {
+        "hyper": HyperConnections(3, 1e-6, sinkhorn_iterations=4, mean_head=True),
+        "layers": (LAYER, LAYER),
+    },
     "mistral large 4": {
         "learned_growth": True,
         "latent_eps": 1e-5,
@@ -553,7 +578,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        "mimo v2 flash",
+        *("mimo v2 flash", "hy 4", "streams that are mixed"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
@@ -579,6 +604,8 @@ def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) ->
         "qwen 3.5",
         "lfm3",
         "muse glimmer",
+        "hy 4",
+        "the mean of streams",
     ],
 )
 def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
@@ -592,6 +619,50 @@ def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
         for sync in (False, True)
     ]
     assert [each.tokens for each in done[0]] == [each.tokens for each in done[1]]
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 20])
+@pytest.mark.parametrize(("num_streams", "size"), [(4, 2816), (4, 6144), (3, 65), (2, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_head", [False, True])
+@pytest.mark.usefixtures("freed_memory_is_nan")
+def test_streams_are_joined_as_the_reference_does_and_rows_keep_their_bits(
+    iterations: int, num_streams: int, size: int, dtype: torch.dtype, of_head: bool
+) -> None:
+    facts = HyperConnections(num_streams, 1e-6, sinkhorn_iterations=iterations)
+    shapes = facts.shapes(size, of_head=of_head)
+    weight = randn(*shapes["weight"], seed=1) * (num_streams * size) ** -0.5
+    hyper = HyperWeights(facts, 1e-5, weight, randn(*shapes["bias"], seed=2), 1 + randn(*shapes["gains"]))
+    norm = RowNorm(1 + randn(size, seed=3), 1e-3)
+    streams = randn(257, num_streams * size, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    expected, expected_factors = reference_hyper_mix(streams, hyper, norm)
+    for quant in (None, ActivationQuant(), ActivationQuant(dtype=INT8)):
+        rows, factors = hyper_mix(streams, hyper, norm, quant)
+        step = eps if quant is None else 2**-3 if quant.dtype == FP8 else 2**-5
+        torch.testing.assert_close(dense(rows), dense(expected), rtol=8 * step, atol=16 * step + 1e-4)
+        assert (factors is None) == of_head
+        if factors is not None and expected_factors is not None:
+            torch.testing.assert_close(factors, expected_factors, rtol=1e-4, atol=1e-4)
+        for some in (slice(0, 1), slice(3, 20), slice(200, 257)):
+            part, part_factors = hyper_mix(streams[some], hyper, norm, quant)
+            assert part_factors is None or factors is None or torch.equal(part_factors, factors[some])
+            for actual, whole in zip(parts(part), parts(rows), strict=True):
+                assert torch.equal(actual.view(torch.uint8), whole[some].view(torch.uint8))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize(("num_streams", "size"), [(4, 2816), (3, 65), (2, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("freed_memory_is_nan")
+def test_streams_after_a_half_layer_have_the_bits_of_the_reference(
+    mixes: bool, num_streams: int, size: int, dtype: torch.dtype
+) -> None:
+    streams, y = randn(33, num_streams * size, dtype=dtype), randn(33, size, dtype=dtype, seed=1)
+    factors = randn(33, num_streams * (1 + num_streams * mixes), seed=2)
+    after = hyper_spread(y, streams, factors)
+    assert torch.equal(after, reference_hyper_spread(y, streams, factors))
+    assert torch.equal(hyper_spread(y[3:20], streams[3:20], factors[3:20]), after[3:20])
 
 
 @pytest.mark.parametrize("size", [1, 65, 3840])

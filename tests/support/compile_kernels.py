@@ -19,6 +19,8 @@ from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.hadamard import fused as heads
 from compress.kernels.head_linear import fused as head_linear
+from compress.kernels.hyper_mix import fused as hyper_mix
+from compress.kernels.hyper_spread import fused as hyper_spread
 from compress.kernels.latent_attention import paged as latent_attention
 from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
@@ -26,6 +28,7 @@ from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_pa
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
 from compress.kernels.operands.gpu import Gpu
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.recurrent_states import (
@@ -45,6 +48,7 @@ from compress.kernels.select import candidates
 from compress.kernels.short_conv import fused as short_conv
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
 from compress.models.mamba2 import Mamba2
@@ -91,6 +95,8 @@ def compile_all(sm: int) -> list[Any]:
     for module in (
         *attentions,
         *latents,
+        hyper_mix,
+        hyper_spread,
         *linears,
         delta_net,
         mamba2,
@@ -122,12 +128,14 @@ def compile_all(sm: int) -> list[Any]:
     compile_delta_net()
     compile_mamba2()
     compile_short_conv()
+    compile_streams()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
         compile_mixture(scheme)
     compile_mixture(None, activation="relu2")
     compile_mixture(None, cap=4.5)
+    compile_mixture(None, activation="silu_capped", cap=10.0)
     return compiled
 
 
@@ -203,7 +211,8 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
         )
     absorbed = head_linear.head_linear(q[..., :128], torch.zeros(num_heads, 512, 128, dtype=dtype))
     table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0)
+    for sinks in (None, torch.zeros(num_heads)):
+        latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0, sinks_H=sinks)
     kv = torch.zeros(16, num_heads * 256, dtype=dtype)
     k, v = torch.zeros(2, num_heads, 32, 192, dtype=dtype)[:, :, 16:]
     latent_heads.latent_heads(kv, first[:, -64:], k, v, latent=facts, head_dim=192)
@@ -295,6 +304,24 @@ def compile_short_conv() -> None:
         short_conv.short_conv(rows_TF, conv_FW, states, step)
         for each in (states, replace(states, saving=saving)):
             short_conv.short_conv(rows_TF, conv_FW, each, prompt)
+
+
+def compile_streams() -> None:
+    """Compile the kernels of hyper-connections with the widths of Hy4, for a half-layer and for the head,
+    with streams as they are and mixed."""
+    for iterations in (0, 20):
+        facts = HyperConnections(4, 1e-6, sinkhorn_iterations=iterations)
+        for dtype in (torch.bfloat16, torch.float32):
+            streams = torch.zeros(6, 4 * 2816, dtype=dtype)
+            norm = RowNorm(torch.ones(2816, dtype=dtype), 1e-5)
+            for of_head in (False, True):
+                shapes = facts.shapes(2816, of_head=of_head)
+                weight, bias, gains = (torch.zeros(shapes[leaf]) for leaf in ("weight", "bias", "gains"))
+                weights = HyperWeights(facts, 1e-5, weight, bias, gains)
+                for quant in (None, ActivationQuant()):
+                    _, factors = hyper_mix.hyper_mix(streams, weights, norm, quant)
+                if factors is not None:
+                    hyper_spread.hyper_spread(streams[:, :2816], streams, factors)
 
 
 LINEARS = (

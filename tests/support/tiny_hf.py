@@ -11,6 +11,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+from transformers.models.hy_v4 import modeling_hy_v4
+
+# The class of `transformers` 5.23 rotates halves, the published model neighbours (`archs/hy_v4.py`).
+ROTATION_OF_HY_V4 = modeling_hy_v4.apply_rotary_pos_emb
+modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
@@ -52,6 +58,7 @@ CONFIGS: dict[str, Any] = {
     "deepseek_v32": transformers.DeepseekV32Config,
     "axk1": transformers.AXK1Config,
     "glm_moe_dsa": transformers.GlmMoeDsaConfig,
+    "hy_v4": transformers.HYV4Config,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
@@ -551,6 +558,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"num_key_value_heads": 6},
     "axk1": {"num_key_value_heads": 6},
     "glm_moe_dsa": {"num_key_value_heads": 6},
+    "hy_v4": {"num_key_value_heads": 6},
     "mistral_large4": {"model_type": "mistral_large4_text", "num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "minimax_m3_vl_text": {"head_dim": 8, "rotary_dim": 8},
@@ -1407,6 +1415,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "indexer_types": ["full", "shared", "full"],
             "attention_bias": True,
+        },
+    ),
+    "hy_v4": (
+        "hy_v4",
+        {**LATENTS, **INDEXERS, "hc_mult": 3, "hc_eps": 1e-3, "hc_magnitude": 1.7},
+    ),
+    "hy_v4-dense-between": (
+        "hy_v4",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+            "tie_word_embeddings": True,
         },
     ),
     "deepseek_v2": (
@@ -2720,6 +2744,13 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
 # Names that `transformers` 5.23 saves and no checkpoint has: it takes the layers of the text model for those
 # of the vision tower, does not put a prefix back, or renames the FFN of dense layers with the experts.
 SAVED_OTHERWISE = {
+    "hy_v4": {
+        "model.hc_pre.hc_head.": "model.hc_head.",
+        ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
+        ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
+        ".mlp.linear_gate.": ".mlp.gate_proj.",
+        ".shared_experts.linear_gate.": ".shared_experts.gate_proj.",
+    },
     "kimi_linear": {
         f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
     },

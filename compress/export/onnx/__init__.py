@@ -248,6 +248,8 @@ class Onnx:
             rules.append(
                 Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
             )
+        if arch.hyper is not None:
+            rules.append(Rule("streams", "the residual is several streams, and the graph has one."))
         if arch.own_qk_norm:
             rules.append(
                 Rule("norms-of-heads", "heads have norms of their own, and the graph has one for all.")

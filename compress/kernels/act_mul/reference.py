@@ -66,17 +66,17 @@ def act_mul(
     """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
     assert (xielu_4 is not None) == (activation_name == XIELU)
     if xielu_4 is not None:
-        return _in_whole_vectors(partial(xielu, numbers_4=xielu_4), gate_up_TF).contiguous()
+        return in_whole_vectors(partial(xielu, numbers_4=xielu_4), gate_up_TF).contiguous()
     if activation_name in UNGATED:  # exact, and rounded once
         return activation(activation_name, gate_up_TF)
     if not gated:
-        return _in_whole_vectors(partial(activation, activation_name), gate_up_TF).contiguous()
+        return in_whole_vectors(partial(activation, activation_name), gate_up_TF).contiguous()
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
     if gate_factor != 1:
         gate = gate * gate_factor
     if activation_name == CLAMPED:
-        return clamped(gate, up, partial(_in_whole_vectors, swish))
-    activated = _in_whole_vectors(partial(activation, activation_name), gate)
+        return clamped(gate, up, partial(in_whole_vectors, swish))
+    activated = in_whole_vectors(partial(activation, activation_name), gate)
     return activated * up if cap is None else activated.clamp(max=cap) * up.clamp(min=-cap, max=cap)
 
 
@@ -92,7 +92,7 @@ def swish(x: Tensor) -> Tensor:
     return x * (1 / (1 + torch.exp(-SWIGLU_ALPHA * x)))
 
 
-def _in_whole_vectors(fn: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
+def in_whole_vectors(fn: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
     """Return fn(x) [T, F], on a CPU of whole vectors of dense rows in blocks of one thread."""
     if x_TF.device.type != "cpu":
         return fn(x_TF)

@@ -26,6 +26,8 @@ def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, CAP: tl.con
         return activated(gate, ACTIVATION)
     elif ACTIVATION == "swiglu_clamped":
         return clamped(gate, up)
+    elif ACTIVATION == "silu_capped":
+        return activated(tl.minimum(gate, CAP), "silu") * tl.minimum(tl.maximum(up, -CAP), CAP)
     elif CAP > 0:
         return tl.minimum(activated(gate, ACTIVATION), CAP) * tl.minimum(tl.maximum(up, -CAP), CAP)
     else:

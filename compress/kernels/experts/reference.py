@@ -7,6 +7,7 @@
     silu, gelu_pytorch_tanh    act(gate) * up
     swiglu_clamped             gate s(1.702 gate) (up + 1), gate <= 7, |up| <= 7, s(x) = 1 / (1 + e^-x)
                                (gpt-oss, arXiv 2508.10925)
+    silu_capped                silu(min(gate, cap)) up, |up| <= cap (Hy4)
     relu2                      max(up, 0)^2, without a gate (arXiv 2109.08668)
 
     With a cap c, min(act(gate), c) takes the place of act(gate), and up lies between -c and c.
@@ -30,10 +31,11 @@ from compress.kernels.operands.routing import ExpertWeights, expert_inputs
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
+from compress.models.experts import SILU_CAPPED
 from compress.models.ffn import CLAMPED
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED, SILU_CAPPED, "relu2")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ def _linear(
 
 def gated(gate_up_TF: Tensor, activation: str, cap: float | None = None) -> Tensor:
     """Map [T, 2 F], or [T, F] without a gate, to [T, F]."""
+    if activation == SILU_CAPPED:
+        assert cap is not None
+        gate, up = gate_up_TF.chunk(2, dim=-1)
+        capped = gate.clamp(max=cap), up.clamp(-cap, cap)
+        return act_mul(torch.cat(capped, dim=-1), "silu")
     if activation != CLAMPED:
         return act_mul(gate_up_TF, activation, cap=cap)
     gate, up = gate_up_TF.chunk(2, dim=-1)

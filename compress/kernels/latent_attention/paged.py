@@ -214,6 +214,7 @@ def _merge_chunks(
     o_ptr: tl.tensor,
     ml_ptr: tl.tensor,
     lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     max_chunks: tl.tensor,
     q_len: tl.tensor,
@@ -224,7 +225,8 @@ def _merge_chunks(
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Add up the chunks of one row of one head, `MERGE` at a time by a fixed tree."""
+    """Add up the chunks of one row of one head, `MERGE` at a time by a fixed tree. A sink is a key with the
+    weight of its score and no value."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -236,6 +238,9 @@ def _merge_chunks(
     position = tl.load(lens_ptr + token // q_len).to(tl.int32) - q_len + query
     m = float("-inf")
     total = 0.0
+    if sinks_ptr is not None:
+        m = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = 1.0
     o = tl.zeros([R_TILE], tl.float32)
     for start in range(0, _chunk_of(position, N) + 1, MERGE):
         chunks = start + tl.arange(0, MERGE)
@@ -266,11 +271,20 @@ def latent_attention(
     *,
     q_len: int,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, R] of absorbed queries and rotated ones, as the reference; T = R q_len."""
     config = config_of(pages, q_THR.dtype)
     return attend(
-        q_THR, q_THC, pages, block_table_RB, context_lens_R, q_len=q_len, scale=scale, config=config
+        q_THR,
+        q_THC,
+        pages,
+        block_table_RB,
+        context_lens_R,
+        q_len=q_len,
+        scale=scale,
+        sinks_H=sinks_H,
+        config=config,
     )
 
 
@@ -283,6 +297,7 @@ def attend(
     *,
     q_len: int,
     scale: float,
+    sinks_H: Tensor | None = None,
     config: Config,
 ) -> Tensor:
     """Compute `latent_attention` in a given configuration."""
@@ -339,6 +354,7 @@ def attend(
         o,
         ml,
         context_lens_R,
+        sinks_H,
         out_THR,
         max_chunks,
         q_len,

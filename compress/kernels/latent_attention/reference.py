@@ -22,6 +22,7 @@ def latent_attention(
     *,
     q_len: int,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, R] of absorbed queries, and of rotated ones whose last dimensions rotate; T = R q_len.
     A context includes the queries' own positions, already written."""
@@ -36,6 +37,7 @@ def latent_attention(
         q_len=q_len,
         window=None,
         scale=scale,
+        sinks_H=sinks_H,
     )
     return attended_THW[..., :rank].contiguous()
 

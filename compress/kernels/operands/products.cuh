@@ -43,7 +43,7 @@ __device__ __forceinline__ uint2 factors_of(u32 codes) { return e4m3_to_f16(code
 
 #if ACT
 __device__ __forceinline__ float activated(float v) {
-#if ACT == 1
+#if ACT == 1 || ACT == 5
     return __fdividef(v, 1.0f + __expf(-v));  // within 2^-21: the exact division branches, thread by thread
 #elif ACT == 2
     return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
@@ -56,6 +56,9 @@ __device__ __forceinline__ float activated(float v) {
 __device__ __forceinline__ float gated(float gate, float up) {
 #if ACT == 4
     return __fmul_rn(activated(fminf(gate, 7.0f)), __fadd_rn(fminf(fmaxf(up, -7.0f), 7.0f), 1.0f));
+#elif ACT == 5
+    constexpr float cap = CAP;
+    return __fmul_rn(activated(fminf(gate, cap)), fminf(fmaxf(up, -cap), cap));
 #elif defined(CAP)
     constexpr float cap = CAP;
     return __fmul_rn(fminf(activated(gate), cap), fminf(fmaxf(up, -cap), cap));

@@ -16,7 +16,7 @@ from compress.models.layer_shape import UNGATED
 SLICES = 8
 ITEMS = 4
 """Items of a block whose warps have one each."""
-ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped")
+ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped", "silu_capped")
 """None, and the activations of gates: the macro ACT."""
 Rows = Literal["in order", "chosen", "by pair"]
 ROWS: tuple[Rows, ...] = ("in order", "chosen", "by pair")

@@ -34,7 +34,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS, PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
-from compress.models.eagle3 import Eagle3Head
+from compress.models.eagle3 import Eagle3Head, check_one_stream
 from compress.models.weights import dense
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
@@ -66,10 +66,12 @@ class Eagle3:
         """Load the head.
 
         Raises:
-            UsageError: the head was made for a model of another vocabulary, hidden size or depth.
+            UsageError: the head was made for a model of another vocabulary, hidden size or depth, or the
+                residual of the model is several streams.
         """
         facts = self.head.facts
         target = setting.arch
+        check_one_stream(target)
         found = (facts.arch.vocab_size, facts.arch.hidden_size)
         wanted = (target.vocab_size, target.hidden_size)
         if found != wanted or facts.layer_ids[-1] > target.num_layers:

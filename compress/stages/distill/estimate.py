@@ -135,13 +135,14 @@ def _activations(spec: Learning, arch: Arch, width: int) -> int:
     of a token and layer, or one hidden vector where they are computed again."""
     tokens = spec.micro_batch * spec.seq_len
     of_layers = [
-        10 * arch.hidden_size
+        8 * arch.hidden_size
+        + 2 * arch.stream_size
         + 3 * layer.num_heads * layer.head_dim * layer.has_mixer
         + 4 * layer.intermediate_size * layer.has_ffn
         for layer in arch.layers
     ]
     if spec.recompute:
-        return tokens * (4 * arch.hidden_size * arch.num_layers + width * max(of_layers))
+        return tokens * (4 * arch.stream_size * arch.num_layers + width * max(of_layers))
     return tokens * width * sum(of_layers)
 
 

@@ -230,7 +230,7 @@ def _tuning_effort(tune: Tune, work: Workload, num_code_bytes: int) -> tuple[int
         10 if recomputed else 8
     )  # two a forward: teacher, student, recomputation; a backward is two forwards
     params = arch.num_active_linear_params + arch.vocab_size * arch.hidden_size
-    activations = kept * batch * arch.hidden_size * arch.num_layers * work.value_bytes
+    activations = kept * batch * arch.stream_size * arch.num_layers * work.value_bytes
     held = work.value_bytes * arch.num_params + 2 * num_code_bytes + activations
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
 
@@ -262,7 +262,7 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     layer = arch.layers[sizes.index(params)]
     largest = max(n * k for shapes in of_layers for n, k in shapes)
     moments = 4 * sum(layer.group_shape(group, arch.hidden_size)[1] ** 2 for group in layer.groups)
-    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.value_bytes
+    peak = (arch.num_layers + 1) * num_tokens * arch.stream_size * work.value_bytes
     peak += params * work.value_bytes * (1 + len(schemes)) + 2 * moments
     peak += 8 * 4 * largest + 6 * 4 * work.seq_len * arch.vocab_size
     # four for two forwards, one with statistics, and a backward; a scheme that rounds inputs takes two more

@@ -78,7 +78,7 @@ def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     layer = max(_layer_params(arch, each) for each in arch.layers)
     of_layers = layer * ((2 if ends_in_norm else 1) * width + STORED_BYTES)
     of_head = stored + 2 * width * outer + (width * layer if ends_in_norm else 0)
-    streams = 2 * width * spec.num_samples * spec.seq_len * arch.hidden_size
+    streams = 2 * width * spec.num_samples * spec.seq_len * arch.stream_size
     return max(stored + width * outer, of_layers, of_head) + streams
 
 

@@ -20,7 +20,7 @@ from compress.kernels.operands.slices import variant_of
 from compress.kernels.problem import PHASES, KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
-from compress.models.experts import Experts
+from compress.models.experts import SILU_CAPPED, Experts
 from compress.models.layer_shape import UNGATED
 from compress.models.moe import route
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -94,7 +94,7 @@ def layer(
         torch.rand(rows, top_k, generator=generator),
         randn(rows, hidden, seed=2).to(dtype),
         activation,
-        cap,
+        0.3 if cap is None and activation == SILU_CAPPED else cap,
     )
 
 
@@ -114,6 +114,11 @@ def in_float64(given: Layer) -> Tensor:
         if given.activation == "swiglu_clamped":
             gate_F, up_F = sums[0].clamp(max=7), sums[1].clamp(-7, 7)
             mid_F = gate_F * torch.sigmoid(1.702 * gate_F) * (up_F + 1)
+        elif given.activation == SILU_CAPPED:
+            assert given.cap is not None
+            assert (sums[0] > given.cap).any(), "a cap without a use"
+            gate_F, up_F = sums[0].clamp(max=given.cap), sums[1].clamp(-given.cap, given.cap)
+            mid_F = gate_F * torch.sigmoid(gate_F) * up_F
         elif given.cap is not None:
             assert (sums[0] > given.cap).any(), "a cap without a use"
             mid_F = torch.nn.functional.silu(sums[0]).clamp(max=given.cap)
@@ -192,7 +197,9 @@ def test_reference_experts(phase: Any, name: str | None) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="in the parent process")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped", "relu2"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped", SILU_CAPPED, "relu2"]
+)
 def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
     check(
         "decode",
@@ -346,6 +353,7 @@ def test_triton_experts_without_gates(
     [
         ("silu", False, 6, 1),
         ("swiglu_clamped", True, 5, 3),
+        (SILU_CAPPED, False, 5, 2),
         ("relu2", True, 5, 2),
         slow("gelu_pytorch_tanh", False, 19, 2),
     ],

@@ -69,6 +69,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         ("FP8_DYNAMIC", torch.bfloat16, (416, 160, 9, 6), 6, "relu2", True, None),
         (None, torch.bfloat16, (96, 208, 3, 2), 20, "relu2", True, None),
         (None, torch.bfloat16, (96, 80, 3, 2), 20, "silu", True, 0.3),
+        (None, torch.bfloat16, (96, 80, 5, 2), 6, "silu_capped", False, 0.3),
     ],
 )
 @pytest.mark.slow

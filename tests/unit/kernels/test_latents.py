@@ -87,6 +87,7 @@ def filled(
     ("num_heads", "rank", "rope_dim", "block_size"),
     [(5, 24, 6, 16), (40, 64, 32, 64), (16, 48, 16, 128), (3, 24, 0, 16)],
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     kernel: Kernel,
     device: str,
@@ -96,6 +97,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     rank: int,
     rope_dim: int,
     block_size: int,
+    has_sinks: bool,
 ) -> None:
     kv_format = DENSE_FORMATS[dtype] if kv_format == KV_DENSE else kv_format
     lens, head_dim, scale = (1, 130, 70, 2), rope_dim + 10, 0.11
@@ -104,6 +106,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     table_RB = torch.randperm(4 * columns, generator=torch.Generator().manual_seed(3)).view(4, columns)
     table_RB = table_RB.to(device)
     lens_R = torch.tensor(lens, device=device)
+    sinks_H = 2 * randn(num_heads, device=device, dtype=torch.float32, seed=4) if has_sinks else None
 
     def attend(first: int, stop: int, q_len: int, at: int = 0) -> Tensor:
         """Return rows of the requests from `first` on; those of `q_len` tokens end `at` positions early."""
@@ -116,6 +119,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
             lens_R[rows] - at,
             q_len=q_len,
             scale=scale,
+            sinks_H=sinks_H,
         )
 
     absorbed = randn(4, 2, num_heads, rank, device=device, dtype=dtype)
@@ -125,7 +129,9 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
         latent, turned = (each.double() for each in pages.gather(table_RB[idx], rank, torch.float32))
         q = absorbed[idx, 1].double(), rotated[idx, 1, :, head_dim - rope_dim :].double()
         scores = (q[0] @ latent[:length].T + q[1] @ turned[:length].T) * scale
-        expected = scores.softmax(dim=-1) @ latent[:length]
+        if sinks_H is not None:
+            scores = torch.cat((scores, sinks_H.double().unsqueeze(1)), dim=1)
+        expected = scores.softmax(dim=-1)[:, :length] @ latent[:length]
         error = (actual[idx].double() - expected).abs().max() / latent[:length].abs().max()
         assert error <= TOLERANCE[dtype] * 2
         assert torch.equal(attend(idx, idx + 1, 1)[0], actual[idx])

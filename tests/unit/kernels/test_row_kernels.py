@@ -167,8 +167,13 @@ if INTERPRETED:
 
     from compress.kernels.act_mul.fused import act_mul
     from compress.kernels.act_mul.reference import act_mul_rows
+    from compress.kernels.hyper_mix.fused import COLUMNS, hyper_mix
+    from compress.kernels.hyper_mix.reference import hyper_mix as reference_hyper_mix
+    from compress.kernels.hyper_spread.fused import hyper_spread
+    from compress.kernels.hyper_spread.reference import hyper_spread as reference_hyper_spread
     from compress.kernels.linear import fp4, prefill_w4a16
     from compress.kernels.linear.w4a16 import MULTIPLIED
+    from compress.kernels.operands.hyper import HyperWeights
     from compress.kernels.operands.rows import ActivationQuant, Branch, QuantizedRows, RowNorm, quantize
     from compress.kernels.post_norm.fused import post_norm
     from compress.kernels.post_norm.reference import post_norm as reference_post_norm
@@ -179,6 +184,7 @@ if INTERPRETED:
     from compress.kernels.sample.choose import SPAN, Draw, Filter, choose, choose_drawn
     from compress.kernels.soft_cap.fused import soft_cap_
     from compress.kernels.soft_cap.reference import soft_cap_ as reference_soft_cap_
+    from compress.models.hyper_connection import HyperConnections
     from compress.quant.scheme import SCHEMES, QuantizedWeight
     from compress.runtime.request import SamplingParams
     from compress.runtime.sampler import gumbel, sample
@@ -405,6 +411,66 @@ if INTERPRETED:
         assert torch.equal(others[1], normed(total, third))
         expected = rms_norm(total, following.weight, following.eps, quant, centered=centered)
         assert_same(rows, expected)
+
+    STREAMS = [
+        HyperConnections(4, 1e-6, post_eps=1e-6),
+        HyperConnections(4, 1e-6, sinkhorn_iterations=20),
+        HyperConnections(3, 1e-4, sinkhorn_iterations=2, post_factor=1.3),
+    ]
+
+    def hyper_weights(facts: HyperConnections, size: int, *, of_head: bool) -> HyperWeights:
+        shapes = facts.shapes(size, of_head=of_head)
+        weight = randn(*shapes["weight"], seed=21) * (facts.num_streams * size) ** -0.5
+        bias, gains = randn(*shapes["bias"], seed=22), 1 + 0.3 * randn(*shapes["gains"], seed=23)
+        return HyperWeights(facts, 1e-5, weight, bias, gains)
+
+    @pytest.mark.parametrize("facts", STREAMS)
+    @pytest.mark.parametrize("size", [1, 65, COLUMNS // 2])
+    @pytest.mark.parametrize("of_head", [False, True])
+    def test_a_mixture_of_streams_and_its_factors_are_the_reference(
+        facts: HyperConnections, size: int, of_head: bool
+    ) -> None:
+        streams = extreme_rows(facts.num_streams * size)
+        hyper = hyper_weights(facts, size, of_head=of_head)
+        norm = RowNorm(1 + randn(size, seed=24), 1e-3)
+        rows, factors = hyper_mix(streams, hyper, norm)
+        expected, expected_factors = reference_hyper_mix(streams, hyper, norm)
+        assert isinstance(rows, Tensor)
+        assert isinstance(expected, Tensor)
+        atol = 32 * 2.0**-23 * (facts.num_streams * size) ** 0.5
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=atol)
+        assert (factors is None) == of_head
+        if factors is not None and expected_factors is not None:
+            torch.testing.assert_close(factors, expected_factors, rtol=1e-5, atol=atol)
+        for row in range(len(streams)):
+            alone, own = hyper_mix(streams[row : row + 1], hyper, norm)
+            assert torch.equal(alone, rows[row : row + 1])
+            assert own is None or factors is None or torch.equal(own, factors[row : row + 1])
+
+    @pytest.mark.parametrize("quant", QUANTS)
+    def test_a_mixture_of_streams_leaves_quantized_as_its_rows_would(quant: ActivationQuant) -> None:
+        streams = extreme_rows(4 * 65)
+        hyper = hyper_weights(STREAMS[1], 65, of_head=False)
+        norm = RowNorm(1 + randn(65, seed=24), 1e-3)
+        rows, factors = hyper_mix(streams, hyper, norm)
+        assert isinstance(rows, Tensor)
+        quantized, same = hyper_mix(streams, hyper, norm, quant)
+        assert_same(quantized, quantize_rows(rows, quant))
+        assert factors is not None
+        assert torch.equal(same, factors)
+
+    @pytest.mark.parametrize("num_streams", [2, 3, 4])
+    @pytest.mark.parametrize("mixed", [False, True])
+    @pytest.mark.parametrize("size", [1, 65, 1030])
+    def test_streams_after_a_half_layer_have_the_bits_of_the_reference(
+        num_streams: int, mixed: bool, size: int
+    ) -> None:
+        streams, y = extreme_rows(num_streams * size), extreme_rows(size).flip(0)
+        num_factors = num_streams * (1 + num_streams * mixed)
+        factors = randn(4, num_factors, seed=25)
+        after = hyper_spread(y, streams, factors)
+        assert torch.equal(after, reference_hyper_spread(y, streams, factors))
+        assert torch.equal(hyper_spread(y[:0], streams[:0], factors[:0]), streams[:0])
 
     @pytest.mark.parametrize("shape", [(1, 1), (3, 1030), (0, 7)])
     def test_capped_numbers_are_the_reference(shape: tuple[int, int]) -> None:

@@ -1,0 +1,71 @@
+"""A whole run of a model with several residual streams: pruned by heads, distilled, quantized, exported and
+scored; the numbers by which streams are mixed stay float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.artifact.manifest import open_artifact
+from compress.export import open_checkpoint
+from compress.models.hyper_connection import HYPER_PARAMETERS
+from tests.e2e.test_distill import DISTILL
+from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_run import RECIPE
+
+Recipe = Callable[..., Path]
+Command = Callable[..., tuple[int, str, str]]
+CALIBRATE, QUANTIZE, EXPORT, VALIDATE = RECIPE["stages"]
+STATED: dict[str, Any] = {
+    "model_type": "hy_v4",
+    "architectures": ["HYV4ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
+    "index_topk": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "hc_mult": 3,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("streams"), **STATED)
+
+
+@pytest.mark.parametrize("true_sequential", [False, True])
+def test_several_streams_go_through_every_stage(
+    recipe: Recipe, command: Command, work: Path, model_dir: Path, true_sequential: bool
+) -> None:
+    prune = {"kind": "prune", "heads": {"keep": 0.5}, "multiple": 32}
+    quantize = {**QUANTIZE, "scheme": "W4A16_G32", "round": {"kind": "gptq"}}
+    if true_sequential:
+        quantize = {**quantize, "smooth": None, "true_sequential": True}
+    path = recipe(stages=[CALIBRATE, prune, DISTILL, quantize, EXPORT, VALIDATE])
+    code, _, err = command("run", path, "--run-dir", work / "run", "--json")
+    assert code == 0, err
+    before = open_checkpoint(model_dir)
+    after = open_checkpoint(open_artifact(work / "run" / "artifacts" / "export").path)
+    assert [layer.num_heads for layer in after.arch.layers] == [2, 2, 2]
+    assert after.arch.hyper == before.arch.hyper
+    for idx in range(3):
+        assert {f"layers.{idx}.attn.gate", f"layers.{idx}.attn.kv_up"} <= after.schemes.keys()
+        weights = after.layer(idx)
+        assert weights["attn.sinks"].shape == (2,)
+        own = {name: each for name, each in weights.items() if name.endswith(HYPER_PARAMETERS)}
+        assert len(own) == 6
+        assert {each.dtype for each in own.values()} == {torch.float32}
+    assert after.outer()["norm.hyper.weight"].dtype == torch.float32
