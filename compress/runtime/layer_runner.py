@@ -34,19 +34,18 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.hyper import HyperWeights
-from compress.kernels.operands.rows import ActivationQuant, Branch, RawRows, RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.ffn import OUTPUT_GATE, activation
 from compress.models.manifest_facts import BLOCKS, NORMS
 from compress.runtime.deployment import Deployment
+from compress.runtime.ffn_halves import FfnHalves, Half
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import JointKept, Kept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected
-from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.loader import LayerWeights
-from compress.runtime.row_norms import BranchNorms
 from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
 
 
@@ -93,6 +92,7 @@ class LayerRunner:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
+        self._halves = FfnHalves(arch, self._act_mul)
 
     def layer(
         self,
@@ -203,13 +203,7 @@ class LayerRunner:
         factors_TF = None
         if ffn_rows is None:
             ffn_rows, factors_TF = self._entered(stream, ffn_reader(layer), phase)
-        norms = layer.branch_norms
-        half: Callable[..., Tensor | tuple[Branch, Branch]] = self._ffn
-        if norms is not None:
-            half = partial(self._branches, norms, stream.branch_rows)
-        elif layer.experts is not None:
-            half = self._mixture
-        ffn_half = partial(half, layer, ffn_rows, phase)
+        ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase)
         embed = layer.layer_embed
         if embed is None:
             return self._added(
@@ -217,14 +211,8 @@ class LayerRunner:
             )
         assert input_TP is not None
         stream = self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
-        embed_half = partial(self._embed_half, embed, stream.x_TD, input_TP, phase)
+        embed_half = partial(self._halves.of_embed, embed, stream.x_TD, input_TP, phase)
         return self._added(embed_half, stream.x_TD, embed.norm, reader, scale=layer.scale)
-
-    def _embed_half(self, embed: LayerEmbedLinears, x_TD: Tensor, input_TP: Tensor, phase: Phase) -> Tensor:
-        """Return what a layer adds to the stream [T, D] for the embeddings of the tokens, before its norm."""
-        gate_TP = embed.gate(x_TD, phase)
-        rows: Rows = self._act_mul(gate_TP, self._arch.activation, embed.out.quant, up_TF=input_TP)
-        return embed.out(rows, phase)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
         """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
@@ -241,65 +229,9 @@ class LayerRunner:
         rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
         return rows
 
-    def _ffn(
-        self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """Return the output [T, D] of the FFN, or of the shared expert, plus `residual` if given."""
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        mid_TF = layer.gate_up(rows, phase)
-        if not layer.gate_up.applies_gate(phase):
-            facts = {
-                "xielu_4": layer.xielu_4,
-                "gate_factor": self._arch.factor_of("ffn.gate"),
-                "gated": layer.shape.gated,
-                "cap": layer.shape.ffn_cap,
-            }
-            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
-        return layer.down(mid_TF, phase, residual=residual)
-
-    def _mixture(
-        self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
-        assert layer.experts is not None
-        assert isinstance(rows, Tensor)
-        joins = layer.experts.has_shared(phase)
-        scale = layer.experts.facts.shared_scale
-        gate_T1: Tensor | float | None = None if scale == 1 else scale
-        if layer.shared_gate is not None:
-            gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
-        if joins:
-            return layer.experts(rows, phase, residual=residual, shared_weight=gate_T1)
-        if gate_T1 is not None:
-            shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
-            residual = shared_TD if residual is None else residual + shared_TD
-        elif layer.down is not None:
-            residual = self._ffn(layer, rows, phase, residual=residual)
-        if layer.latent_in is None or layer.latent_out is None:
-            return layer.experts(rows, phase, residual=residual)
-        routed_TL = layer.experts(layer.latent_in(rows, phase), phase, router_input=rows)
-        return layer.latent_out(routed_TL, phase, residual=residual)
-
-    def _branches(
-        self,
-        norms: BranchNorms,
-        branch_rows: tuple[Tensor, ...],
-        layer: LayerWeights,
-        shared_rows: Rows,
-        phase: Phase,
-    ) -> tuple[Branch, Branch]:
-        """Return the outputs of a mixture whose branches are normed apart: of its experts, and of the shared
-        one."""
-        assert layer.experts is not None
-        experts_TD, router_TD = branch_rows
-        shared_TD = self._ffn(layer, shared_rows, phase)
-        routed_TD = layer.experts(experts_TD, phase, router_input=router_TD)
-        return Branch(routed_TD, norms.experts_post), Branch(shared_TD, norms.shared_post)
-
     def _added(
         self,
-        half: Callable[..., Tensor | tuple[Branch, Branch]],
+        half: Half,
         residual_TD: Tensor,
         post_norm: RowNorm | None,
         reader: Reader | None,
@@ -309,8 +241,8 @@ class LayerRunner:
         factors_TF: Tensor | None = None,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
-        rows of the reader and of `also` where that kernel computes them too. `half` adds a `residual` to its
-        output if it is given one. Without `factors_TF` the residual is one stream."""
+        rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
+        residual is one stream."""
         if factors_TF is not None:
             return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
         if post_norm is None:
