@@ -254,6 +254,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jais2": {"architectures": ["Jais2ForCausalLM"], "hidden_act": "relu2"},
     "apertus": {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "falcon": {
+        "architectures": ["FalconForCausalLM"],
+        "activation": "gelu",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 1024,
+    },
+    "phi": {
+        "architectures": ["PhiForCausalLM"],
+        "hidden_act": "gelu_new",
+        "partial_rotary_factor": 0.5,
+    },
+    "nanochat": {"architectures": ["NanoChatForCausalLM"], "hidden_act": "relu2"},
     "olmo": {"architectures": ["OlmoForCausalLM"]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {
@@ -312,6 +325,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 256,
         "norm_topk_prob": True,
+    },
+    "phimoe": {
+        "architectures": ["PhiMoEForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "attention_bias": True,
+        "sliding_window": None,
     },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],

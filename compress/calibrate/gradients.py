@@ -72,6 +72,7 @@ class EmbedAndHead:
     embed_VD: Tensor
     norm: Norm | UnitNorm
     head_VD: Tensor
+    head_bias_V: Tensor | None
     of_side_inputs: Weights
 
     @staticmethod
@@ -84,8 +85,16 @@ class EmbedAndHead:
         norm = final_norm(arch)
         fill_(norm, norm_weights(outer), dtype=dtype, device=device)
         return EmbedAndHead(
-            embed_VD, norm.requires_grad_(False), head_VD.to(dtype), layer_embed_weights(outer)
+            embed_VD,
+            norm.requires_grad_(False),
+            head_VD.to(dtype),
+            dense(outer["head.bias"]).to(device=device, dtype=dtype) if arch.head_bias else None,
+            layer_embed_weights(outer),
         )
+
+    def logits(self, arch: Arch, x_SD: Tensor) -> Tensor:
+        """Return the logits [S, V] of outputs [S, D] of the last layer."""
+        return capped(arch, F.linear(self.norm(x_SD), self.head_VD, self.head_bias_V))
 
 
 def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -185,7 +194,7 @@ def _replace_by_loss_gradient_(
     cumulative predictions."""
     for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
         x_SD = kept_SD.clone().requires_grad_(True)
-        logits_SV = capped(arch, F.linear(outer_modules.norm(x_SD), outer_modules.head_VD))
+        logits_SV = outer_modules.logits(arch, x_SD)
         (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _logits_gradient(logits_SV.detach(), draws_S))
         kept_SD.copy_(gradient_SD)
 

@@ -13,7 +13,7 @@ from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
 from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer, SmoothingPair
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.linear_groups import LinearGroup
 from compress.models.weights import Weights, stored_as
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
@@ -70,7 +70,7 @@ class LayerState:
         """Return the state of a layer of the source before its inputs are observed."""
         with torch.device("meta"):
             pairs = DecoderLayer(arch, layer_idx).smoothing_pairs()
-        if family_of({"model_type": arch.family}).has_adapters:  # they read what the linears read
+        if family_of_arch(arch).has_adapters:  # they read what the linears read
             pairs = []
         shape = arch.layers[layer_idx]
         rows = {name: shape.linear_shape(name, arch.hidden_size)[0] for name in shape.linears}

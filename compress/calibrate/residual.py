@@ -80,11 +80,14 @@ def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch
     head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(
         device=device, dtype=x_NSD.dtype
     )
+    bias_V = dense(outer["head.bias"]).to(device=device, dtype=x_NSD.dtype) if arch.head_bias else None
     total = 0.0
     for x_SD, y_SD in zip(x_NSD, y_NSD, strict=True):
         p_SV, q_SV = (
-            F.log_softmax(capped(arch, F.linear(norm(each.to(device)), head_VD)).to(torch.float32), dim=-1)
-            for each in (x_SD, y_SD)
+            F.log_softmax(logits_SV.to(torch.float32), dim=-1)
+            for logits_SV in (
+                capped(arch, F.linear(norm(each.to(device)), head_VD, bias_V)) for each in (x_SD, y_SD)
+            )
         )
         total += float((p_SV.exp() * (p_SV - q_SV)).sum(dtype=torch.float64))
     return total / (x_NSD.shape[0] * x_NSD.shape[1])

@@ -32,7 +32,7 @@ from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import Decoder, capped
+from compress.models.decoder import Decoder, logits_of
 from compress.models.eagle3 import Eagle3Decoder
 from compress.models.embedding import looked_up
 from compress.models.tap import Tap, no_tap
@@ -95,6 +95,9 @@ class Target:
         self.vocabulary_W = vocabulary_W.to(device)
         self.head_VD = decoder.head.weight.detach().to(device)
         self.head_WD = self.head_VD[self.vocabulary_W]
+        bias_V = decoder.head.bias
+        self.bias_V = None if bias_V is None else bias_V.detach().to(device)
+        self.bias_W = None if self.bias_V is None else self.bias_V[self.vocabulary_W]
         self._walk = torch.compile(_walk, dynamic=False) if compile else _walk
 
     def features(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +163,7 @@ class Eagle3Objective:
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
             final_TD = final_BSD[:, 1 + step :].flatten(0, 1)
             normed_TD = normed.flatten(0, 1).to(self._dtype)
-            targets = partial(_logits, self._target.arch, final_TD, self._target.head_WD)
+            targets = partial(_logits, self._target.arch, final_TD, self._target.head_WD, self._target.bias_W)
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
             loss = mean_divergence(
                 normed_TD,
@@ -175,8 +178,8 @@ class Eagle3Objective:
         return total
 
 
-def _logits(arch: Arch, final_TD: Tensor, head_WD: Tensor, part: slice) -> Tensor:
-    return capped(arch, final_TD[part] @ head_WD.T)
+def _logits(arch: Arch, final_TD: Tensor, head_WD: Tensor, bias_W: Tensor | None, part: slice) -> Tensor:
+    return logits_of(arch, final_TD[part], head_WD, bias_W)
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,8 @@ def _compared(
     weight_WD = head.head.weight.to(normed_TD.dtype)
     words_W = target.vocabulary_W
     for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
-        log_p_TV = _logits(target.arch, final_TD, target.head_VD, part).to(torch.float32).log_softmax(-1)
+        logits_TV = _logits(target.arch, final_TD, target.head_VD, target.bias_V, part)
+        log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
         log_p_TW = log_p_TV[:, words_W]
         log_q_TW = (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1)
         covered_T = log_p_TW.logsumexp(-1)

@@ -42,15 +42,16 @@ def mean_divergence(
     rows: Rows = divergence_rows,
     softcap: float | None = None,
     weights_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over tokens of the loss between the student's logits hidden @ head^T and the targets,
-    times `weights_T` if given; differentiable by hidden and head.
+    """Return the mean over tokens of the loss between the student's logits hidden @ head^T + bias and the
+    targets, times `weights_T` if given; differentiable by hidden, head and bias.
 
     Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`. The student's logits
     are capped to `softcap` tanh(logits / `softcap`) if one is given.
     """
     return _HeadDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, head_VD, targets, labels_T, loss, rows, softcap, weights_T
+        hidden_TD, head_VD, bias_V, targets, labels_T, loss, rows, softcap, weights_T
     )
 
 
@@ -60,6 +61,7 @@ class _HeadDivergence(torch.autograd.Function):
         ctx: Any,
         hidden_TD: Tensor,
         head_VD: Tensor,
+        bias_V: Tensor | None,
         targets: Targets,
         labels_T: Tensor,
         loss: Divergence,
@@ -69,13 +71,16 @@ class _HeadDivergence(torch.autograd.Function):
     ) -> Tensor:
         num_tokens = hidden_TD.shape[0]
         weight_VD = head_VD.to(hidden_TD.dtype)
-        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_head_VD = torch.zeros_like(head_VD) if wants_head else None
+        grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and wants_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in slices(num_tokens, head_VD.shape[0], hidden_TD.device):
                 logits_TV = hidden_TD[part] @ weight_VD.T
+                if bias_V is not None:
+                    logits_TV = logits_TV + bias_V.to(logits_TV.dtype)
                 if softcap is not None:
                     logits_TV = softcap * torch.tanh(logits_TV / softcap)
                 loss_T, grad_TV = rows(logits_TV, targets(part), labels_T[part], loss)
@@ -89,7 +94,9 @@ class _HeadDivergence(torch.autograd.Function):
                     torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
                 if grad_head_VD is not None:
                     grad_head_VD += grad_TV.T @ hidden_TD[part]
-        ctx.save_for_backward(grad_hidden_TD, grad_head_VD)
+                if grad_bias_V is not None:
+                    grad_bias_V += grad_TV.sum(0, dtype=grad_bias_V.dtype)
+        ctx.save_for_backward(grad_hidden_TD, grad_head_VD, grad_bias_V)
         ctx.num_tokens = num_tokens
         return total / num_tokens
 
@@ -100,10 +107,5 @@ class _HeadDivergence(torch.autograd.Function):
         grads: Sequence[Tensor | None] = ctx.saved_tensors
         return (
             *(None if grad is None else grad.mul_(scale) for grad in grads),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )

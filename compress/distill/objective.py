@@ -20,7 +20,7 @@ from compress.context import OneRank, Ranks
 from compress.distill.acceptance import K, steps_over
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
-from compress.models.decoder import Decoder, capped
+from compress.models.decoder import Decoder, logits_of
 
 EVALUATED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
 """Held-out tokens in one forward."""
@@ -35,13 +35,14 @@ class Teacher:
         self._place = decoder.embed.weight.device
         self._device = device
         self._head_VD = decoder.head.weight.detach().to(device)
+        self._bias_V = None if decoder.head.bias is None else decoder.head.bias.detach().to(device)
         self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
 
     def targets(self, tokens_BS: Tensor) -> Targets:
         """Yield logits of the tokens of a batch, flat, slice by slice."""
         with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
             hidden_TD = self._hidden(self._decoder, tokens_BS.to(self._place)).flatten(0, 1).to(self._device)
-        return lambda part: capped(self.arch, hidden_TD[part] @ self._head_VD.T)
+        return lambda part: logits_of(self.arch, hidden_TD[part], self._head_VD, self._bias_V)
 
     def keep(self, tokens_BS: Tensor, num_kept: int, temperature: float) -> TopK:
         """Return the likeliest tokens at every position of a batch, [B, S, K], and the log of the remaining
@@ -101,6 +102,7 @@ class Objective:
             rows=self._rows,
             softcap=student.arch.logit_softcap,
             weights_T=weights_T,
+            bias_V=student.head.bias,
         )
 
 
@@ -191,7 +193,9 @@ def measure(
         for part in slices(hidden_TD.shape[0], weight_VD.shape[0], device):
             logits_TV: Any = targets(part)
             log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
-            student_TV = capped(student.arch, hidden_TD[part].to(compute_dtype) @ weight_VD.T)
+            student_TV = logits_of(
+                student.arch, hidden_TD[part].to(compute_dtype), weight_VD, student.head.bias
+            )
             log_q_TV = student_TV.to(torch.float32).log_softmax(-1)
             p_TV = log_p_TV.exp()
             counts_t = counts_T[part]

@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.pruning import OF_HEADS, Widths, resized, why_layers_stay, with_layers
 from compress.models.weights import WeightSource, dense, split_outer
 from compress.models.xielu import PARAMETERS
@@ -99,7 +99,7 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "number, at most the teacher's "
             f"{first.num_heads // first.num_kv_heads}. Give heads and kv_heads that fit."
         )
-    family = family_of({"model_type": teacher.family})
+    family = family_of_arch(teacher)
     if family.untouched and shape.hidden not in (None, teacher.hidden_size):
         raise UsageError(
             f"student: {', '.join(family.untouched)} of this {teacher.family} model write into its hidden "
@@ -182,6 +182,7 @@ _ROWS = {
 }
 _COLUMNS = {"attn.o": "o", "ffn.down": "ffn"}
 _WHOLE = (
+    "head.bias",
     "layer_scalar",
     "attn.indexer.q_norm.weight",
     "attn.indexer.k_norm.weight",

@@ -56,11 +56,11 @@ from compress.export.config_groups import (
     read_groups,
 )
 from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
-from compress.export.own_code import why_no_codes
+from compress.export.own_code import why_no_codes, why_no_packed_codes
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import STACKS_ALONE, on_a_gpu, vllm_builds
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.linear_groups import LINEAR_GROUPS
 from compress.quant.codec import (
     ForeignCodec,
@@ -350,10 +350,11 @@ class CompressedTensors:
                 transformers = "keeps zero points only where it decompresses the whole model by one scheme"
         if loads and any(each.scale_type is not None for each in scheme.all):
             transformers = "decompresses at load, to bfloat16 alone: no speed, no memory saved"
-        if family_of({"model_type": arch.family}).in_parts and not all(map(_is_fp8, scheme.all)):
+        if family_of_arch(arch).in_parts and not all(map(_is_fp8, scheme.all)):
             loads = False
             transformers = "drops tensors that it joins from parts, next to other codes than FP8"
-        if refused := why_no_codes(arch) or why_transformers_refuses(arch, scheme, self.quant_method):
+        refused = why_no_codes(arch) or why_no_packed_codes(arch, scheme.of_layers)
+        if refused := refused or why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused
         return [

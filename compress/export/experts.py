@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from compress.export.config_groups import PACK_FORMAT, format_of
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 
@@ -70,7 +70,7 @@ def has_several_schemes(arch: Arch, scheme: ModelScheme) -> bool:
 
 def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str) -> str | None:
     """Return why transformers does not load the mixtures of a checkpoint, or None where it does."""
-    family = family_of({"model_type": arch.family}).in_format(quant_method)
+    family = family_of_arch(arch).in_format(quant_method)
     apart = [
         f"layers.{idx}.{linear}"
         for idx, layer in enumerate(arch.layers)

@@ -9,7 +9,7 @@ from compress.export.refusals import check_rules, check_scales
 from compress.export.restated import restated_fields
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
 from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
@@ -43,7 +43,7 @@ def write_format(
     if isinstance(form, GraphFormat):
         source = InDtype(source, form.dtype)
         max_shard_bytes = min(max_shard_bytes, GRAPH_SHARD_BYTES)
-    family = family_of({"model_type": source.arch.family}).in_format(form.quant_method)
+    family = family_of_arch(source.arch).in_format(form.quant_method)
     static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
     if scheme is None:
         config = None if static_kv is None else static_kv.alone

@@ -29,7 +29,7 @@ from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
 from compress.export.vllm import vllm_builds, why_vllm_refuses_gptq
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.limits import MAX_SIZE
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
@@ -213,7 +213,7 @@ class Gptq:
                     "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous.",
                 )
             )
-        if scheme.dense and family_of({"model_type": arch.family}).untouched:
+        if scheme.dense and family_of_arch(arch).untouched:
             rules.append(
                 Rule(
                     "dense-linears",

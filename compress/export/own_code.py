@@ -1,6 +1,10 @@
 """Models of which `transformers` loads no checkpoint, or none with codes."""
 
+from collections.abc import Iterable
+
+from compress.export.config_groups import PACK_FORMAT, format_of
 from compress.models.arch import Arch
+from compress.quant.scheme import Scheme
 
 BY_CODE = ("kimi_k2", "vlm", "phi4mm")
 PLAIN_ALONE = {
@@ -14,6 +18,17 @@ PLAIN_ALONE = {
     ),
 }
 """Families of which transformers 5.23 loads plain checkpoints only, and why."""
+UNPACKED_ALONE = {
+    "falcon": (
+        "multiplies by the `weight` of a linear in its own way, which packed weights do not have "
+        "('FalconLinear' object has no attribute 'weight')"
+    ),
+    "nanochat": (
+        "initializes `o_proj.weight` at load, which packed weights do not have ('Linear' object has no "
+        "attribute 'weight')"
+    ),
+}
+"""Families of which transformers 5.23 loads no weights that are packed in words, and why."""
 
 
 def why_no_class(arch: Arch) -> str | None:
@@ -26,6 +41,13 @@ def why_no_class(arch: Arch) -> str | None:
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"
+
+
+def why_no_packed_codes(arch: Arch, schemes: Iterable[Scheme]) -> str | None:
+    """Return why transformers loads no codes of these schemes that are packed in words, None where it does or
+    none are."""
+    is_packed = any(format_of(each).endswith(PACK_FORMAT) for each in schemes)
+    return UNPACKED_ALONE.get(arch.family) if is_packed else None
 
 
 def why_no_codes(arch: Arch) -> str | None:

@@ -12,7 +12,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import Rule
 from compress.export.refusals import count_changed
 from compress.models.arch import Arch
-from compress.models.family import Family, family_of
+from compress.models.family import Family, family_of_arch
 from compress.models.layout import blocks_taken
 from compress.models.stored_tensors import places_of
 from compress.quant.model_scheme import ModelScheme
@@ -97,7 +97,7 @@ def _like(names: Collection[str]) -> str:
 def layout_rules(arch: Arch, scheme: ModelScheme, quant_method: str) -> list[Rule]:
     """Return the broken rules of any checkpoint that a stock config describes."""
     rules = []
-    family = family_of({"model_type": arch.family}).in_format(quant_method)
+    family = family_of_arch(arch).in_format(quant_method)
     if reason := family.why_unstated(arch):
         rules.append(Rule("uniform-layers", reason))
     to_one = family.holds_all_experts

@@ -28,7 +28,7 @@ from compress.models.arch import DTYPES, Arch
 from compress.models.checkpoint_writer import with_shared_scales
 from compress.models.config_file import CONFIG_NAME, read_config
 from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabulary_tensors
-from compress.models.family import family_of
+from compress.models.family import family_of, family_of_arch
 from compress.models.layer_shape import Rope
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.weights import dense
@@ -160,7 +160,7 @@ def _config(
     rope = arch.layers[0].rope
     assert rope is not None, "an EAGLE-3 layer encodes positions"
     layer = {
-        **family_of({"model_type": arch.family}).write_config(arch),
+        **family_of_arch(arch).write_config(arch),
         "attention_bias": False,
         "hidden_act": arch.activation,
         "max_position_embeddings": arch.max_position,

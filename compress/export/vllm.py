@@ -19,6 +19,9 @@ BIASED_SELECTION = (
     "it has no kernel for experts of four bits behind a router with a bias of selection ('No WNA16 MoE "
     "backend supports ...')"
 )
+MIXED_SELECTION = (
+    "its experts of four bits are chosen by a softmax alone, whatever the router of the model is"
+)
 OF_TRITON = {
     "olmo_hybrid": "its class of OLMo Hybrid sets an allocator of Triton, which its CPU build has not"
 }
@@ -61,6 +64,11 @@ MIMO_STATES = (
 MIMO_WINDOW = (
     "its windows hold sliding_window_size positions with the query, and those of transformers one more"
 )
+FALCON_FACTOR = 4
+"""The width of FFNs over that of hidden states in vLLM's class of Falcon."""
+PHIMOE_CLASS = "PhiMoEForCausalLM"
+PHIMOE_JITTER = 0.01
+"""The name of vLLM's class of Phi-3.5-MoE, and the jitter of its router."""
 KIMI_STATES = ("linear_attn_config", "mla_use_nope")
 """Fields of Kimi Linear that vLLM's class reads; configs that `transformers` writes may have others."""
 STACKS_ALONE = {
@@ -72,6 +80,7 @@ UNKNOWN = {
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
+    "nanochat": "it knows no model_type nanochat",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "step3p7": "no export of Step 3.7 was tested with it",
@@ -105,6 +114,12 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return reason
     if arch.family == "mimo_v2_flash" and (reason := _why_mimo_refused(arch)):
         return reason
+    if arch.family == "falcon" and any(
+        each.intermediate_size != FALCON_FACTOR * arch.hidden_size for each in arch.layers
+    ):
+        return f"its class of Falcon has FFNs {FALCON_FACTOR} times as wide as the hidden states"
+    if arch.family == "phimoe" and (reason := _why_phimoe_refused(arch)):
+        return reason
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -112,6 +127,18 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
     if is_by_name and _renames_mixers(arch):
         return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
+
+
+def _why_phimoe_refused(arch: Arch) -> str | None:
+    """Return why vLLM does not load, or computes otherwise, a Phi-3.5-MoE, None where it does neither."""
+    if PHIMOE_CLASS not in (arch.config.get("architectures") or ()):
+        return f"it knows the class {PHIMOE_CLASS}, which this config does not name"
+    if arch.head_bias:
+        return "its class of Phi-3.5-MoE loads the bias of the head and does not add it"
+    jitters = {layer.experts.jitter for layer in arch.layers if layer.experts is not None}
+    if jitters != {PHIMOE_JITTER}:
+        return f"its router of Phi-3.5-MoE has a router_jitter_noise of {PHIMOE_JITTER:g}, whatever is stated"
+    return None
 
 
 def _why_kimi_refused(arch: Arch) -> str | None:
@@ -182,6 +209,11 @@ def on_a_cpu(arch: Arch, scheme: ModelScheme, *, refused: str | None = None) -> 
     is_biased = any(layer.experts is not None and layer.experts.selection_bias for layer in arch.layers)
     if is_biased and any(each.type == "int" and each.num_bits == 4 for each in experts):
         return Consumer(name, loads=False, note=BIASED_SELECTION)
+    is_mixed = any(
+        layer.experts is not None and layer.experts.score == "sparsemixer" for layer in arch.layers
+    )
+    if is_mixed and any(each.type == "int" and each.num_bits == 4 for each in experts):
+        return Consumer(name, loads=False, note=MIXED_SELECTION)
     if rows := _rows_of_mixers(arch, scheme):
         note = f"its kernel of four bits takes N % 32 = 0, and Mamba-2 mixers have {rows}"
         return Consumer(name, loads=False, note=note)

@@ -74,6 +74,7 @@ class Arch:
         embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
+        head_bias: the linear that computes the logits, which is not the embedding then, has a bias.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
         hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.
@@ -127,6 +128,7 @@ class Arch:
     learned_growth: bool = False
     latent_eps: float = LATENT_EPS
     hyper: HyperConnections | None = None
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -239,6 +241,7 @@ class Arch:
         norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
         total = self.num_outer_params + norm_size + self.num_linear_params
         total += self.num_layer_embed_params + self.num_hyper_params
+        total += self.head_bias * self.vocab_size
         for layer in self.layers:
             total += self.num_norms(layer) * norm_size
             if self.qk_norm and layer.attends:

@@ -64,6 +64,11 @@ def check_arch(arch: "Arch") -> None:
             f"norms have no weights in a '{arch.block}' block, or something is added to them; the decoder "
             "computes such norms as they are, in a 'pre' block."
         )
+    if arch.head_bias and arch.tied_head:
+        raise UnsupportedArch(
+            "the head has a bias and is the embedding; the decoder computes a bias of a head that has a "
+            "matrix of its own."
+        )
     if arch.windowed_sinks and not arch.attn_sinks:
         raise UnsupportedArch("layers with a window alone have attention sinks, and the model has none.")
     if arch.own_ffn_norm and arch.block != "parallel":

@@ -45,7 +45,7 @@ def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Ar
     """
     family = family_of(config)
     arch = family.read_config(config)
-    family = family.in_format(quant_method(config))
+    family = family.of_arch(arch).in_format(quant_method(config))
     schemes_of(config, codec_of(config, codecs), arch, family)
     return arch
 
@@ -66,7 +66,7 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         arch = self.family.read_config(config)
-        self.family = self.family.in_format(quant_method(config))
+        self.family = self.family.of_arch(arch).in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
         self._arch = with_exponents(arch, self._files, self.family.rope_exponents)

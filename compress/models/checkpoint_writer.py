@@ -12,7 +12,7 @@ from compress.artifact.tensors import ShardWriter
 from compress.errors import UnsupportedFormat
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import CONFIG_NAME
-from compress.models.family import Family, family_of
+from compress.models.family import Family, family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
 from compress.models.stored_tensors import members_of, parts_of, places_of
@@ -139,7 +139,7 @@ def _check_first_row(name: str, matrix: Tensor | None, value: Tensor | Quantized
 def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:
     """Return the family, with the layout of experts that the `quant_method` asks for, or else the one that
     the source was read in."""
-    family = family_of({"model_type": source.arch.family})
+    family = family_of_arch(source.arch)
     asked = family.in_format(quant_method)
     if asked is not family:
         return asked

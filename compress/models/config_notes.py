@@ -4,14 +4,14 @@ otherwise.
 
 from compress.models.arch import NO_TOKEN, Arch
 from compress.models.config_fields import MAX_NAMED, field_name, listed
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.rope_config import YARN_FACTOR_NOTE, states_yarn_factor
 
 
 def unread_note(arch: Arch) -> str | None:
     """Return the notes on a model's `config.json`: what `transformers` computes otherwise, and the fields
     that change nothing or are read as none; None where there is no note."""
-    family = family_of({"model_type": arch.family})
+    family = family_of_arch(arch)
     names = family.unread_fields(arch.config)
     sentences = [] if family.computed_otherwise is None else [family.computed_otherwise]
     if arch.stated_eos == NO_TOKEN:

@@ -60,7 +60,9 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
         tie_word_embeddings=arch.tied_head,
         dtype=arch.dtype,
     )
-    if not arch.has_latents:
+    if family.derives_head_dim:
+        config.pop("head_dim", None)
+    elif not arch.has_latents:
         config["head_dim"] = first.head_dim
     if family.heads_by_layer is not None:
         stated_heads = config.get(family.heads_by_layer)

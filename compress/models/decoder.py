@@ -77,6 +77,13 @@ def capped(arch: Arch, logits: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def logits_of(arch: Arch, normed_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Return the logits [T, V] of a model from its last normed hidden states, in their dtype, through a head
+    and its bias, if it has one."""
+    products_TV = normed_TD @ head_VD.T
+    return capped(arch, products_TV if bias_V is None else products_TV + bias_V.to(products_TV.dtype))
+
+
 def _recurrent_mixer(arch: Arch, shape: LayerShape, recurrence: Recurrence) -> TokenMixer:
     """Return the module of the recurrence of a layer."""
     if isinstance(recurrence, DeltaNet):
@@ -349,7 +356,7 @@ class Decoder(nn.Module):
             self.layer_embeds = LayerEmbeddings(arch)
         self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
         self.norm = final_norm(arch)
-        self.head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=arch.head_bias)
         if arch.tied_head:
             self.head.weight = self.embed.weight
 

@@ -326,10 +326,10 @@ def fresh_eagle3(
 ) -> Eagle3Decoder:
     """Return a float32 head on the CPU for training.
 
-    It begins as the target's last layer with attention and head on the deepest hidden state that it reads: fc
-    passes that one on, and the columns that read the embedding are normal with std 0.02, as are the linears
-    of its FFN that the layer does not have, its q and k where the values of that layer are narrower than its
-    keys, and its q, k and v where it has latent attention.
+    It begins as the target's last layer with attention and head, without a bias, on the deepest hidden state
+    that it reads: fc passes that one on, and the columns that read the embedding are normal with std 0.02, as
+    are the linears of its FFN that the layer does not have, its q and k where the values of that layer are
+    narrower than its keys, and its q, k and v where it has latent attention.
     """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()

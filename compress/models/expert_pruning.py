@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.weights import Weights, WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -30,7 +30,7 @@ def with_experts(arch: Arch, num_kept: int) -> Arch:
     mixtures = [layer.experts for layer in arch.layers if layer.experts is not None]
     if not mixtures:
         raise UsageError("experts: this model has none to prune.")
-    if family_of({"model_type": arch.family}).more_experts:
+    if family_of_arch(arch).more_experts:
         raise UsageError(
             f"experts: other parts of this {arch.family} model have as many experts as its text, and a "
             "config states one number for both."

@@ -14,7 +14,9 @@ from typing import Any
 from compress.models.hyper_connection import HYPER_PARAMETERS
 from compress.untrusted.fields import Fields
 
-SCORES = ("softmax", "sigmoid", "softmax_topk")
+SCORES = ("softmax", "sigmoid", "softmax_topk", "sparsemixer")
+MIXED = 2
+"""Experts that a token is routed to by SparseMixer."""
 MAX_EXPERTS = 4096
 MAX_EXPERT_SIZE = 1 << 24
 MAX_SCALE = 1e6
@@ -54,7 +56,10 @@ class Experts:
         shared_size: FFN channels of the expert that every token goes through, 0 for none.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a linear of its input.
         shared_scale: factor of the shared expert's output.
-        score: `softmax` over all experts, `sigmoid` of each, or `softmax_topk`, over those chosen.
+        score: `softmax` over all experts, `sigmoid` of each, `softmax_topk`, over those chosen, or
+            `sparsemixer` (arXiv 2409.12136): one expert is chosen after the other, and the weight of each is
+            its softmax over those that were not chosen before and whose logits are near its own, m: m - s is
+            at most 2 `jitter` max(|s|, m) for a logit s.
         renormalize: divide the weights of the chosen experts by their sum, which is one with `softmax_topk`.
         scale: factor of all weights.
         num_groups, top_groups, group_best: consecutive experts form groups, and only those of the
@@ -79,6 +84,7 @@ class Experts:
             activation, and not of what they become (Hy4).
         post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
             added to the stream, by `ffn_post_norm` of the layer (A.X K1).
+        jitter: the share of a logit within which `sparsemixer` compares others with it, either way.
     """
 
     num_experts: int
@@ -104,6 +110,7 @@ class Experts:
     latent_bias: bool = False
     post_norm: bool = False
     caps_first: bool = False
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -120,13 +127,23 @@ class Experts:
         assert not self.biased_logits or (
             self.selection_bias and self.score == "sigmoid" and self.num_groups == 1
         )
+        plain = not (self.renormalize or self.selection_bias or self.num_groups > 1)
+        assert self.score != "sparsemixer" or (self.top_k == MIXED and plain)
+        assert self.score == "sparsemixer" or not self.jitter
 
     @property
     def compares_logits(self) -> bool:
         """Whether logits decide the choice: softmax keeps their order, and they do not underflow; or the
         bias is added to them."""
         plain = not self.selection_bias and self.num_groups == 1
-        return self.score == "softmax_topk" or self.biased_logits or (self.score == "softmax" and plain)
+        of_logits = self.biased_logits or self.score in ("softmax_topk", "sparsemixer")
+        return of_logits or (self.score == "softmax" and plain)
+
+    @property
+    def gap(self) -> float:
+        """The part of the larger of a logit's size and the largest logit by which it may be less than that
+        one and counts in the weight that `sparsemixer` gives."""
+        return 2 * self.jitter
 
     @property
     def changes_input(self) -> bool:
@@ -230,6 +247,7 @@ class Experts:
         facts["score"] = stored.text("score", default="softmax")
         for name in ("scale", "shared_scale"):
             facts[name] = stored.number(name, -MAX_SCALE, MAX_SCALE, default=1.0)
+        facts["jitter"] = stored.number("jitter", 0, 1, default=0.0)
         return checked(facts, stored)
 
 
@@ -261,6 +279,14 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong(
             "score", facts.get("score"), "sigmoid, with a bias and no groups, where logits have it"
         )
+    is_mixed = facts.get("score") == "sparsemixer"
+    if is_mixed and top_k != MIXED:
+        raise stated.wrong("top_k", top_k, f"{MIXED} where one expert is chosen after the other")
+    others = ("renormalize", "selection_bias")
+    if is_mixed and (any(facts.get(each) for each in others) or facts.get("num_groups", 1) > 1):
+        raise stated.wrong("score", "sparsemixer", "another one with groups, a bias or divided weights")
+    if facts.get("jitter", 0.0) and not is_mixed:
+        raise stated.wrong("jitter", facts["jitter"], "0 where the score is not sparsemixer")
     groups = facts.get("num_groups", 1)
     top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:

@@ -57,6 +57,8 @@ DenseFields = Callable[[Fields, int], Mapping[str, Any]]
 """(config, the channels of a dense FFN) -> the fields that state them."""
 Restated = Callable[[Arch], dict[str, Any]]
 """facts of a model -> fields of its config that depend on several of them."""
+NamesByFacts = Callable[[Arch], Mapping[str, str]]
+"""facts of a model -> names on disk of modules of layers that depend on them, by their canonical names."""
 LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
 """(config, the layers as most families state them) -> those that it states."""
 
@@ -70,6 +72,10 @@ def nothing_implied(config: Fields) -> dict[str, Any]:
 
 
 def nothing_restated(arch: Arch) -> dict[str, Any]:
+    return {}
+
+
+def no_other_names(arch: Arch) -> Mapping[str, str]:
     return {}
 
 
@@ -102,6 +108,8 @@ class Family(DiskNames):
     the query heads of each layer, in families in which they may differ. `shapes` is the last to change
     layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not return
     several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
+    `names_by_facts` are names of modules of layers that depend on the facts of a model.
+    `derives_head_dim`: `transformers` refuses a config that states the size of a head;
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated;
     `layers_are_numbered`: other parts of the model write to some of its layers or read them, by number;
@@ -118,6 +126,8 @@ class Family(DiskNames):
     qk_norm: bool | str = False
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
+    derives_head_dim: bool = False
+    names_by_facts: NamesByFacts = no_other_names
     layers_are_numbered: bool = False
     has_adapters: bool = False
     computed_otherwise: str | None = None
@@ -276,6 +286,11 @@ class Family(DiskNames):
             raise config.wrong(self.full_widths["head_dim"], own["head_dim"], "even")
         return {**widths, **own}
 
+    def of_arch(self, arch: Arch) -> "Family":
+        """Return the table with the names that modules have in a model of these facts."""
+        own = self.names_by_facts(arch)
+        return replace(self, layer_modules={**self.layer_modules, **own}) if own else self
+
     @property
     def shared_norms(self) -> tuple[str, ...]:
         """The norms of a layer whose outputs untouched parts read, too."""
@@ -375,6 +390,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
+
+
+def family_of_arch(arch: Arch) -> Family:
+    """Return the family of a model that was read, with the names that its modules have."""
+    return family_of({"model_type": arch.family}).of_arch(arch)
 
 
 def _flag(rule: bool | str, config: Fields) -> bool:

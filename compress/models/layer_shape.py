@@ -1,5 +1,6 @@
 """The shape of a decoder layer: widths, rope, and its groups of linears. Data only."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -183,10 +184,12 @@ class LayerShape:
         """Return the first group of attention, with the linear of the output gate where there is one."""
         return replace(first, linears=(*first.linears, OUTPUT_GATE_LINEAR)) if self.output_gate else first
 
-    @property
-    def num_turns(self) -> int:
-        """The turns that rows take in tensors that hold linears of a layer head by head."""
-        return self.num_heads if self.recurrence is None or self.joint else self.recurrence.num_key_heads
+    def num_turns(self, linears: Collection[str]) -> int:
+        """Return the turns that rows take in a tensor that holds these linears of a layer head by head: those
+        of KV heads, each with its query heads, where keys are among them."""
+        if self.recurrence is not None and not self.joint:
+            return self.recurrence.num_key_heads
+        return self.num_kv_heads if "attn.k" in linears else self.num_heads
 
     @property
     def leading_dim(self) -> int:

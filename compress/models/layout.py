@@ -3,10 +3,11 @@
 Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
 `gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:
 the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while a checkpoint may take
-neighbours, or may rotate a part of each head only, which stays first in heads wider than a block of rows
-that share scales (`Rope.leading`). Experts may be matrices of one tensor of three dimensions, transposed,
-with the rows of gate and up in turns. A permutation of rows changes no bit of a weight, so export restores
-the tensors of the source exactly.
+neighbours, or may rotate a part of each head only, which stays first in heads wider than a block of rows that
+share scales (`Rope.leading`). A checkpoint whose pairs turn the other way has the two of each in the other
+order, because (a, b) turned by -x is (b, a) turned by x, swapped. Experts may be matrices of one tensor of
+three dimensions, transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a
+weight, so export restores the tensors of the source exactly.
 
 Shapes: O rows of a tensor, C head dimension.
 """
@@ -129,20 +130,25 @@ def expert_stack(places: Sequence[Place], values: Sequence[Value], name: str) ->
     return stored
 
 
-def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: bool) -> Tensor | None:
+def row_order(
+    shape: LayerShape, module: str, num_rows: int, *, interleaved: bool, turned_back: bool = False
+) -> Tensor | None:
     """Return, for each canonical row of a module, its place among the rows that a checkpoint stores; None
-    where all have the same. Heads of latent attention are put in order as they are computed, because the
-    order would cut blocks of rows that share a scale."""
+    where all have the same. `interleaved` states that neighbours are pairs there, `turned_back` that
+    pairs turn by the negative angle there. Heads of latent attention are put in order as they are computed,
+    because the order would cut blocks of rows that share a scale."""
     rope = shape.rope
     if module not in ROTATED or rope is None or rope.kind == "proportional" or shape.latent is not None:
         return None
     head_dim = shape.head_dim
     rotary_dim = rope.rotary_dim or head_dim
-    if not interleaved and (rotary_dim == head_dim or rope.leading):
+    if not interleaved and not turned_back and (rotary_dim == head_dim or rope.leading):
         return None
     order_C = torch.arange(head_dim)
     if interleaved:
         order_C[:rotary_dim] = torch.cat((order_C[:rotary_dim:2], order_C[1:rotary_dim:2]))
+    if turned_back:
+        order_C[:rotary_dim] = order_C[:rotary_dim].roll(rotary_dim // 2)
     if not rope.leading:
         order_C = in_halves(order_C, rotary_dim)
     return (torch.arange(0, num_rows, head_dim).unsqueeze(1) + order_C).view(-1)

@@ -25,6 +25,7 @@ _FLAGS = (
     "unit_norms",
     "windowed_sinks",
     "learned_growth",
+    "head_bias",
 )
 
 

@@ -8,6 +8,11 @@ or, where w weighs inputs (`Experts.weighs_input`), of the one chosen
 
     y = down_e(act(gate_e(w_e x)) * up_e(w_e x))  [+ shared(x)]
 
+With SparseMixer (`score` = `sparsemixer`, arXiv 2409.12136) the two chosen are the largest logits, and with s
+the logits that were not chosen before one of them, m,
+
+    w = 1 / sum of exp(s - m) over s with m - s <= gap max(|s|, m)
+
 Where branches are normed apart (`Experts.branch_norms`), x is the stream, and
 
     y = norm(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + norm(shared(norm(x))),
@@ -83,7 +88,7 @@ def route(
     """Return the routing of tokens by the logits of their router, float32."""
     assert (selection_bias_E is not None) == facts.selection_bias
     assert (output_scale_E is not None) == facts.output_scale
-    if facts.score == "softmax_topk":
+    if facts.score in ("softmax_topk", "sparsemixer"):
         scores_TE = logits_TE
     else:
         scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else logits_TE.sigmoid()
@@ -94,7 +99,9 @@ def route(
         choice_TE = _of_best_groups(facts, choice_TE)
     experts_TR = best(choice_TE, facts.top_k)
     weights_TR = scores_TE.gather(1, experts_TR)
-    if facts.score == "softmax_topk":
+    if facts.score == "sparsemixer":
+        weights_TR = _mixed(logits_TE, experts_TR, facts.gap)
+    elif facts.score == "softmax_topk":
         weights_TR = weights_TR.softmax(-1)
     elif facts.renormalize:
         floor = SUM_FLOOR if facts.score == "sigmoid" else 0.0
@@ -102,6 +109,20 @@ def route(
     if output_scale_E is not None:
         weights_TR = weights_TR * output_scale_E.to(weights_TR.dtype)[experts_TR]
     return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
+
+
+def _mixed(logits_TE: Tensor, experts_TR: Tensor, gap: float) -> Tensor:
+    """Return the weights [T, R] that SparseMixer gives the largest logits, one after the other. The gap is
+    multiplied where the paper's code divides by it, so that every program rounds as this one does."""
+    weights = []
+    for expert_T1 in experts_TR.split(1, dim=1):
+        most_T1 = logits_TE.gather(1, expert_T1)
+        sizes_TE = torch.maximum(logits_TE.abs(), most_T1)
+        is_far_TE = ((most_T1 - logits_TE) > gap * sizes_TE).detach()
+        near_TE = logits_TE.masked_fill(is_far_TE, -torch.inf)
+        weights.append(near_TE.softmax(-1).gather(1, expert_T1))
+        logits_TE = logits_TE.scatter(1, expert_T1, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 def weighed(x_TD: Tensor, weights_T: Tensor) -> Tensor:

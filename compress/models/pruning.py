@@ -22,7 +22,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS
 from compress.models.weights import WeightSource
@@ -155,7 +155,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         return arch
     assert why_layers_stay(arch) is None
     layers = tuple(arch.layers[idx] for idx in kept)
-    family = family_of({"model_type": arch.family})
+    family = family_of_arch(arch)
     as_stated = family.stated(arch.config)
     stated = family.completed(arch.config)
     found = {name: as_stated.get(name) or stated.get(name) for name in FIELDS_BY_LAYER}
@@ -182,7 +182,7 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
 
 def can_have_bias(arch: Arch, linear: str) -> bool:
     """Return whether the family's config has a field for a bias of that linear."""
-    family = family_of({"model_type": arch.family})
+    family = family_of_arch(arch)
     rule = family.o_bias if linear == "attn.o" else family.ffn_bias
     return arch.has_bias(linear) or isinstance(rule, str)
 
@@ -190,7 +190,7 @@ def can_have_bias(arch: Arch, linear: str) -> bool:
 def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
     """Return the model with biases in `linears`, and in those that the family's config covers by the same
     field."""
-    family = family_of({"model_type": arch.family})
+    family = family_of_arch(arch)
     rules = {"qkv_bias": family.qkv_bias, "o_bias": family.o_bias, "ffn_bias": family.ffn_bias}
     for linear in linears:
         rule = rules["o_bias" if linear == "attn.o" else "ffn_bias"]
@@ -214,14 +214,14 @@ def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> No
 def fits_consumers(arch: Arch, num_heads: int) -> bool:
     """Return whether `transformers` takes a config of the family with so many query heads: a Llama's have to
     divide its hidden size, even where the config states their dimension."""
-    return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
+    return not family_of_arch(arch).heads_divide_hidden or arch.hidden_size % num_heads == 0
 
 
 def why_layers_stay(arch: Arch) -> str | None:
     """Return the reason why no layer of a model can be removed, None where some can."""
     if arch.kv_sources:
         return f"layers of this {arch.family} model read keys and values, or latents, of earlier ones."
-    if family_of({"model_type": arch.family}).layers_are_numbered:
+    if family_of_arch(arch).layers_are_numbered:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
@@ -232,7 +232,7 @@ def why_layers_stay(arch: Arch) -> str | None:
 
 def why_channels_stay(arch: Arch) -> str | None:
     """Return the reason why no channel of an FFN can be removed, None where some can."""
-    if family_of({"model_type": arch.family}).has_adapters:
+    if family_of_arch(arch).has_adapters:
         return f"linears of this {arch.family} model have adapters for images and sound, which stay as wide."
     return None
 
@@ -251,7 +251,7 @@ def why_heads_stay(arch: Arch) -> str | None:
         )
     if (reason := why_channels_stay(arch)) is not None:
         return reason
-    if family_of({"model_type": arch.family}).heads_span_hidden:
+    if family_of_arch(arch).heads_span_hidden:
         return (
             f"the class of this {arch.family} model in transformers takes hidden_size / number of heads for "
             "their size, so their number cannot change alone."

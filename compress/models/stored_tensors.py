@@ -48,11 +48,17 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
         shape = arch.layers[int(idx)]
         modules = [name.rpartition(".")[0].split(".", 2)[2] for name in names]
         orders = [
-            row_order(shape, module, size, interleaved=family.interleaved_rotary)
+            row_order(
+                shape,
+                module,
+                size,
+                interleaved=family.interleaved_rotary,
+                turned_back=family.reversed_rotary,
+            )
             for module, size in zip(modules, num_rows, strict=True)
         ]
         if family.layer_modules.get(modules[0]) in family.rows_in_turns:
-            return in_turns(shape.num_turns, num_rows, orders)
+            return in_turns(shape.num_turns(modules), num_rows, orders)
     stops = list(accumulate(num_rows))
     return [
         Place(stop - size, stop, order) for size, stop, order in zip(num_rows, stops, orders, strict=True)

@@ -39,9 +39,10 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` where
-        there is one, those of the embeddings for each layer where tokens have them (`layer_embedding.py`),
-        those of the head's hyper-connection where there is one, and those under `UNTOUCHED`."""
+        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` and
+        `head.bias` where there are any, those of the embeddings for each layer where tokens have them
+        (`layer_embedding.py`), those of the head's hyper-connection where there is one, and those under
+        `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -210,6 +211,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
+        if arch.head_bias:
+            outer["head.bias"] = (arch.vocab_size,)
         if arch.layer_embed_size:
             of_layers = LayerEmbeddings(arch).named_parameters(LAYER_EMBEDS)
             outer |= {name: tuple(each.shape) for name, each in of_layers}

@@ -252,6 +252,7 @@ def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm,
         EnvironmentUnfit: no kernel serves the head.
     """
     head = {"head.weight": outer["embed.weight" if arch.tied_head else "head.weight"]}
+    head |= {"head.bias": outer["head.bias"]} if arch.head_bias else {}
     norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
     return norm, fuse(("head",), head, deployment)
 

@@ -24,7 +24,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec, checked_by, list_to_tuple
@@ -197,7 +197,7 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
     scheme = artifact.manifest.scheme
     facts = artifact.manifest.facts["draft"]
     if facts["kind"] == "eagle3":
-        architectures = family_of({"model_type": target.family}).write_config(target).get("architectures", [])
+        architectures = family_of_arch(target).write_config(target).get("architectures", [])
         write_speculators(
             directory,
             draft_head(artifact),

@@ -20,7 +20,7 @@ VALIDATE = {"kind": "validate", "num_samples": 4, "seq_len": 32, "gates": {"kl_m
 @pytest.fixture(scope="session")
 def unknown_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unknown")
-    save_unknown(path, "falcon", max_shard_size="400KB")
+    save_unknown(path, "bloom", max_shard_size="400KB")
     shutil.copy(model_dir / "tokenizer.json", path)
     return path
 
@@ -41,7 +41,7 @@ def test_the_refusal_of_an_ordinary_recipe_names_this_way(
 ) -> None:
     code, out, err = command(verb, unknown({"kind": "quantize"}, {"kind": "export"}), "--offline")
     assert (code, out) == (2, "")
-    assert "architecture 'falcon' (FalconForCausalLM) is not supported" in err
+    assert "architecture 'bloom' (BloomForCausalLM) is not supported" in err
     assert "{kind: quantize_by_name, scheme: FP8_DYNAMIC}" in err
 
 

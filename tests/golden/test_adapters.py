@@ -17,7 +17,7 @@ from compress.export import FORMATS, open_checkpoint
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.config_notes import unread_note
-from compress.models.family import family_of
+from compress.models.family import family_of, family_of_arch
 from compress.models.pruning import why_heads_stay, why_layers_stay
 from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
@@ -134,7 +134,7 @@ def test_norms_that_untouched_parts_read_are_not_trained(case: str, left: int, t
     """Of the two norms of a layer, as many are trained as no adapter and no expert of images reads."""
     saved(tmp_path, *CASES[case])
     decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
-    train_norms_(decoder, pace=1.0, left=family_of({"model_type": decoder.arch.family}).shared_norms)
+    train_norms_(decoder, pace=1.0, left=family_of_arch(decoder.arch).shared_norms)
     layer = decoder.layers[0]
     trained = [isinstance(norm, NormInTraining) for norm in (layer.attn_norm, layer.ffn_norm)]
     assert sum(trained) == left

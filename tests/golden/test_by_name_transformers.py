@@ -26,13 +26,13 @@ from tests.support.tiny_unknown import IN_MEMORY, KEPT_DENSE, MODELS, save_unkno
 
 CASES = [
     *((name, "FP8_DYNAMIC", "compressed-tensors") for name in MODELS),
-    *((name, "W4A16_G128", "compressed-tensors") for name in ("falcon", "opt", "mamba", "bert-classifier")),
+    *((name, "W4A16_G128", "compressed-tensors") for name in ("bloom", "opt", "mamba", "bert-classifier")),
     ("phi", "INT8_DYNAMIC", "compressed-tensors"),
     ("t5", "W8A16", "compressed-tensors"),
     ("starcoder2", "W4A16_G64_ASYM", "compressed-tensors"),
     ("gpt_neox", "FP8_BLOCK", "compressed-tensors"),
     ("gpt_neox", "FP8_BLOCK", "fp8"),
-    ("falcon", "FP8_BLOCK", "fp8"),
+    ("bloom", "FP8_BLOCK", "fp8"),
     ("t5", "FP8_BLOCK", "fp8"),
     ("deepseek_v3", "W4A16_G128", "compressed-tensors"),
     ("qwen3_5_moe", "W4A16_G128", "compressed-tensors"),

@@ -48,6 +48,12 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
         everywhere -= {"rms_norm_eps"}  # a constant of its class
     if family == "gpt_neox":
         everywhere -= {"num_key_value_heads"}  # as many as heads of queries
+    if family == "falcon":
+        everywhere -= {
+            "head_dim",
+            "intermediate_size",
+            "num_key_value_heads",
+        }  # it has others, or derives them
     assert {spelled.get(name, name) for name in everywhere} <= reads
     assert not reads & {"pretraining_tp", "use_mrope", "is_llama_config", "unsloth_fixed"}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
-from compress.export import open_checkpoint
+from compress.export import FORMATS, open_checkpoint
 from compress.export.conversion import stated_scheme
 from compress.export.format_writer import write_format
 from compress.kernels.operands.rows import input_quant, quantize
@@ -25,7 +25,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
-from compress.models.family import FAMILIES, family_of
+from compress.models.family import FAMILIES, family_of_arch
 from compress.models.overrides import linear_names, overridden
 from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.kv import FP8_STATIC
@@ -98,6 +98,13 @@ EXPORTED = [
     ("gemma3-scaled-rope", "FP8_DYNAMIC"),
     ("granite-tied-biases", "W4A16_G128"),
     ("smollm3", "W4A16_G128"),
+    ("nanochat", "INT8_DYNAMIC"),
+    ("nanochat", "MXFP8"),
+    ("nanochat-biases-tied", "FP8_DYNAMIC"),
+    ("phi", "W8A16"),
+    ("falcon", "INT8_DYNAMIC"),
+    ("falcon-one-kv-head", "FP8_DYNAMIC"),
+    ("phi-all-heads", "FP8_DYNAMIC"),
     ("olmo", "W4A16_G128"),
     ("olmo-biases-tied", "FP8_DYNAMIC"),
     ("olmo2", "W4A16_G128"),
@@ -395,6 +402,18 @@ def test_transformers_loads_the_export_and_computes_the_same(
         assert 0.5 < shift / rms(exact - unrounded) < 2
 
 
+@pytest.mark.parametrize("case", ["nanochat", "falcon"])
+def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_path: Path) -> None:
+    scheme = SCHEMES["W4A16_G128"]
+    _, exported = quantized(tmp_path, case, scheme)
+    arch = open_checkpoint(exported).arch
+    consumers = FORMATS.get("compressed-tensors").consumers(arch, ModelScheme(scheme))
+    (stated,) = [each for each in consumers if each.name == "transformers"]
+    assert not stated.loads
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)(tokens(1, 4))
+
+
 def opened_by_disk_name(opened: Checkpoint) -> dict[str, Tensor]:
     """Weights of the layers, dequantized, as transformers names them."""
     return {
@@ -494,7 +513,7 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     assert rms(ours - exact) < of_bf16 + of_inputs
     assert rms(served - exact) < 1e-4 * rms(exact) + of_inputs
     weights = dict(model.named_parameters())
-    family = family_of({"model_type": stored.arch.family})
+    family = family_of_arch(stored.arch)
     for idx in range(NUM_LAYERS):
         for name, value in stored.layer(idx).items():
             disk = family.to_disk(f"layers.{idx}.{name.rpartition('.')[0]}") + "." + name.rpartition(".")[2]
@@ -564,7 +583,7 @@ def test_the_library_decompresses_each_weight_to_our_bits(
     if SCHEMES[scheme_name].symmetric:
         model(tokens(1, 2))
     weights = dict(model.named_parameters())
-    family = family_of({"model_type": stored.arch.family})
+    family = family_of_arch(stored.arch)
     for idx in range(NUM_LAYERS):
         for name, value in stored.layer(idx).items():
             disk = family.to_disk(f"layers.{idx}.{name.rpartition('.')[0]}") + "." + name.rpartition(".")[2]

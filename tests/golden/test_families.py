@@ -17,6 +17,7 @@ from compress.models.attention import CachedAttention
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.config_file import read_config
+from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.stored_tensors import members_of, most_experts
@@ -32,6 +33,7 @@ from tests.support.tiny_hf import (
     TEXT_FAMILIES,
     TWICE_IN_WINDOWS,
     build,
+    kv_heads_of,
     saved,
     tokens,
 )
@@ -378,11 +380,13 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     if family in ("gpt_oss", "minimax_m3_vl_text"):
         assert arch.activation == "swiglu_clamped"
     else:
-        assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
+        activation = getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
+        assert arch.activation == SAME_ACTIVATIONS.get(activation, activation)
     assert arch.tied_head == stated.tie_word_embeddings
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
-        kv_heads = getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
-        assert layer.num_kv_heads == kv_heads * (2 if family in TWICE_IN_WINDOWS and layer.window else 1)
+        assert layer.num_kv_heads == kv_heads_of(theirs) * (
+            2 if family in TWICE_IN_WINDOWS and layer.window else 1
+        )
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert layer.head_dim == (getattr(theirs, "qk_head_dim", None) or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers

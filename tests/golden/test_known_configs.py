@@ -24,7 +24,7 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES, TWICE_IN_WINDOWS
+from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES, TWICE_IN_WINDOWS, kv_heads_of
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -105,7 +105,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        kv_heads = getattr(own, "num_key_value_heads", own.num_attention_heads)
+        kv_heads = kv_heads_of(own)
         is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
         assert layer.num_kv_heads == kv_heads * (2 if is_twice else 1)
         assert layer.head_dim == (getattr(own, "qk_head_dim", None) or head_dim)

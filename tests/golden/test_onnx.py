@@ -82,6 +82,7 @@ REFUSED = {
         "mimo_v2_flash",
         "cohere2_moe",
         "mistral_large4",
+        "phimoe",
     ),
     "language-model-only": (
         "qwen3_5",

@@ -84,6 +84,8 @@ ROUTERS = [
     (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120, False),
     (Experts(24, 4, 16, score="sigmoid", num_groups=4, top_groups=2, selection_bias=True), 512, True),
     (Experts(384, 6, 16, score="sigmoid", selection_bias=True, biased_logits=True), 2560, False),
+    (Experts(16, 2, 16, score="sparsemixer", jitter=0.01), 4096, False),
+    (Experts(40, 2, 16, score="sparsemixer", jitter=0.2), 512, False),
     (
         Experts(
             64,

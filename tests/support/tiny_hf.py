@@ -31,6 +31,10 @@ CONFIGS: dict[str, Any] = {
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
     "olmo": transformers.OlmoConfig,
+    "nanochat": transformers.NanoChatConfig,
+    "phi": transformers.PhiConfig,
+    "falcon": transformers.FalconConfig,
+    "phimoe": transformers.PhimoeConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "olmo_hybrid": transformers.OlmoHybridConfig,
@@ -594,6 +598,15 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.5, 2.5],
     "long_factor": [1.2, 3.0, 7.0],
+}
+LONGROPE_OF_MIXTURE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.5, 2.5, 3.0],
+    "long_factor": [1.2, 3.0, 7.0, 9.0],
+    "short_mscale": 1.25,
+    "long_mscale": 1.25,
 }
 LATENT_LONGROPE = {
     "rope_type": "longrope",
@@ -2264,6 +2277,86 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "head_dim": 16},
     ),
+    "nanochat": ("nanochat", {"rope_parameters": LLAMA3}),
+    "nanochat-biases-tied": (
+        "nanochat",
+        {
+            "num_key_value_heads": None,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": None,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "nanochat-heads-above-a-block": (
+        "nanochat",
+        {
+            "hidden_size": 512,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
+    "falcon-one-norm-biases": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "num_kv_heads": 3,
+            "num_key_value_heads": 3,
+            "bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-one-kv-head": (
+        "falcon",
+        {"num_key_value_heads": 1, "ffn_hidden_size": 80, "tie_word_embeddings": True},
+    ),
+    "falcon-all-heads-one-half-after-the-other": (
+        "falcon",
+        {
+            "num_key_value_heads": 6,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "layer_norm_epsilon": 1e-4,
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "phi": ("phi", {"rope_parameters": HALF_ROTATED}),
+    "phi-all-heads": (
+        "phi",
+        {
+            "num_key_value_heads": None,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-4,
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "phi-heads-above-a-block": (
+        "phi",
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "phimoe": ("phimoe", {"num_local_experts": 6, "intermediate_size": 40, "attention_bias": True}),
+    "phimoe-longrope": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "intermediate_size": 24,
+            "router_jitter_noise": 0.2,
+            "lm_head_bias": True,
+            "sliding_window": 5,
+            "rope_parameters": LONGROPE_OF_MIXTURE,
+        },
+    ),
     "olmo": ("olmo", {}),
     "olmo-biases-tied": (
         "olmo",
@@ -2602,6 +2695,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         rotates_in_part = "partial_rotary_factor" in changes["rope_parameters"]
         sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
         return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
+    if "ffn_hidden_size" in changes:
+        return {"ffn_hidden_size": 4 * size}
     if "v_head_dim" in changes and "kv_lora_rank" not in changes:
         return {"head_dim": size // 2, "v_head_dim": of_head}
     if "kv_lora_rank" not in changes:
@@ -2620,6 +2715,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
 
 OWN_EPS = {"olmo": 1e-5}
 """What the norms of families add that no field states."""
+DERIVED_HEADS = ("falcon",)
+"""Families whose configs refuse the size of a head."""
 TWICE_IN_WINDOWS = ("mimo_v2_flash",)
 """Families whose layers with a window have twice the KV heads that their configs state."""
 FLAT = ("phi4_multimodal",)
@@ -2631,11 +2728,19 @@ WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
 another order."""
 
 
+def kv_heads_of(stated: Any) -> int:
+    """Return the heads of keys and values of a layer by a configuration of `transformers`."""
+    if stated.model_type == "falcon":
+        one_or_all = 1 if stated.multi_query else stated.num_attention_heads
+        return int(stated.num_kv_heads if stated.new_decoder_architecture else one_or_all)
+    return int(getattr(stated, "num_key_value_heads", stated.num_attention_heads))
+
+
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
-    if stated.get("head_dim", 0) is None:
-        del stated["head_dim"]
+    if stated.get("head_dim", 0) is None or family in DERIVED_HEADS:
+        stated.pop("head_dim", None)
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         if stated.get(name):  # of the model with the most layers; some tests make fewer
             stated[name] = stated[name][: stated["num_hidden_layers"]]

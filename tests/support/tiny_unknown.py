@@ -55,7 +55,7 @@ def _model(name: str, **facts: Any) -> Callable[[], Any]:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt_neox": _model("GPTNeoXForCausalLM", **SIZES, **FFN, max_position_embeddings=128),
-    "falcon": _model("FalconForCausalLM", **SIZES, new_decoder_architecture=False),
+    "bloom": _model("BloomForCausalLM", vocab_size=384, hidden_size=128, n_layer=2, n_head=4),
     "phi": _model("PhiForCausalLM", **SIZES, **FFN),
     "starcoder2": _model("Starcoder2ForCausalLM", **SIZES, **FFN, num_key_value_heads=2),
     "opt": _model("OPTForCausalLM", **SIZES, ffn_dim=256, word_embed_proj_dim=64),

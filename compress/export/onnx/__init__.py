@@ -51,7 +51,7 @@ from compress.export.onnx.linears import (
 )
 from compress.export.rules import exact_scales, layout_rules, whole_group_rules
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.layer_shape import XIELU
 from compress.plugins import check_extra
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -236,7 +236,7 @@ class Onnx:
             rules.append(
                 Rule("half-layers", "layers have attention or an FFN, and the graph has both in each.")
             )
-        if family_of({"model_type": arch.family}).untouched:
+        if family_of_arch(arch).untouched:
             rules.append(
                 Rule(
                     "language-model-only",
@@ -307,7 +307,7 @@ class Onnx:
     def write_graph(self, directory: Path, arch: Arch, scheme: ModelScheme | None) -> None:
         """Write the graph over the checkpoint in the directory, and the config of ONNX Runtime GenAI.
         `scheme` has canonical names."""
-        family = family_of({"model_type": arch.family}).in_format(self.quant_method)
+        family = family_of_arch(arch).in_format(self.quant_method)
         graph = Graph(TensorFiles(directory))
         linears = Linears(graph, arch, family, scheme)
         DecoderGraph(graph, arch, linears, self.dtype).add()

@@ -25,7 +25,7 @@ from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
 from compress.models.moe import SUM_FLOOR
 
-SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
+SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3}
 
 
 @jit()
@@ -49,6 +49,7 @@ def _choose(
     SELECTION_BIAS: tl.constexpr,
     BIASED_LOGITS: tl.constexpr,
     LEAST: tl.constexpr,
+    GAP: tl.constexpr,
     SHARED: tl.constexpr,
 ) -> None:
     """Choose for one row. Each group takes up a power of two of its logits [E2], the last of which are -inf
@@ -96,6 +97,9 @@ def _choose(
             score = tl.sum(tl.where(places == place, scores, 0.0), axis=0)
         else:
             score = _number(best)
+        if SCORE == 3:
+            near = (keys > -(1 << 63)) & (score - logits <= GAP * tl.maximum(tl.abs(logits), score))
+            score = 1 / tl.sum(tl.where(near, tl.exp(logits - score), 0.0), axis=0)
         chosen = tl.where(columns == k, place // SPAN * MEMBERS + place % SPAN, chosen)
         weights = tl.where(columns == k, score, weights)
         keys = tl.where(places == place, -(1 << 63), keys)
@@ -155,6 +159,7 @@ def _choose_rows(
     SELECTION_BIAS: tl.constexpr,
     BIASED_LOGITS: tl.constexpr,
     LEAST: tl.constexpr,
+    GAP: tl.constexpr,
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -171,7 +176,7 @@ def _choose_rows(
         logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, LEAST, SHARED,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, LEAST, GAP, SHARED,
     )  # fmt: skip
 
 
@@ -191,6 +196,7 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
         "SELECTION_BIAS": facts.selection_bias,
         "BIASED_LOGITS": facts.biased_logits,
         "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
+        "GAP": facts.gap,
         "SHARED": shared,
     }
 

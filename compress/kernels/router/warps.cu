@@ -3,14 +3,14 @@
 //     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
 //     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits, alone or + that bias
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
-//     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor, and one of the expert
+//     weights = scores of the chosen (softmax of their logits; divided by their sum; of SparseMixer each by the logits near it), times a factor, and one of the expert
 //
 // A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
 // chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
 // integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; CLUSTER = blocks of a cluster, or 0.
+// chosen, 3 = SparseMixer; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; CLUSTER = blocks of a cluster, or 0.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
@@ -27,7 +27,7 @@ struct Args {
     int* ids;
     float* weights;
     int size, num_experts, num_rows, choices, num_groups, top_groups, group_best, shared;
-    float scale, least;
+    float scale, least, gap;
 };
 
 __device__ __forceinline__ u32 ordered(float v) {
@@ -120,7 +120,17 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
     for (int k = 0; k < args.choices; ++k) {
         u32 largest;
         const int id = take_largest(keys, lane, largest);
-        if (lane == k) chosen = id, weight = number(largest);
+        float score = number(largest);
+        if (SCORE == 3) {  // its share of itself and of the logits near it that were not taken before
+            float near = 0.0f;
+#pragma unroll
+            for (int j = 0; j < PER_LANE; ++j) {
+                const bool there = keys[j] != 0 || j * WARP + lane == id;
+                if (there && score - logits[j] <= args.gap * fmaxf(fabsf(logits[j]), score)) near += __expf(logits[j] - score);
+            }
+            score = 1.0f / sum_of_lanes(near);
+        }
+        if (lane == k) chosen = id, weight = score;
     }
     const bool holds = lane < args.choices;
     if (SELECTION) {

@@ -92,7 +92,7 @@ class _Arguments(ctypes.Structure):
                 "shared",
             )
         ),
-        *((name, ctypes.c_float) for name in ("scale", "least")),
+        *((name, ctypes.c_float) for name in ("scale", "least", "gap")),
     ]
 
 
@@ -149,6 +149,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
         shared,
         facts.scale,
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,
+        facts.gap,
     )
     sm = gpu_of(device).sm
     variant = variant_of(x_TD.dtype, size, facts, sm)

@@ -24,7 +24,7 @@ from compress.distill.lora import add_lora_, merge_lora_
 from compress.distill.objective import Teacher
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.indexer import train_all_but_indexers_
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
@@ -129,7 +129,7 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
 def distill(spec: Distill, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     trained = train_student(spec, inputs, ctx)
     arch = trained.student.arch
-    beside = untouched_weights(spec, inputs, ctx) if family_of({"model_type": arch.family}).untouched else {}
+    beside = untouched_weights(spec, inputs, ctx) if family_of_arch(arch).untouched else {}
     weights = MemorySource(trained.student, dtype=getattr(torch, arch.dtype), untouched=beside)
     save_weights(out.path / OUTER_NAME, weights.outer())
     for idx in range(arch.num_layers):

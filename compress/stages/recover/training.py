@@ -18,7 +18,7 @@ from compress.distill.quantized_student import MakeLinear, outer_decoder, quanti
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.layer_shape import XIELU
 from compress.models.weights import Weights, WeightSource, build_decoder
 from compress.quant.scheme import QuantizedWeight
@@ -118,7 +118,7 @@ def train_codes(
     )
     start_towards_source_(student, source)
     if spec.scale_lr > 0:
-        left = family_of({"model_type": source.arch.family}).shared_norms
+        left = family_of_arch(source.arch).shared_norms
         train_norms_(student, pace=spec.scale_pace, left=left)
         train_activations_(student, pace=spec.scale_pace)
     config = spec.train_config(torch.float32)  # the modules compute in their own dtype

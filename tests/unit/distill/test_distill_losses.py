@@ -124,14 +124,16 @@ def test_a_vocabulary_without_a_tail_is_refused() -> None:
         keep_top(logits(0), VOCAB)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_slices_give_loss_and_gradients_of_the_whole(
-    top_k: int | None, monkeypatch: pytest.MonkeyPatch
+    top_k: int | None, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     loss = Divergence("forward_kl", 1.5, 0.2)
     hidden = torch.randn(NUM_TOKENS, 6, generator=generator)
     head = torch.randn(VOCAB, 6, generator=generator)
+    bias = torch.randn(VOCAB, generator=generator) * has_bias
     teacher = logits(1)
 
     def targets(part: slice) -> Tensor | TopK:
@@ -142,14 +144,16 @@ def test_slices_give_loss_and_gradients_of_the_whole(
         monkeypatch.setattr(head_module, "SLICE_VALUES", {"cpu": values})
         h = hidden.clone().requires_grad_()
         w = head.clone().requires_grad_()
-        mean = mean_divergence(h, w, targets, labels(), loss)
+        b = bias.clone().requires_grad_()
+        mean = mean_divergence(h, w, targets, labels(), loss, bias_V=b if has_bias else None)
         (3 * mean).backward()
         assert h.grad is not None
         assert w.grad is not None
-        results.append((mean.detach(), h.grad, w.grad))
+        assert (b.grad is not None) == has_bias
+        results.append((mean.detach(), h.grad, w.grad, torch.zeros(VOCAB) if b.grad is None else b.grad))
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-    z = hidden.double() @ head.double().T
+    z = hidden.double() @ head.double().T + bias.double()
     kept = None if top_k is None else keep_top(teacher, top_k, loss.temperature).ids_TK
     want, gradient = expected(z, teacher, loss, kept)
     assert float(results[0][0]) == pytest.approx(float(want.mean()), rel=1e-5)

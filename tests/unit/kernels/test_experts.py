@@ -46,6 +46,8 @@ ROUTINGS = (
     Experts(16, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
     Experts(8, 3, 16, renormalize=True, output_scale=True),
     Experts(14, 4, 16, score="sigmoid", selection_bias=True, biased_logits=True),
+    Experts(16, 2, 16, score="sparsemixer", jitter=0.01),
+    Experts(11, 2, 16, score="sparsemixer", jitter=0.3, scale=2.5),
     Experts(16, 4, 16, scale=16.0, num_groups=4, top_groups=2, group_best=1),
     Experts(20, 4, 16, num_groups=4, top_groups=2, group_best=1),
     Experts(24, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),

@@ -75,6 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [0.8, 0.7],
     },
     "olmo": {"model_type": "olmo", "attention_bias": True},
+    "nanochat": {"model_type": "nanochat"},
+    "phi": {"model_type": "phi"},
     "afmoe": {"model_type": "afmoe", "num_dense_layers": 4, "sliding_window": 5},
     "laguna": {
         "model_type": "laguna",

@@ -33,7 +33,7 @@ from compress.methods.prune.scores import Activation
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
-from compress.models.family import family_of
+from compress.models.family import family_of_arch
 from compress.models.indexer import train_all_but_indexers_
 from compress.models.pruning import LayerSubset, Widths, resized, why_heads_stay, why_layers_stay, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
@@ -103,7 +103,7 @@ class Pruned(Spec):
         Raises:
             UsageError: the target has no such layers, or no draft can be cut from it so.
         """
-        if parts := family_of({"model_type": arch.family}).untouched:
+        if parts := family_of_arch(arch).untouched:
             raise UsageError(
                 f"draft: a draft cut from a {arch.family} model would need its {' and '.join(parts)}. Take "
                 "`init: eagle3`, or a checkpoint of a text model."
