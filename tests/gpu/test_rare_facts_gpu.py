@@ -245,6 +245,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "norm": "layer",
         "norm_bias": True,
         "head_bias": True,
+        "tied_head": False,
         "qkv_bias": True,
         "o_bias": True,
         "ffn_bias": True,
