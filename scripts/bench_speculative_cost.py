@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from compress.models.eagle3 import random_eagle3
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig

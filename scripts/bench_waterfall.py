@@ -23,7 +23,7 @@ import torch
 
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
-from compress.models.eagle3 import random_eagle3
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine

@@ -53,11 +53,13 @@ def shapes_of(places: Sequence[TargetName], *, offline: bool) -> "dict[str, Arch
 
 def check_lengths(shapes: "dict[str, Arch]", longest: int) -> None:
     """Raise UsageError where a model is too short for a request."""
+    from compress.models.max_position import why_no_longer
+
     for name, arch in shapes.items():
         if longest > arch.max_position:
             raise UsageError(
                 f"the longest request has {longest:,} tokens, prompt and output, and {name} has "
-                f"{arch.max_position:,} positions{arch.why_no_longer}; ask for shorter ones, or with "
+                f"{arch.max_position:,} positions{why_no_longer(arch)}; ask for shorter ones, or with "
                 "--num-prompts for the first requests of the file."
             )
 

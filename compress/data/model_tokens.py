@@ -17,6 +17,7 @@ from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.family import family_of
+from compress.models.max_position import why_no_longer
 from compress.models.named_linears import stated_vocab_size
 from compress.registry.model_source import ModelSource
 
@@ -140,7 +141,7 @@ def check_seq_len(seq_len: int, what: str, arch: Arch) -> None:
     if seq_len > arch.max_position:
         raise UsageError(
             f"{what} is {seq_len} tokens and the model has {arch.max_position} positions"
-            f"{arch.why_no_longer}. Give a smaller number."
+            f"{why_no_longer(arch)}. Give a smaller number."
         )
 
 

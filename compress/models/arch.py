@@ -14,6 +14,7 @@ from typing import Any
 
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
+from compress.models.eos import NO_TOKEN, stated_eos
 from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
@@ -29,8 +30,6 @@ POST_NORMS = ("attn_post_norm", "ffn_post_norm")
 """The canonical names of the norm before the head and of those of the outputs of half-layers."""
 NORMED_OUTPUTS = ("post", "sandwich")
 """The blocks in which the outputs of half-layers are normed."""
-NO_TOKEN = -1
-"""The id by which some configs state that there is no such token."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +142,6 @@ class Arch:
         return self.hidden_size * (1 if self.hyper is None else self.hyper.num_streams)
 
     @property
-    def why_no_longer(self) -> str:
-        """The reason for `max_position` in brackets, where it is less than the config states."""
-        chosen = [each.indexer for each in self.layers]
-        if all(each is None or each.top_k > self.max_position for each in chosen):
-            return ""
-        fields = "index_topk" if self.has_latents else "index_block_size times index_topk_blocks"
-        return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
-
-    @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same widths, as a stock `config.json` requires; dense layers and those
         with experts each have theirs."""
@@ -204,15 +194,8 @@ class Arch:
         )
 
     @property
-    def stated_eos(self) -> Any:
-        """The end-of-sequence id that the config states: one, a list, or None or `NO_TOKEN` for none."""
-        text = self.config.get("text_config")
-        inside = text.get("eos_token_id") if isinstance(text, Mapping) else None
-        return self.config.get("eos_token_id", inside)
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        eos = self.stated_eos
+        eos = stated_eos(self.config)
         return tuple(eos) if isinstance(eos, list) else () if eos in (None, NO_TOKEN) else (eos,)
 
     @property
@@ -240,8 +223,10 @@ class Arch:
         """All parameters; a tied head counts once. Biases and norms included."""
         norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
         total = self.num_outer_params + norm_size + self.num_linear_params
-        total += self.num_layer_embed_params + self.num_hyper_params
-        total += self.head_bias * self.vocab_size
+        total += self.num_layer_embed_params + self.head_bias * self.vocab_size
+        if self.hyper is not None:
+            halves = sum(layer.has_mixer + layer.has_ffn for layer in self.layers)
+            total += self.hyper.num_params(self.hidden_size, halves)
         for layer in self.layers:
             total += self.num_norms(layer) * norm_size
             if self.qk_norm and layer.attends:
@@ -264,21 +249,7 @@ class Arch:
         """The parameters of the embeddings for each layer without their table and its projection: a norm, and
         in each layer two matrices and a norm."""
         size = self.layer_embed_size
-        if not size:
-            return 0
-        return size + self.num_layers * (2 * size + 1) * self.hidden_size
-
-    @property
-    def num_hyper_params(self) -> int:
-        """The parameters of the hyper-connections of all half-layers and of the head."""
-        if self.hyper is None:
-            return 0
-        halves = sum(layer.has_mixer + layer.has_ffn for layer in self.layers)
-        of_half, of_head = (
-            sum(map(math.prod, self.hyper.shapes(self.hidden_size, of_head=each).values()))
-            for each in (False, True)
-        )
-        return halves * of_half + of_head
+        return size + self.num_layers * (2 * size + 1) * self.hidden_size if size else 0
 
     @property
     def num_outer_params(self) -> int:

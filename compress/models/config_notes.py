@@ -2,8 +2,9 @@
 otherwise.
 """
 
-from compress.models.arch import NO_TOKEN, Arch
+from compress.models.arch import Arch
 from compress.models.config_fields import MAX_NAMED, field_name, listed
+from compress.models.eos import NO_TOKEN, stated_eos
 from compress.models.family import family_of_arch
 from compress.models.rope_config import YARN_FACTOR_NOTE, states_yarn_factor
 
@@ -14,7 +15,7 @@ def unread_note(arch: Arch) -> str | None:
     family = family_of_arch(arch)
     names = family.unread_fields(arch.config)
     sentences = [] if family.computed_otherwise is None else [family.computed_otherwise]
-    if arch.stated_eos == NO_TOKEN:
+    if stated_eos(arch.config) == NO_TOKEN:
         sentences.append(
             f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."
         )

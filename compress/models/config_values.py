@@ -1,6 +1,6 @@
 """Values that `config.json` states in more than one way, the same for all families."""
 
-from compress.models.arch import NO_TOKEN
+from compress.models.eos import NO_TOKEN
 from compress.models.limits import MAX_SIZE
 from compress.untrusted.fields import Fields
 

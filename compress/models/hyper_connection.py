@@ -16,6 +16,7 @@ Shapes: n streams, D hidden, E = n D, M logits: n for the head, else 2 n, or 2 n
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,13 @@ class HyperConnections:
             "bias": (num_logits,),
             "gains": (len(sizes),),
         }
+
+    def num_params(self, hidden_size: int, num_halves: int) -> int:
+        """Return the parameters of so many half-layers and of the head."""
+        of_half, of_head = (
+            sum(map(math.prod, self.shapes(hidden_size, of_head=each).values())) for each in (False, True)
+        )
+        return num_halves * of_half + of_head
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""

@@ -9,6 +9,7 @@ import torch
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.max_position import why_no_longer
 from compress.runtime.batching import POLICIES, Policy
 from compress.runtime.kv_cache import expanded_bytes, max_pass_bytes
 from compress.runtime.speculative.speculation import Speculative
@@ -137,7 +138,7 @@ class EngineConfig:
         if not 0 < wanted <= arch.max_position:
             raise UsageError(
                 f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}"
-                f"{arch.why_no_longer}."
+                f"{why_no_longer(arch)}."
             )
         limit_bytes = self.kv_cache_bytes
         block_size = self.block_size_on(device)

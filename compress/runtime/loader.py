@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.operands.rows import RowNorm
-from compress.kernels.problem import DENSE_SCHEMES, Phase
+from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
-from compress.models.embedding import normed
 from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.hyper_connection import MeanOfStreams
 from compress.models.layer_shape import XIELU, LayerShape
@@ -36,17 +34,17 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
-from compress.runtime.hyper_weights import head_hyper, hyper_weights
+from compress.runtime.hyper_weights import hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
-from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears, with_layer_inputs
+from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
+from compress.runtime.outer_weights import load_outer
 from compress.runtime.row_norms import (
     BranchNorms,
     branch_norms,
     qk_norm,
     row_norm,
     stream_norm,
-    stream_scale,
 )
 
 
@@ -203,62 +201,6 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
         head=outer.head,
         hyper=outer.hyper,
     )
-
-
-@dataclass(frozen=True)
-class OuterWeights:
-    """The weights outside of the layers, as `ModelWeights` holds them."""
-
-    embed_VD: Tensor
-    norm: RowNorm
-    head: FusedLinear
-    hyper: HyperWeights | MeanOfStreams | None
-
-
-def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
-    """Load the weights outside of the layers.
-
-    Raises:
-        EnvironmentUnfit: as `load_model`.
-    """
-    outer = source.outer()
-    return OuterWeights(
-        embedding(outer, source.arch, deployment),
-        *output(outer, source.arch, deployment),
-        head_hyper(source.arch, outer, deployment),
-    )
-
-
-def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
-    """Return the embedding [V, D] of the outer weights, with those for each layer [V, D + L P] where tokens
-    have them.
-
-    Raises:
-        EnvironmentUnfit: as `load_model`.
-    """
-    if deployment.dtype not in DENSE_SCHEMES:
-        raise EnvironmentUnfit(
-            f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
-        )
-    embed_VD = normed(arch, _dense(outer, "embed.weight", deployment))
-    embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
-    return with_layer_inputs(embed_VD, outer, arch)
-
-
-def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:
-    """Return the last norm and the head of the outer weights.
-
-    Raises:
-        EnvironmentUnfit: no kernel serves the head.
-    """
-    head = {"head.weight": outer["embed.weight" if arch.tied_head else "head.weight"]}
-    head |= {"head.bias": outer["head.bias"]} if arch.head_bias else {}
-    norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
-    return norm, fuse(("head",), head, deployment)
-
-
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1 else x * scale
 
 
 def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:

@@ -27,8 +27,9 @@ from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
-from compress.models.eagle3 import eagle3_facts, fresh_eagle3
+from compress.models.eagle3 import eagle3_facts
 from compress.models.family import FAMILIES, family_of
+from compress.models.fresh_eagle3 import fresh_eagle3
 from compress.models.pruning import (
     Widths,
     keep_channels_,

@@ -11,7 +11,7 @@ import torch
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.eagle3 import random_eagle3
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine

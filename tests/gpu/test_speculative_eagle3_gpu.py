@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from compress.models.attention import FullAttention
-from compress.models.eagle3 import Eagle3Head, random_eagle3
+from compress.models.eagle3 import Eagle3Head
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.weights import build_decoder
 from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine

@@ -10,7 +10,8 @@ from compress.distill.eagle3 import Eagle3Objective, Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.train import TrainConfig, Training, Windows
-from compress.models.eagle3 import eagle3_facts, fresh_eagle3
+from compress.models.eagle3 import eagle3_facts
+from compress.models.fresh_eagle3 import fresh_eagle3
 from tests.support.tiny_decoder import tiny_arch, tiny_decoder, tiny_source
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder
-from compress.models.eagle3 import Eagle3Decoder, eagle3_facts, fresh_eagle3
+from compress.models.eagle3 import Eagle3Decoder, eagle3_facts
+from compress.models.fresh_eagle3 import fresh_eagle3
 from compress.stages.draft.quantized_head import head_scheme
 from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder, tiny_source

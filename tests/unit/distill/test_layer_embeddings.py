@@ -19,7 +19,8 @@ from compress.distill.student import Shape, student_arch
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
-from compress.models.eagle3 import eagle3_facts, fresh_eagle3
+from compress.models.eagle3 import eagle3_facts
+from compress.models.fresh_eagle3 import fresh_eagle3
 from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from compress.errors import UnsupportedFormat
 from compress.export.speculators import LINEARS, is_eagle3, open_eagle3, write_speculators
 from compress.models.attention import FullAttention
-from compress.models.eagle3 import Eagle3Head, random_eagle3, save_eagle3
+from compress.models.eagle3 import Eagle3Head, save_eagle3
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.layer_shape import Rope
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight

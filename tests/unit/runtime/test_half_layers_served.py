@@ -26,8 +26,9 @@ from compress.methods.prune.taylor import Taylor
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
-from compress.models.eagle3 import Eagle3Facts, eagle3_facts, fresh_eagle3, random_eagle3
+from compress.models.eagle3 import Eagle3Facts, eagle3_facts
 from compress.models.experts import Experts
+from compress.models.fresh_eagle3 import fresh_eagle3, random_eagle3
 from compress.models.mamba2 import Mamba2
 from compress.models.pruning import LayerSubset, StoredLayers, Widths, keep_channels_, with_layers
 from compress.models.weights import MemorySource, WeightSource, build_decoder, dense

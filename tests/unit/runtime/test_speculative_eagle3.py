@@ -12,7 +12,8 @@ import torch
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.eagle3 import Eagle3Head, default_layer_ids, eagle3_facts, random_eagle3
+from compress.models.eagle3 import Eagle3Head, default_layer_ids, eagle3_facts
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine

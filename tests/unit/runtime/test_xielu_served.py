@@ -12,8 +12,9 @@ from torch import Tensor
 from compress.kernels.coverage import coverage, linear_problems
 from compress.kernels.problem import KernelDevice
 from compress.models.arch import Arch
-from compress.models.eagle3 import eagle3_facts, random_eagle3
+from compress.models.eagle3 import eagle3_facts
 from compress.models.family import family_of
+from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, dense
 from compress.models.xielu import PARAMETERS, initial_parameters

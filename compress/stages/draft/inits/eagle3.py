@@ -20,11 +20,11 @@ from compress.models.eagle3 import (
     Eagle3Facts,
     Eagle3Head,
     eagle3_facts,
-    fresh_eagle3,
     head_of,
     parameter_shapes,
     save_eagle3,
 )
+from compress.models.fresh_eagle3 import fresh_eagle3
 from compress.models.weights import Dense, without_codes
 from compress.quant.model_scheme import ModelScheme
 from compress.recipe import MAX_SIZE, Spec, list_to_tuple

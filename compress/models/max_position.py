@@ -1,0 +1,13 @@
+"""The reason for a model to have fewer positions here than its config states."""
+
+from compress.models.arch import Arch
+
+
+def why_no_longer(arch: Arch) -> str:
+    """Return the reason for `max_position` in brackets, where it is less than the config states, or
+    nothing."""
+    chosen = [each.indexer for each in arch.layers]
+    if all(each is None or each.top_k > arch.max_position for each in chosen):
+        return ""
+    fields = "index_topk" if arch.has_latents else "index_block_size times index_topk_blocks"
+    return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
