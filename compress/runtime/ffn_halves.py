@@ -1,5 +1,5 @@
-"""The second halves of layers in serving, after attention or a recurrence: an FFN or a mixture of experts, and
-a half of its own where tokens have embeddings for each layer.
+"""The second halves of layers in serving, after attention or a recurrence: an FFN or a mixture of experts,
+and one more where tokens have embeddings for each layer.
 
 Shapes: T rows, D the hidden size, F the width of an FFN, L latents of experts, P embeddings for a layer.
 """
