@@ -50,6 +50,7 @@ def test_the_list_is_long_enough_to_mean_something() -> None:
         "granite_swa",
         "granitemoe_swa",
         "llama4_text",
+        "minimax_m3_vl_text",
     }
 
 
