@@ -36,7 +36,7 @@ from compress.models.attention import AttentionFn
 from compress.models.decoder import DecoderLayer
 from compress.models.rope import cos_sin
 from compress.models.tap import Tap
-from compress.models.weights import Weights, dense
+from compress.models.weights import Weights, dense, stored_as
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, KV_SCALES, round_to_e4m3
 from compress.quant.numerics import static_input_scale
 from compress.quant.scheme import FP8_MAX, SCHEMES
@@ -74,7 +74,7 @@ class KeysValues:
         with torch.device("meta"):
             layer = DecoderLayer(arch, layer_idx).requires_grad_(False)
         read = {
-            name: dense(value).to(device=device, dtype=dtype)  # those of hyper-connections are widened again
+            name: dense(value).to(device=device, dtype=stored_as(name, dtype))
             for name, value in weights.items()
             if name.startswith(READ)
         }

@@ -71,7 +71,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        then ids E to E + `shared` - 1 of every row, with the weight 1
     experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None, cap=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
-                       `cap`: that of activated gates, and of the magnitudes of what they multiply
+                       `cap`: that of activated gates (of gates before silu with `silu_capped`), and of the
+                       magnitudes of what they multiply
 """
 
 from collections.abc import Callable, Sequence

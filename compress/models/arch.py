@@ -73,7 +73,8 @@ class Arch:
         embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
-        head_bias: the linear that computes the logits, which is not the embedding then, has a bias.
+        head_bias: the linear that computes the logits, which is not the embedding then, has a bias, which
+            `logit_scale` does not multiply.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
         hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.

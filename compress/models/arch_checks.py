@@ -103,6 +103,11 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
                 "its heads; those norms are for the halves of whole heads."
             )
+        if layer.indexer is not None and arch.max_position > layer.indexer.top_k:
+            raise UnsupportedArch(
+                f"layer {idx}: its indexer chooses {layer.indexer.top_k} keys of up to {arch.max_position}; "
+                "the decoder computes contexts of which it chooses all."
+            )
         if layer.attends and (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
         if arch.activation not in (known := _activations_of(layer)):
@@ -179,6 +184,8 @@ def _why_no_streams(arch: "Arch") -> str | None:
         return "norms subtract the mean or have no weights; the decoder norms mixtures by 'rms' with a weight"
     if arch.residual_scale != 1 or arch.layer_scalar:
         return "outputs of half-layers or of layers have a factor; those of hyper-connections have their own"
+    if arch.hyper is not None and arch.hyper.sinkhorn_iterations and arch.hyper.eps <= 0:
+        return "their mixing has an eps of 0; sums of columns that are 0 are divided by"
     if any(layer.norms_experts for layer in arch.layers):
         return "the outputs of experts are normed; the decoder spreads them as they are"
     return None

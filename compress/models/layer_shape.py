@@ -89,7 +89,8 @@ class LayerShape:
     they are narrower than the keys; a cache stores them with zeros up to the width of the keys. With a
     `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`). Activated gates
     of the FFN, or of the shared expert, are at most its `ffn_cap`, and the outputs of its `up` between
-    -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`."""
+    -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`, which is that of
+    gates before their activation with `Experts.caps_first`."""
 
     num_heads: int
     num_kv_heads: int
@@ -134,10 +135,11 @@ class LayerShape:
 
     @property
     def shared_parts(self) -> int:
-        """The number of routed experts that add up to the shared one (`Experts.shared_parts`); 0 where it has
-        another cap, too."""
-        same = self.experts is not None and self.ffn_cap == self.expert_cap
-        return self.experts.shared_parts if self.experts is not None and same else 0
+        """The number of routed experts that add up to the shared one (`Experts.shared_parts`); 0 where its
+        gate has another cap, or one in another place."""
+        if self.experts is None or self.experts.caps_first or self.ffn_cap != self.expert_cap:
+            return 0
+        return self.experts.shared_parts
 
     @property
     def attends(self) -> bool:

@@ -6,7 +6,7 @@ the weighted sum.
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k])
 
 Experts without a gate have h[p] = act(up_e x[t]). With a cap c, min(act(gate), c) takes the place of
-act(gate), and up lies between -c and c.
+act(gate), or act(min(gate, c)) where it caps first, and up lies between -c and c.
 
 A program owns `BM` outputs of one unit (`units.py`), and reads its rows of the weights once.
 Sums over K run in its order: y is kept in float32 (of a prompt in the model's dtype), and the program of an

@@ -24,6 +24,7 @@ from compress.kernels.compilers.triton import (
 )
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RowNorm
+from compress.kernels.problem import Problem
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.rms_norm.fused import aligned, normed_row
 from compress.kernels.select import Kernel, register
@@ -32,6 +33,8 @@ ROWS = 4
 """Rows that one program multiplies by its chunk of the matrix."""
 COLUMNS = 512
 """Columns of a chunk: 11264 numbers of four streams of 2816 are those of 22 programs."""
+MOST_NUMBERS = 16_384
+"""Products of all chunks that one program adds up, at most, 128 a thread."""
 
 
 @jit(varying=("num_rows",))
@@ -220,4 +223,12 @@ def _options(size: int, device: torch.device) -> dict[str, Any]:
     return {**options, "num_warps": max(options["num_warps"], 4)}
 
 
-register(Kernel("hyper_mix", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=hyper_mix))
+def _supports(problem: Problem) -> str | None:
+    n = triton.next_power_of_2(problem.k) if problem.k else 1
+    numbers = triton.next_power_of_2(triton.cdiv(problem.n * max(problem.k, 1), COLUMNS)) * n * n
+    if numbers > MOST_NUMBERS:
+        return f"{problem.k} streams of {problem.n} numbers, of which a program would add {numbers} products."
+    return row_refusal(problem)
+
+
+register(Kernel("hyper_mix", "triton.row", min_sm=80, priority=10, supports=_supports, fn=hyper_mix))

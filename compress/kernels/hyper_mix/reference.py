@@ -27,7 +27,9 @@ def hyper_mix(
         x_f32 = F.rms_norm(x_f32, x_f32.shape[-1:], eps=hyper.norm_eps)
         logits_TM = row_product(x_f32, hyper.blocks, rows=ROWS)
     else:
-        inverse_T1 = x_f32.square().mean(-1, keepdim=True).add_(hyper.norm_eps).rsqrt_()
+        # The mean of each stream first: one of all numbers of one row is cut where threads share it.
+        means_TN = x_f32.unflatten(-1, (hyper.facts.num_streams, -1)).square().mean(-1)
+        inverse_T1 = (sum(means_TN.split(1, -1)) / means_TN.shape[-1]).add_(hyper.norm_eps).rsqrt_()
         logits_TM = row_product(x_f32, hyper.blocks, rows=ROWS) * inverse_T1
     factors = coefficients(hyper.facts, logits_TM, hyper.bias_M, hyper.gains, in_whole_vectors)
     x_TD = mixed(streams_TE, factors.pre)

@@ -1,7 +1,8 @@
 // Matrix instructions on 16-bit numbers, with e4m3 codes as their factors, and on int8, and the activations of gated FFNs. After numbers.cuh.
 //
-// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss);
-// CAP, if there is one: the most of an activated gate, and of the magnitude of what it multiplies.
+// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss),
+// 5 = silu of a gate that is at most CAP; CAP, if there is one: the most of an activated gate (of the gate itself with
+// 5), and of the magnitude of what it multiplies.
 
 // d = a b, or d += a b, for 16 outputs and 8 tokens; factors are float16, else bfloat16.
 template <bool FLOAT16> __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {

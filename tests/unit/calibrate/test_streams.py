@@ -23,7 +23,7 @@ from compress.models.experts import Experts
 from compress.models.hyper_connection import HYPER_PARAMETERS, HyperConnections
 from compress.models.initialise import fresh_decoder
 from compress.models.tap import no_tap
-from compress.models.weights import MemorySource, WeightSource, build_layer, parameter_names
+from compress.models.weights import MemorySource, WeightSource, build_layer, dense, parameter_names
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.streamed_model import StreamedModel
@@ -98,7 +98,7 @@ def test_the_halves_of_a_layer_compute_the_layer(source: WeightSource) -> None:
 
 
 @pytest.mark.parametrize("true_sequential", [False, True])
-def test_a_quantized_model_keeps_its_factors_in_float32_and_is_served(
+def test_a_quantized_model_keeps_its_factors_in_float32(
     true_sequential: bool, source: WeightSource, tokens_NS: Tensor, tmp_path: Path
 ) -> None:
     passes = [RoundPass(Rtn(), COARSE, torch.float32)]
@@ -108,8 +108,11 @@ def test_a_quantized_model_keeps_its_factors_in_float32_and_is_served(
         own = {name: value for name, value in source.layer(idx).items() if name.endswith(HYPER_PARAMETERS)}
         assert len(own) == 6
         for name, value in own.items():
+            kept = stored[name]
             assert isinstance(value, Tensor)
-            assert torch.equal(stored[name], value)
+            assert isinstance(kept, Tensor)
+            assert torch.equal(kept, value)
+            assert kept.dtype == torch.float32
 
 
 def test_parameters_are_counted_and_stay_float32_in_a_model_of_16_bits(source: WeightSource) -> None:
@@ -137,6 +140,14 @@ def test_keys_and_values_of_a_cache_are_measured_on_what_attention_reads(
     layer(x_BSE, positions, FullAttention(), read.__setitem__)
     expected = torch.nn.functional.linear(read["attn_in"], layer.attn.v.weight)
     torch.testing.assert_close(seen["v"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_factors_of_a_cache_of_16_bits_are_measured_in_float32(source: WeightSource) -> None:
+    part = KeysValues.from_weights(source.arch, 0, source.layer(0), dtype=torch.bfloat16, device=CPU)
+    factors = {name: each for name, each in part.layer.named_parameters() if name.startswith("attn_hyper.")}
+    assert len(factors) == 3
+    for name, parameter in factors.items():
+        assert torch.equal(parameter, dense(source.layer(0)[name]))
 
 
 def test_a_streamed_model_scores_as_the_engine(source: WeightSource, tokens_NS: Tensor) -> None:
@@ -181,6 +192,7 @@ def test_a_graph_of_onnx_is_refused_with_the_reason(source: WeightSource) -> Non
     [
         ({"block": "sandwich"}, "the block is 'sandwich'"),
         ({"norm": "layer"}, "norms subtract the mean"),
+        ({"hyper": HyperConnections(4, 0.0, sinkhorn_iterations=3)}, "mixing has an eps of 0"),
         ({"unit_norms": True}, "have no weights"),
         ({"residual_scale": 0.5}, "have a factor"),
         ({"layer_scalar": True}, "have a factor"),
@@ -192,4 +204,4 @@ def test_a_graph_of_onnx_is_refused_with_the_reason(source: WeightSource) -> Non
 )
 def test_what_is_not_computed_with_streams_is_refused(facts: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedArch, match=f"the residual is several streams, and .*{reason}"):
-        tiny_source(**FACTS["as they are"], **facts)
+        tiny_source(**{**FACTS["as they are"], **facts})

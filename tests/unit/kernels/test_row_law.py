@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import row_product
+from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import INT8, ActivationQuant, activation_quant, quantize
+from compress.kernels.operands.rows import INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
 from compress.kernels.select import Kernel, candidates, select
+from compress.models.hyper_connection import HyperConnections
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.request import SamplingParams
@@ -205,6 +207,22 @@ def test_norms(kernel: Kernel, dtype: torch.dtype) -> None:
     for size in (7, 16, 83, 1536):
         weight = randn(size, seed=2, dtype=dtype)
         assert not breaches(partial(kernel.fn, weight=weight, eps=1e-5), randn(33, size, dtype=dtype))
+
+
+@each_kernel("hyper_mix", n=83, k=4)
+@pytest.mark.parametrize(("num_rows", "size"), [(33, 83), (9, 10_240)])
+def test_mixtures_of_streams(kernel: Kernel, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    facts = HyperConnections(4, 1e-6, sinkhorn_iterations=3)
+    shapes = facts.shapes(size)
+    weight = randn(*shapes["weight"], seed=2, dtype=torch.float32) * (4 * size) ** -0.5
+    hyper = HyperWeights(facts, 1e-5, weight, randn(*shapes["bias"], seed=3), torch.ones(3))
+    norm = RowNorm(randn(size, seed=4, dtype=dtype), 1e-5)
+
+    def mixed(streams_TE: Tensor) -> Tensor:
+        rows, factors = kernel.fn(streams_TE, hyper, norm)
+        return torch.cat((rows.to(torch.float32), factors), dim=1)
+
+    assert not breaches(mixed, randn(num_rows, 4 * size, dtype=dtype))
 
 
 @each_kernel("act_mul", n=83, k=0)

@@ -61,6 +61,8 @@ def test_a_shared_expert_of_another_cap_stays_apart() -> None:
     assert tiny_shape(experts=SHARED).shared_parts == 2
     assert replace(CAPPED[1], expert_cap=0.03).shared_parts == 2
     assert [each.shared_parts for each in CAPPED] == [0, 0, 0]
+    first = replace(SHARED, caps_first=True)
+    assert tiny_shape(experts=first, ffn_cap=0.5, expert_cap=0.5).shared_parts == 0
 
 
 def test_kernels_are_listed_for_experts_with_the_shared_one_and_without() -> None:

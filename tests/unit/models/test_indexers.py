@@ -98,6 +98,13 @@ def test_as_many_positions_are_computed_as_an_indexer_chooses() -> None:
         )
 
 
+@each_model
+def test_a_manifest_of_more_positions_than_an_indexer_chooses_is_refused(config: dict[str, Any]) -> None:
+    facts, layers = json.loads(json.dumps(arch_of(config).to_json()))
+    with pytest.raises(UnsupportedArch, match="its indexer chooses 24 keys of up to 25"):
+        Arch.from_json({**facts, "max_position": 25}, layers)
+
+
 def test_logits_are_those_without_indexers() -> None:
     arch = arch_of(V32)
     decoder = tiny_decoder(arch)
