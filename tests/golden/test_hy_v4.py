@@ -96,6 +96,8 @@ def test_a_published_spelling_of_types_and_any_number_of_kv_heads_are_read() -> 
         ({"learnable_sink": False}, "learnable_sink"),
         ({"hc_mult": 1}, "hc_mult"),
         ({"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": 2, "mlp_layer_types": None}, "first_k_dense_replace = 2"),
+        ({"first_k_dense_replace": 0, "mlp_layer_types": None}, "first_k_dense_replace = 0"),
         ({"indexer_types": ["shared", "full", "full"]}, "indexer_types"),
     ],
 )
@@ -103,6 +105,16 @@ def test_what_the_decoder_does_not_compute_is_refused(changes: dict[str, Any], n
     config = config_of(**changes)
     with pytest.raises(UnsupportedArch, match=named):
         family_of(config).read_config(config)
+
+
+def test_fewer_layers_keep_which_of_them_are_dense() -> None:
+    config = config_of(first_k_dense_replace=1, mlp_layer_types=None)
+    family = family_of(config)
+    arch = family.read_config(config)
+    assert [layer.experts is None for layer in arch.layers] == [True, False, False]
+    sparse = arch.replace(layers=arch.layers[1:])
+    written = family.write_config(sparse)
+    assert [layer.experts is None for layer in family.read_config(written).layers] == [False, False]
 
 
 def test_a_layer_that_predicts_a_further_token_is_passed_over(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Falcon and Falcon 2 (TII, arXiv 2311.16867): attention and FFN side by side after one LayerNorm, after one
-each, or one after the other, few heads of keys and values or one, and FFNs without gates. On disk the rows of
-queries, keys and values take turns by head of keys. Models with ALiBi (Falcon-RW) are refused."""
+each, or one after the other. Models have one head of keys and values, a few, or as many as there are query
+heads, and FFNs without gates. On disk the rows of queries, keys and values take turns by head of keys. Models
+with ALiBi (Falcon-RW) are refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,15 @@ from compress.untrusted.fields import Fields
 _TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 _CODE = ("FalconConfig", "FalconModel", *(f"FalconFor{task}" for task in _TASKS))
 
+_NEW = "new_decoder_architecture"
+_PARALLEL = "parallel_attn"
+_ONE_HEAD = "multi_query"
+
+
+def _is_true(config: Fields, name: str) -> bool:
+    """Return whether a flag is true. `null`, which the class allows, is false."""
+    return config.flag(name, default=False)
+
 
 def _facts(config: Fields) -> dict[str, Any]:
     """Return the norms and the block.
@@ -23,15 +33,16 @@ def _facts(config: Fields) -> dict[str, Any]:
     Raises:
         UnsupportedArch: `transformers` has not the norms that its forward pass reads.
     """
-    is_new = config.flag("new_decoder_architecture")
-    num_norms = config.integer("num_ln_in_parallel_attn", 1, 2, default=2 if is_new else 1)
-    if is_new and not config.flag("parallel_attn"):
-        raise config.wrong("parallel_attn", False, "true with new_decoder_architecture")
-    if num_norms == 2 and not is_new:
-        raise config.wrong("num_ln_in_parallel_attn", 2, "1 without new_decoder_architecture")
+    is_new = _is_true(config, _NEW)
+    is_parallel = _is_true(config, _PARALLEL)
     facts: dict[str, Any] = {"norm": "layer", "norm_bias": True}
-    if not config.flag("parallel_attn"):
+    if not is_new and not is_parallel:
         return {**facts, "block": "pre"}
+    if not is_parallel:
+        raise config.wrong(_PARALLEL, False, f"true with {_NEW}")
+    num_norms = config.integer("num_ln_in_parallel_attn", 1, 2, default=2 if is_new else 1)
+    if num_norms == 2 and not is_new:
+        raise config.wrong("num_ln_in_parallel_attn", 2, f"1 without {_NEW}")
     return {**facts, "block": "parallel", "own_ffn_norm": num_norms == 2}
 
 
@@ -45,10 +56,11 @@ def _implied(config: Fields) -> dict[str, Any]:
     only_own_code(config, _CODE)
     num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)
     stated = config.integer("num_kv_heads", 1, MAX_SIZE, default=num_heads)
-    if not config.flag("new_decoder_architecture"):
-        if not config.flag("multi_query") and stated != num_heads:
-            raise config.wrong("num_kv_heads", stated, f"{num_heads} without multi_query")
-        stated = 1 if config.flag("multi_query") else num_heads
+    if not _is_true(config, _NEW):
+        is_one = _is_true(config, _ONE_HEAD)
+        if not is_one and stated != num_heads:
+            raise config.wrong("num_kv_heads", stated, f"{num_heads} without {_ONE_HEAD}")
+        stated = 1 if is_one else num_heads
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     return {
         "num_key_value_heads": stated,
@@ -63,9 +75,9 @@ def _restated(arch: Arch) -> dict[str, Any]:
         UnsupportedArch: the config has no field for so many.
     """
     first = arch.layers[0]
-    if arch.config.get("new_decoder_architecture"):
+    if arch.config.get(_NEW):
         return {"num_kv_heads": first.num_kv_heads}
-    is_one = arch.config.get("multi_query", True)
+    is_one = arch.config.get(_ONE_HEAD, True)
     if first.num_kv_heads != (1 if is_one else first.num_heads):
         raise UnsupportedArch(
             f"this Falcon has {first.num_kv_heads} heads of keys for {first.num_heads} of queries, and its "
@@ -113,11 +125,11 @@ FAMILIES.add(
                 "bias",
                 "ffn_hidden_size",
                 "layer_norm_epsilon",
-                "multi_query",
-                "new_decoder_architecture",
+                _ONE_HEAD,
+                _NEW,
                 "num_kv_heads",
                 "num_ln_in_parallel_attn",
-                "parallel_attn",
+                _PARALLEL,
             }
         ),
         fixed_fields={"alibi": False},
@@ -127,9 +139,9 @@ FAMILIES.add(
             "layer_norm_epsilon": 1e-5,
             "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
-            "multi_query": True,
-            "new_decoder_architecture": False,
-            "parallel_attn": True,
+            _ONE_HEAD: True,
+            _NEW: False,
+            _PARALLEL: True,
         },
     ),
 )

@@ -22,9 +22,9 @@ from compress.models.limits import CAPS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import (
     AS_IN_MEMORY,
     apart,
-    check_dense_layers,
+    same_dense_layers,
     sparse_by_both,
-    state_types,
+    state_both,
 )
 from compress.models.module_names import OUTER_MODULES
 from compress.untrusted.fields import Fields
@@ -38,9 +38,9 @@ _HYPER = {"weight": "fn", "bias": "base", "gains": "scale"}
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    check_dense_layers(config)
     eps = config.number("hc_eps", 0, 1)
     return {
+        **same_dense_layers(config),
         "max_position": config.integer("index_topk", 1, MAX_POSITIONS),
         "attn_sinks": True,
         "hyper": HyperConnections(
@@ -94,7 +94,7 @@ FAMILIES.add(
             SIGMOID_MIXTURE,
             facts={**SIGMOID_MIXTURE.facts, "caps_first": True},
             is_sparse=sparse_by_both,
-            state_sparse=state_types,
+            state_sparse=state_both,
         ),
         outer_modules={
             **OUTER_MODULES,

@@ -96,7 +96,10 @@ def _have_indexers(config: Fields, stated: Fields) -> list[int]:
 
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the fields of indexers in the standard spelling, which layers have one, and the types of layers
-    without them. Refuse indexers that have values, which the decoder does not add."""
+    without them. Refuse indexers that have values, which the decoder does not add, and a size of heads that
+    is `null`, which `transformers` refuses, too."""
+    if not config.has("head_dim"):
+        raise config.wrong("head_dim", None, "a whole number, or absent where it is 128")
     activation = config.text("hidden_act")
     if activation not in _ACTIVATIONS:
         raise config.wrong("hidden_act", activation, " or ".join(_ACTIVATIONS))

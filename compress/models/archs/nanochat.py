@@ -1,5 +1,6 @@
 """nanochat (Karpathy, 2025): norms without weights of the embedding, of the stream and of heads of q and k,
-FFNs without gates whose activation is the squared relu, and a cap of the logits. Heads turn the other way."""
+FFNs without gates whose activation is the squared relu, and a cap of the logits. q and k rotate by the
+negative angle."""
 
 from typing import Any
 

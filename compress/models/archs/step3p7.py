@@ -1,13 +1,6 @@
-"""Step 3.7 Flash (StepFun, 2026) with its vision tower. Every fourth layer of the text model (`step3p5`) has
-full attention, the others a window, with other numbers of query heads, ropes of their own and a gate of each
-head. After three dense layers experts are chosen by the sigmoids of the router with a bias that their weights
-do not have, next to a shared expert; in the last layers activations have caps (`LayerShape.ffn_cap`). The
-layers that predict further tokens are not read.
-
-Published configs list ropes by layer, of which `transformers` takes those of the first layer of each type.
-They state layers with experts in a text (`moe_layers_enum`), and the heads of layers with a window in a
-mapping (`attention_other_setting`), which vLLM reads, too.
-"""
+"""Step 3.7 Flash (StepFun, 2026) with its vision tower. Layers with a window have other numbers of query
+heads and other ropes than those with full attention. Every head has a gate, and layers after the third have
+experts. In the last layers activations have caps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,6 +30,9 @@ from compress.models.rope_config import check_factors_of_types
 from compress.models.wrapper import wrapper
 from compress.untrusted.fields import Fields
 
+# Published configs list ropes by layer, of which `transformers` takes those of the first layer of each type.
+# They state layers with experts in a text (`moe_layers_enum`), and the heads of layers with a window in a
+# mapping (`attention_other_setting`), which vLLM reads, too.
 _FIRST_SPARSE = 3
 """The first layer with experts where a config states none."""
 _HEADS = "num_attention_heads"
@@ -49,11 +45,13 @@ _THETA = "rope_theta"
 _SHARES = "partial_rotary_factors"
 _SHARE = "partial_rotary_factor"
 _QUERY_SCALE = "query_pre_attn_scalar"
+_GATING = "gating"
 _CAPS = {"experts": "swiglu_limits", "shared": "swiglu_limits_shared", "dense": "swiglu_limits_shared"}
 _ALIASES = {
     _KV_HEADS: "num_attention_groups",
     "n_routed_experts": "moe_num_experts",
     "num_experts_per_tok": "moe_top_k",
+    "share_expert_dim": "share_expert_dims",
 }
 _FIELDS = {
     "num_experts": "n_routed_experts",
@@ -67,6 +65,7 @@ _FIELDS = {
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of layers and of their FFNs, and the ropes of the types, of a config."""
     only_own_code(config, ("Step3p7Config", "Step3p7Model", "Step3p7ForConditionalGeneration"))
+    _check_gating(config)
     check_factors_of_types(config)
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     types = config.texts("layer_types", default=[FULL] * num_layers)
@@ -82,6 +81,15 @@ def _implied(config: Fields) -> dict[str, Any]:
         _ROPES: _ropes(config, layer_types(config, num_layers)),
         "rope_scaling": None,
     }
+
+
+def _check_gating(config: Fields) -> None:
+    """Refuse a config that states another gate than one of each head, which is `true` or has a name."""
+    if _GATING not in config:
+        return
+    stated = config.flag(_GATING) if config.is_flag(_GATING) else config.text(_GATING, default="null")
+    if stated not in (True, "per-head"):
+        raise config.wrong(_GATING, stated, "true or 'per-head'")
 
 
 def _sparse_layers(config: Fields, num_layers: int) -> set[int]:
@@ -170,16 +178,35 @@ def _check_heads_by_layer(config: Fields, layers: tuple[LayerShape, ...]) -> Non
     """Refuse widths that single layers have for themselves (`PER_LAYER`), other than the heads of layers with
     a window, as `transformers` writes them."""
     stated = config.fields(PER_LAYER)
+    keys = _keys_of_layers(config)
     plain = config.integer(_HEADS, 1, MAX_SIZE)
     for idx, layer in enumerate(layers):
-        own = stated.fields(str(idx), default={})
+        key = keys.get(idx, str(idx))
+        own = stated.fields(key, default={})
         if set(own) - {_HEADS} or own.integer(_HEADS, 1, MAX_SIZE, default=plain) != layer.num_heads:
             expected = {_HEADS: layer.num_heads}
-            raise stated.wrong(str(idx), dict(stated.mapping(str(idx), default={})), f"{expected}")
+            raise stated.wrong(key, dict(stated.mapping(key, default={})), f"{expected}")
 
 
-def _by_layer(layers: tuple[LayerShape, ...]) -> dict[int, dict[str, int]]:
-    return {idx: {_HEADS: each.num_heads} for idx, each in enumerate(layers) if each.window is not None}
+def _keys_of_layers(config: Fields) -> dict[int, str]:
+    """Return the key that `PER_LAYER` has for each layer, which may begin with zeros.
+
+    Raises:
+        UnsupportedArch: a key is no number of a layer, or two are the same one.
+    """
+    keys: dict[int, str] = {}
+    for key in config.fields(PER_LAYER):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 4) or int(key) in keys:
+            raise config.wrong(PER_LAYER, key, "a mapping with one key for each layer, its number")
+        keys[int(key)] = key
+    return keys
+
+
+def _by_layer(layers: tuple[LayerShape, ...]) -> dict[str, dict[str, int]]:
+    """Return the heads of layers with a window, by keys of one length, as `transformers` writes them."""
+    in_windows = [idx for idx, layer in enumerate(layers) if layer.window is not None]
+    num_digits = len(str(max(in_windows, default=0)))
+    return {str(idx).zfill(num_digits): {_HEADS: layers[idx].num_heads} for idx in in_windows}
 
 
 def _restated(arch: Arch) -> dict[str, Any]:
@@ -206,7 +233,7 @@ def _restated(arch: Arch) -> dict[str, Any]:
     if in_windows is not None and isinstance(text.get(_OTHER), Mapping):
         fields[_OTHER] = {**text[_OTHER], _HEADS: in_windows}
     if PER_LAYER in text:
-        fields[PER_LAYER] = {str(idx): each for idx, each in _by_layer(arch.layers).items()}
+        fields[PER_LAYER] = _by_layer(arch.layers)
     if "num_attention_groups" in text:
         fields["num_attention_groups"] = arch.layers[0].num_kv_heads
     if text.get(_SPARSE_LAYERS) is not None:
@@ -269,6 +296,7 @@ _TEXT = Family(
             _SHARES,
             _SHARE,
             _QUERY_SCALE,
+            _GATING,
             PER_LAYER,
             "attention_bias",
             "auto_map",
@@ -283,7 +311,6 @@ _TEXT = Family(
     ),
     fixed_fields={
         "att_impl_type": "GQA",
-        "gating": True,
         "hidden_act": "silu",
         "moe_router_activation": "sigmoid",
         "norm_expert_weight": True,

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 
 from compress.errors import UnsupportedArch
 from compress.export import FORMATS
@@ -20,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 8,
     "dtype": "float32",
 }
+BEFORE_BOTH = ["input_layernorm", "post_attention_layernorm"]
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
 
@@ -33,7 +35,12 @@ def arch_of(**changes: Any) -> Arch:
     [
         ({}, 1, ["input_layernorm"]),
         ({"multi_query": False}, 8, ["input_layernorm"]),
-        ({"parallel_attn": False}, 1, ["input_layernorm", "post_attention_layernorm"]),
+        ({"parallel_attn": False}, 1, BEFORE_BOTH),
+        ({"parallel_attn": False, "num_ln_in_parallel_attn": 2}, 1, BEFORE_BOTH),
+        ({"parallel_attn": None}, 1, BEFORE_BOTH),
+        ({"multi_query": None}, 8, ["input_layernorm"]),
+        ({"new_decoder_architecture": None}, 1, ["input_layernorm"]),
+        ({**NEW, "multi_query": None}, 2, ["ln_attn", "ln_mlp"]),
         (NEW, 2, ["ln_attn", "ln_mlp"]),
         ({**NEW, "num_ln_in_parallel_attn": 1}, 2, ["input_layernorm"]),
     ],
@@ -48,6 +55,12 @@ def test_heads_of_keys_and_names_of_norms(changes: dict[str, Any], kv_heads: int
     names = [family.to_disk(f"layers.1.{norm}") for norm in canonical]
     assert names == [f"transformer.h.1.{norm}" for norm in norms]
     assert Arch.from_json(*arch.to_json()) == arch
+    written = family.write_config(arch)
+    assert family.read_config(written).replace(config={}) == arch.replace(config={})
+    theirs = transformers.FalconModel(transformers.FalconConfig(**{**CONFIG, **changes})).h[1]
+    assert {name for name, _ in theirs.named_children() if "layernorm" in name or "ln" in name} == set(norms)
+    attention = theirs.self_attention
+    assert attention.query_key_value.out_features == (8 + 2 * kv_heads) * 8
 
 
 @pytest.mark.parametrize(
@@ -55,6 +68,7 @@ def test_heads_of_keys_and_names_of_norms(changes: dict[str, Any], kv_heads: int
     [
         ({"alibi": True}, "alibi"),
         ({**NEW, "parallel_attn": False}, "parallel_attn"),
+        ({**NEW, "parallel_attn": None}, "parallel_attn"),
         ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
         ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads"),
         ({"head_dim": 16}, "head_dim"),

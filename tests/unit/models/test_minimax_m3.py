@@ -179,6 +179,7 @@ def test_logits_are_those_of_transformers_up_to_the_last_position_at_which_all_b
         ({"n_shared_experts": 2}, "n_shared_experts"),
         ({"qk_norm_type": "per_layer"}, "qk_norm_type"),
         ({"num_key_value_heads": 4}, "KV heads"),
+        ({"head_dim": None}, "head_dim = None"),
     ],
     ids=repr,
 )

@@ -20,6 +20,7 @@ from compress.models.pruning import Widths, resized, with_layers
 from compress.models.weights import build_decoder
 from tests.support.tiny_hf import CASES, saved, tokens
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "configs" / "mixtures.json"
 FULL, SLIDING = "full_attention", "sliding_attention"
 TEXT: dict[str, Any] = {
     "model_type": "step3p5",
@@ -48,6 +49,8 @@ TEXT: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 """A text config as it is published, whose lists end with a layer that predicts further tokens."""
+
+SIX = {"num_attention_heads": 6}
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -101,6 +104,34 @@ def test_fields_that_transformers_writes_mean_the_same() -> None:
     arch = family_of(config).read_config(config)
     assert arch.replace(config={}, dtype="") == arch_of().replace(config={}, dtype="")
     assert set(written(with_layers(arch, [0, 2, 3]))["per_layer_config"]) == {"1"}
+
+
+def test_the_published_model_as_transformers_writes_it_has_the_same_layers() -> None:
+    """Its keys of layers have as many digits as the last one, `01` and not `1`."""
+    rows = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    published = next(row["config"] for row in rows if row["config"].get("model_type") == "step3p7")
+    config = json.loads(transformers.Step3p7Config(**json.loads(json.dumps(published))).to_json_string())
+    stated = config["text_config"]["per_layer_config"]
+    assert "01" in stated
+    assert max(map(len, stated)) == 2
+    arch = family_of(config).read_config(config)
+    assert arch.num_layers == 45
+    assert arch.layers == family_of(published).read_config(published).layers
+    assert written(arch)["per_layer_config"] == stated
+    assert set(written(with_layers(arch, [0, 1, 4]))["per_layer_config"]) == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [({"gating": True}, {"gating": "per-head"}), ({}, {"share_expert_dim": None, "share_expert_dims": 40})],
+    ids=str,
+)
+def test_other_spellings_that_transformers_reads_mean_the_same(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    arch = arch_of(**theirs)
+    assert arch.replace(config={}) == arch_of(**ours).replace(config={})
+    assert written(arch).items() >= {name: each for name, each in theirs.items() if each}.items()
 
 
 def test_a_manifest_is_read_back_equal_and_counts_the_parameters_of_the_decoder() -> None:
@@ -158,7 +189,11 @@ def test_heads_that_differ_within_a_type_are_stated_by_no_config() -> None:
         ({"per_layer_config": {"1": {"num_attention_heads": 8}}}, "num_attention_heads"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "head_dim"),
         ({"per_layer_config": {"0": []}}, "per_layer_config"),
+        ({"per_layer_config": {"1": SIX, "01": SIX, "2": SIX}}, "per_layer_config = '01'"),
+        ({"per_layer_config": {"1": SIX, "2": SIX, "-0": {}}}, "per_layer_config = '-0'"),
+        ({"per_layer_config": {"1": SIX, "2": SIX, "first": {}}}, "per_layer_config = 'first'"),
         ({"gating": False}, "gating"),
+        ({"gating": "elementwise"}, "gating"),
         ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate"),
         ({"use_rope_layers": [1, 0, 1, 1]}, "use_rope_layers"),
         ({"yarn_only_types": [FULL, SLIDING]}, "yarn_only_types"),
