@@ -23,6 +23,20 @@ from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
 from compress.models.config_writer import why_unstated, written_config
 from compress.models.disk_names import DiskNames
+from compress.models.family_hooks import (
+    DenseFields,
+    ImpliedFields,
+    LayerShapes,
+    NamesByFacts,
+    RareFacts,
+    Restated,
+    as_read,
+    no_facts,
+    no_head_gate,
+    no_other_names,
+    nothing_implied,
+    nothing_restated,
+)
 from compress.models.latent import Latent
 from compress.models.latent_config import LATENT_FIELDS, head_dim_of_latents
 from compress.models.layer_shape import XIELU, Half, HeadGate, LayerShape
@@ -48,43 +62,6 @@ from compress.models.rope_config import (
 from compress.models.wide_codes import is_layout, without_layout
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields
-
-RareFacts = Callable[[Fields], dict[str, Any]]
-"""config -> facts of an `Arch` that have a default."""
-ImpliedFields = Callable[[Fields], dict[str, Any]]
-"""config -> fields in the standard spelling that it implies and does not state so."""
-DenseFields = Callable[[Fields, int], Mapping[str, Any]]
-"""(config, the channels of a dense FFN) -> the fields that state them."""
-Restated = Callable[[Arch], dict[str, Any]]
-"""facts of a model -> fields of its config that depend on several of them."""
-NamesByFacts = Callable[[Arch], Mapping[str, str]]
-"""facts of a model -> names on disk of modules of layers that depend on them, by their canonical names."""
-LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
-"""(config, the layers as most families state them) -> those that it states."""
-
-
-def no_facts(config: Fields) -> dict[str, Any]:
-    return {}
-
-
-def nothing_implied(config: Fields) -> dict[str, Any]:
-    return {}
-
-
-def nothing_restated(arch: Arch) -> dict[str, Any]:
-    return {}
-
-
-def no_other_names(arch: Arch) -> Mapping[str, str]:
-    return {}
-
-
-def no_head_gate(config: Fields) -> HeadGate | None:
-    return None
-
-
-def as_read(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-    return layers
 
 
 @dataclass(frozen=True, kw_only=True)
