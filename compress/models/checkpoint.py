@@ -66,25 +66,25 @@ class Checkpoint:
         arch = self.family.read_config(config)
         self.family = self.family.of_arch(arch).in_format(quant_method(config))
         self._codec = codec_of(config, codecs or {})
-        self._files = FamilyFiles(path, self.family)
-        self._arch = with_exponents(arch, self._files, self.family.rope_exponents)
+        self.files = FamilyFiles(path, self.family)
+        self._arch = with_exponents(arch, self.files, self.family.rope_exponents)
         if not self.family.states_tie(config):
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
-        shapes = {name: self._files.shape(name) for name in self._files.names()}
+        shapes = {name: self.files.shape(name) for name in self.files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
         self._num_experts = most_experts(self._arch)
         self._check_num_layers()
         self._is_layout = is_layout(config)
-        others = dense_in_codes(self._arch, self.family, self._files.names())
+        others = dense_in_codes(self._arch, self.family, self.files.names())
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
         self.kv_format = kv_format if stated is None else stated
         stated_dtype = config.get("dtype") or config.get("torch_dtype")
-        if not stated_dtype and self._disk_embed() in self._files:  # the config means that of the tensors
-            dtype = str(self._files.dtype(self._disk_embed())).removeprefix("torch.")
+        if not stated_dtype and self._disk_embed() in self.files:  # the config means that of the tensors
+            dtype = str(self.files.dtype(self._disk_embed())).removeprefix("torch.")
             self._arch = self._arch.replace(dtype=dtype)
         self._stored = StoredWeights(
             path,
-            self._files,
+            self.files,
             self.family,
             self._arch,
             names_with_scales(self._arch, kv_scales=stated == FP8_STATIC),
@@ -125,7 +125,7 @@ class Checkpoint:
             if name.endswith(FLOAT32_PARAMETERS)
         }
         expected = {name for name, shape in self._stored.expected().items() if shape is not None} - kept
-        rounded = [name for name in sorted(expected) if self._files.dtype(name) == torch.float32]
+        rounded = [name for name in sorted(expected) if self.files.dtype(name) == torch.float32]
         if not rounded:
             return None
         are = "tensors are" if len(rounded) > 1 else "tensor is"
@@ -135,10 +135,10 @@ class Checkpoint:
         )
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        parts = {name for name in self._files.names() if self.family.is_untouched(name, self._num_experts)}
+        parts = {name for name in self.files.names() if self.family.is_untouched(name, self._num_experts)}
         whole = {
             **self._stored.outer(),
-            **{f"{UNTOUCHED}{name}": self._files.get(name) for name in sorted(parts)},
+            **{f"{UNTOUCHED}{name}": self.files.get(name) for name in sorted(parts)},
         }
         if self._is_layout:
             check_untouched(whole)
@@ -152,7 +152,7 @@ class Checkpoint:
         prefix = self.family.layer_prefix
         stored = {
             name.removeprefix(prefix).partition(".")[0]
-            for name in self._files.names()
+            for name in self.files.names()
             if name.startswith(prefix)
         }
         absent = next((idx for idx in range(self._arch.num_layers) if str(idx) not in stored), None)
@@ -167,8 +167,8 @@ class Checkpoint:
         expected = self._stored.check()
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
-        prefixes = passed_over(self.family, self._arch, self._files.names())
-        for name in self._files.names():
+        prefixes = passed_over(self.family, self._arch, self.files.names())
+        for name in self.files.names():
             if (
                 name not in expected
                 and name != tied
@@ -182,14 +182,12 @@ class Checkpoint:
                     "not know."
                 )
         for name, shape in expected.items():
-            if shape is not None and not _is_dense(self._files.dtype(name)):
+            if shape is not None and not self.files.holds_dense(name):
                 raise UnsupportedFormat(
-                    f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
+                    f"{self.path}: tensor '{name}' is {self.files.header(name).dtype}, and its config names "
                     "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
                 )
-        if tied in self._files and not torch.equal(
-            self._files.get(tied), self._files.get(self._disk_embed())
-        ):
+        if tied in self.files and not torch.equal(self.files.get(tied), self.files.get(self._disk_embed())):
             raise UnsupportedArch(
                 f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is "
                 "another matrix. Set "
@@ -200,20 +198,15 @@ class Checkpoint:
     def _stores_no_head(self) -> bool:
         """Return whether no head is stored but the embedding."""
         head = self.family.to_disk("head")
-        stored = [name for name in self._files.names() if name.startswith(f"{head}.")]
-        if stored != [f"{head}.weight"] or self._disk_embed() not in self._files:
+        stored = [name for name in self.files.names() if name.startswith(f"{head}.")]
+        if stored != [f"{head}.weight"] or self._disk_embed() not in self.files:
             return not stored
-        return torch.equal(self._files.get(stored[0]), self._files.get(self._disk_embed()))
+        return torch.equal(self.files.get(stored[0]), self.files.get(self._disk_embed()))
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they
         quantized, with a bias or without."""
-        return name.removesuffix(".bias") in self._schemes and not bool(self._files.get(name).any())
+        return name.removesuffix(".bias") in self._schemes and not bool(self.files.get(name).any())
 
     def _disk_embed(self) -> str:
         return self.family.to_disk("embed") + ".weight"
-
-
-def _is_dense(dtype: torch.dtype) -> bool:
-    """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
-    return dtype.is_floating_point and dtype.itemsize > 1

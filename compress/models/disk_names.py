@@ -10,6 +10,7 @@ from typing import Self
 from compress.models.arch import Arch
 from compress.models.mixture import ExpertLayout
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.mtp_names import MtpNames
 from compress.models.tensor_names import TensorNames, with_other_parts, with_other_prefix
 from compress.quant.kv import KV_SCALES
 
@@ -46,7 +47,8 @@ class DiskNames:
     `untouched_in_layers`. `untouched_elsewhere` is what vLLM calls modules of theirs where that is another
     name, and tensors whose names match `ignored_tensors` are read by nobody. Parameters of a layer that are
     `zero_if_absent` are zeros in checkpoints that do not store them. `rope_exponents` is the untouched tensor
-    that holds the trained exponents of a rope's frequencies (`trained_rope.py`)."""
+    that holds the trained exponents of a rope's frequencies (`trained_rope.py`). `mtp` are the names of the
+    layer that predicts a further token, and `first_layer` is the index of the first layer on disk."""
 
     interleaved_rotary: bool = False
     reversed_rotary: bool = False
@@ -69,6 +71,8 @@ class DiskNames:
     untouched_elsewhere: tuple[str, ...] = ()
     zero_if_absent: frozenset[str] = frozenset()
     rope_exponents: str | None = None
+    mtp: MtpNames | None = None
+    first_layer: int = 0
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in classes of consumers: what configs call it."""
@@ -193,4 +197,4 @@ class DiskNames:
     def _names(self) -> TensorNames:
         layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
         modules = {**self.layer_modules, **layout.modules}
-        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes)
+        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes, self.first_layer)

@@ -53,6 +53,11 @@ class FamilyFiles:
     def dtype(self, name: str) -> torch.dtype:
         return self._files.dtype(self._of(name)[0])
 
+    def holds_dense(self, name: str) -> bool:
+        """Return whether a tensor exists and its numbers are weights as they are, no codes that need
+        scales."""
+        return name in self and _is_dense(self.dtype(name))
+
     def get(self, name: str) -> Tensor:
         first, *others = (self._files.get(each) for each in self._of(name))
         return torch.cat((first, *others)) if others else first
@@ -74,3 +79,8 @@ class FamilyFiles:
     def _of(self, name: str) -> tuple[str, ...]:
         """Return the names in the files of a tensor."""
         return self._stored.get(name, (name,))
+
+
+def _is_dense(dtype: torch.dtype) -> bool:
+    """Return whether numbers of a dtype are weights as they are, and no codes that need scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1

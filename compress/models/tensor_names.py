@@ -20,12 +20,14 @@ class TensorNames:
             index, and a name on disk without `*` is that of all experts. Parameters may be among them.
         expert_suffixes: leaf of a parameter of an expert -> what the name of its tensor ends in, after that
             of the module.
+        first_layer: the index on disk of the first layer.
     """
 
     outer_modules: Mapping[str, str]
     layer_prefix: str
     layer_modules: Mapping[str, str]
     expert_suffixes: Mapping[str, str]
+    first_layer: int = 0
 
     def module(self, module: str) -> str:
         """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
@@ -33,7 +35,8 @@ class TensorNames:
         if match := _CANONICAL_LAYER.fullmatch(module):
             pattern, expert = _without_expert(match[2])
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
-            return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
+            idx = self.first_layer + int(match[1])
+            return f"{self.layer_prefix}{idx}.{disk.replace('*', expert) if expert else disk}"
         return self.outer_modules.get(module) or self.outer_modules[f"{module}.weight"]
 
     def tensor(self, parameter: str) -> str:

@@ -29,6 +29,16 @@ Weights = Mapping[str, Tensor | QuantizedWeight]
 """
 
 
+class LayerSource(Protocol):
+    """A source of layers alone."""
+
+    @property
+    def arch(self) -> Arch: ...
+
+    def layer(self, layer_idx: int) -> Weights:
+        """Return the parameters of one layer, names relative to it."""
+
+
 class WeightSource(Protocol):
     @property
     def arch(self) -> Arch: ...
@@ -154,9 +164,10 @@ def fill_(
     module.load_state_dict(state, strict=True, assign=True)
 
 
-def norm_weights(outer: Weights) -> Weights:
-    """Return the parameters of the last norm among the outer weights, by their names in its module."""
-    prefix = "norm."
+def norm_weights(outer: Weights, name: str = "norm") -> Weights:
+    """Return the parameters of a norm among the outer weights, of the last by default, by their names in its
+    module."""
+    prefix = f"{name}."
     return {name.removeprefix(prefix): each for name, each in outer.items() if name.startswith(prefix)}
 
 

@@ -34,6 +34,8 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.hyper import HyperWeights
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -153,6 +155,26 @@ class LayerRunner:
             input_TP=input_TP,
             factors_TF=factors_TF,
         )
+
+    def store(
+        self,
+        layer: LayerWeights,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        pages: PagedKV | PagedLatents,
+        phase: Phase,
+    ) -> None:
+        """Write the keys and values of rows before a layer with attention, and compute nothing else of it."""
+        assert layer.qkv is not None
+        qkv_TF = layer.qkv(self.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
+        if layer.shape.output_gate:
+            qkv_TF = qkv_TF[:, : -layer.shape.num_heads * layer.shape.value_dim]
+        projected = Projected(qkv_TF, positions_T, slots_T, pages)
+        if isinstance(self.attention, LatentAttention):
+            self.attention.queries(layer, projected, phase)
+        else:
+            self.attention.queries(layer, projected)
 
     def after_qkv(
         self,

@@ -25,7 +25,7 @@ from compress.models.hyper_connection import MeanOfStreams
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
-from compress.models.weights import Weights, WeightSource, dense
+from compress.models.weights import LayerSource, Weights, WeightSource, dense
 from compress.models.xielu import PARAMETERS, xielu_numbers
 from compress.quant.kv import KV_SCALES
 from compress.runtime.delta_linears import DeltaLinears
@@ -203,7 +203,7 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
     )
 
 
-def load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:
+def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> LayerWeights:
     """Load one layer.
 
     Raises:

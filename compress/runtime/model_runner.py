@@ -235,6 +235,10 @@ class ModelRunner:
             features.keep(self._arch.num_layers, stream.x_TD, self._stream_scale)
         return stream
 
+    def logits_of_normed(self, normed_TD: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of hidden states that are normed already."""
+        return self._layers.capped(self._weights.head(normed_TD, "decode", out_dtype=torch.float32))
+
     def _logits(self, stream: Stream, phase: Phase) -> Tensor:
         head = self._weights.head
         rows = self._layers.rows(stream, Reader(self._weights.norm, head, self._weights.hyper), phase)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.engine import Engine
 from compress.runtime.generation import Generation
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.speculative.state import SpeculativeState
@@ -41,7 +41,7 @@ class ScriptedProposer:
     def kernel_report(self) -> list[dict[str, Any]]:
         return []
 
-    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None: ...
+    def begin(self, sizes: CacheSizes, target: ModelRunner) -> None: ...
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None: ...
 

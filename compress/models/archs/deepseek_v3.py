@@ -8,6 +8,7 @@ from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.mixture import AS_IN_MEMORY, apart
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import AFTER_LAST
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
@@ -17,6 +18,7 @@ DEEPSEEK_V3 = Family(
     latent=latent_of("rope_interleave"),
     implied=implies_own_code("DeepseekV3Config", "DeepseekV3Model", "DeepseekV3ForCausalLM"),
     mixture=SIGMOID_MIXTURE,
+    mtp=AFTER_LAST,
     layer_modules={**LAYER_MODULES, **LATENT_MODULES, **MIXTURE_MODULES},
     expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
     known_fields=MIXTURE_FIELDS

@@ -15,6 +15,7 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import IN_MTP
 
 _FIELDS = {**SIGMOID_MIXTURE.fields, "num_experts": "num_experts"}
 _SHARED = "num_shared_experts"
@@ -35,6 +36,7 @@ FAMILIES.add(
             state_sparse=state_types,
             read_more=shared_of(_SHARED),
         ),
+        mtp=IN_MTP,
         layer_modules={
             **LAYER_MODULES,
             **MIXTURE_MODULES,

@@ -5,6 +5,7 @@ predict further tokens, after the last, are not read."""
 from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, shared_of, sparse_after_first, state_first
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import AFTER_LAST
 
 SIGMOID_MIXTURE = Mixture(
     {
@@ -37,6 +38,7 @@ GLM4_MOE = Family(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     mixture=SIGMOID_MIXTURE,
+    mtp=AFTER_LAST,
     layer_modules={**LAYER_MODULES, **MIXTURE_MODULES},
     expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
     known_fields=MIXTURE_FIELDS

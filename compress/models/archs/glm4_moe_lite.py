@@ -9,6 +9,7 @@ from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
 from compress.models.mixture import AS_IN_MEMORY, apart, same_dense_layers, sparse_by_both, state_both
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import AFTER_LAST
 
 FAMILIES.add(
     "glm4_moe_lite",
@@ -20,6 +21,7 @@ FAMILIES.add(
         latent=latent_of("rope_interleave"),
         facts=same_dense_layers,
         mixture=replace(SIGMOID_MIXTURE, is_sparse=sparse_by_both, state_sparse=state_both),
+        mtp=AFTER_LAST,
         layer_modules={**LAYER_MODULES, **LATENT_MODULES, **MIXTURE_MODULES},
         expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
         known_fields=MIXTURE_FIELDS

@@ -18,6 +18,7 @@ from compress.models.delta_net_config import (
 from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, apart
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import IN_MTP
 from compress.untrusted.fields import Fields
 
 _IN_TURNS = {
@@ -41,6 +42,7 @@ QWEN3_NEXT = Family(
     recurrence=delta_net_of,
     rows_in_turns=frozenset({*GATE_AFTER_QUERY.values(), *_IN_TURNS.values()}),
     mixture=QWEN2_MIXTURE,
+    mtp=IN_MTP,
     layer_modules={
         **LAYER_MODULES,
         **GATE_AFTER_QUERY,

@@ -84,7 +84,7 @@ class SpeculativeDecoding:
         self._proposer = proposer
         self._runner = runner
         self._scheduler = scheduler
-        proposer.begin(sizes, runner.stream_embedding)
+        proposer.begin(sizes, runner)
         graphs: Graphs[Tensor] = Graphs(deployment.device, deployment.max_batch_size)
         self._state = SpeculativeState(
             max_rows=graphs.max_rows,

@@ -75,7 +75,7 @@ class DraftModelProposer:
         self._num_kept = setting.k + 2
         self.bytes_per_request = slot_bytes(source.arch, self._num_kept)
 
-    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+    def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
         """Allocate the pages of the draft model.
 
         Raises:

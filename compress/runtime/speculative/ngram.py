@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from compress.errors import UsageError
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.generation import Generation
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.state import SpeculativeState
@@ -63,7 +63,7 @@ class NGramProposer:
         """Return no rows: it runs no kernels."""
         return []
 
-    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+    def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
         """Allocate nothing."""
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:

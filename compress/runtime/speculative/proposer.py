@@ -18,6 +18,7 @@ from compress.models.arch import Arch
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import Deployment
 from compress.runtime.generation import Generation
+from compress.runtime.model_runner import ModelRunner
 from compress.runtime.speculative.state import SpeculativeState
 
 
@@ -89,9 +90,9 @@ class Proposer(Protocol):
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
 
-    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
-        """Allocate its pages. Called once, when the size of the model's cache is known, with the model's
-        embedding.
+    def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
+        """Allocate its pages. Called once, when the size of the model's cache is known, with the runner
+        of the model.
         """
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:

@@ -18,7 +18,7 @@ from compress.runtime.decode_run import DecodeRun, PendingTokens
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.speculative import decoding, draft_model, eagle3
+from compress.runtime.speculative import decoding, draft_model, head_proposer
 from compress.runtime.speculative.decoding import SpeculativeDecoding
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
@@ -223,7 +223,7 @@ def test_padding_rows_and_warm_up_while_a_step_is_unread_change_nothing(
     requests = make_requests(8, 6)
     config = EngineConfig(max_batch_size=3, max_model_len=128)
     plain = served(Engine(source, device=CPU, config=config), requests, 8)
-    for module in (decoding, draft_model, eagle3):
+    for module in (decoding, draft_model, head_proposer):
         monkeypatch.setattr(module, "Graphs", RehearsedGraphs)
     engine = Ahead(
         source, device=CPU, config=replace(config, speculative=Speculative(proposers(source)[name], k=2))

@@ -20,7 +20,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.speculative import decoding, eagle3
+from compress.runtime.speculative import decoding, head_proposer
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.rehearsed_graphs import RehearsedGraphs
@@ -183,7 +183,7 @@ def test_padding_rows_and_warm_up_steps_change_nothing(monkeypatch: pytest.Monke
     config = EngineConfig(max_batch_size=6, speculative=speculative)
     as_written = record(Engine(source, device=CPU, config=config), requests).results
     monkeypatch.setattr(decoding, "Graphs", RehearsedGraphs)
-    monkeypatch.setattr(eagle3, "Graphs", RehearsedGraphs)
+    monkeypatch.setattr(head_proposer, "Graphs", RehearsedGraphs)
     assert record(Engine(source, device=CPU, config=config), requests).results == as_written
 
 

@@ -1,0 +1,175 @@
+"""An MTP head: the layer with which many models are trained to predict one token more, from their own last
+hidden state and the token that follows (multi-token prediction, arXiv 2412.19437).
+
+    f_t = target_norm(h_t)          the hidden state of token t after the target's last layer, normed as its
+                                    head reads it
+    x   = fc([embed_norm(embed(y_t+1)); hidden_norm(f_t)])     y_t+1 is the token that follows t
+    g_t = norm(layer(x)),           position t
+    p(y_t+2) = softmax(head(g_t)),  the head is the target's
+
+One token further on, where the target has computed nothing yet, g_t takes the place of f_t+1. The layer is a
+decoder layer of the target's kind, with latents or experts where the target has them.
+
+A head is read from the target's checkpoint (`mtp_reader.py`), or from `mtp.safetensors` of a draft, which has
+the names of `MtpDecoder`; its facts are in the manifest then.
+
+Shapes: B batch, S sequence, D hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.artifact.manifest import Artifact
+from compress.artifact.tensors import save_tensors
+from compress.errors import StorageError, UnsupportedFormat, UsageError
+from compress.models.arch import Arch
+from compress.models.attention import AttentionFn
+from compress.models.canonical import encoded, load_weights
+from compress.models.decoder import DecoderLayer
+from compress.models.linear import Linear
+from compress.models.norms import norm_of
+from compress.models.tap import Tap, no_tap
+from compress.models.weights import Weights, fill_
+from compress.quant.model_scheme import ModelScheme
+from compress.untrusted.fields import Fields
+
+MTP_NAME = "mtp.safetensors"
+KIND = "mtp"
+"""What the facts of a draft call it."""
+LAYER = "layers.0."
+OUTER = ("target_norm", "embed_norm", "hidden_norm", "fc", "norm")
+"""The modules of a head besides its layer."""
+
+
+def arch_of_head(target: Arch) -> Arch:
+    """Return the facts of a head over a model: those of the model, with one layer like its last one with
+    attention.
+
+    Raises:
+        UsageError: no layer has attention with keys and values of its own, or embeddings, the residual or
+            logits are scaled, or several.
+    """
+    having = [
+        layer
+        for layer in target.layers
+        if layer.attends and layer.recurrence is None and layer.kv_source is None and not layer.only_half
+    ]
+    scaled = target.embed_scale * target.residual_scale * target.logit_scale != 1
+    if not having or target.hyper is not None or target.layer_embed_size or scaled:
+        raise UsageError(
+            f"the layer that predicts a further token is not read of this {target.family} model; draft with "
+            "a smaller model, an EAGLE-3 head or by n-grams instead."
+        )
+    return target.replace(layers=(having[-1],), tied_head=False, config={})
+
+
+class MtpDecoder(nn.Module):
+    """A head without embedding and head: `fuse` hidden states of the target, `forward` a step."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__()
+        self.arch = arch
+        size = arch.hidden_size
+        self.target_norm = norm_of(arch, size, "norm")
+        self.embed_norm = norm_of(arch, size, "norm")
+        self.hidden_norm = norm_of(arch, size, "norm")
+        self.fc = Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(arch, 0)])
+        self.norm = norm_of(arch, size, "norm")
+
+    def fuse(self, features_BSD: Tensor) -> Tensor:
+        """Return f [B, S, D] of the target's hidden states after its last layer."""
+        fused: Tensor = self.target_norm(features_BSD)
+        return fused
+
+    def forward(
+        self,
+        embedded_BSD: Tensor,
+        hidden_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = no_tap,
+    ) -> Tensor:
+        """Return g [B, S, D] of embedded next tokens, and of f or of g where there is none yet."""
+        pair = torch.cat((self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)), dim=-1)
+        out: Tensor = self.norm(self.layers[0](self.fc(pair), positions, attention, tap))
+        return out
+
+
+@dataclass(frozen=True)
+class MtpHead:
+    """A head as it is stored: the facts of its layer, and the parameters of `MtpDecoder` by name, perhaps
+    quantized."""
+
+    arch: Arch
+    weights: Weights
+
+    def layer(self, layer_idx: int) -> Weights:
+        """Return the parameters of its layer, names relative to it."""
+        assert layer_idx == 0, "a head has one layer"
+        return {
+            name.removeprefix(LAYER): each for name, each in self.weights.items() if name.startswith(LAYER)
+        }
+
+    def decoder(self, *, dtype: torch.dtype, device: torch.device) -> MtpDecoder:
+        """Build the module of the head, ready to run."""
+        with torch.device("meta"):
+            decoder = MtpDecoder(self.arch)
+        fill_(decoder, self.weights, dtype=dtype, device=device)
+        return decoder.requires_grad_(False)
+
+
+def parameter_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of a head by name, with their shapes."""
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in MtpDecoder(arch).named_parameters()}
+
+
+def checked_head(arch: Arch, weights: Weights, *, where: str) -> MtpHead:
+    """Return a head.
+
+    Raises:
+        UnsupportedFormat: parameters are missing, misshapen, or more than a head has.
+    """
+    expected = parameter_shapes(arch)
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    if found != expected:
+        name = min(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        raise UnsupportedFormat(
+            f"{where} is not the MTP head that its facts describe: {name} is {found.get(name, 'absent')}, "
+            f"expected {expected.get(name, 'nothing')}."
+        )
+    return MtpHead(arch, weights)
+
+
+def save_mtp(directory: Path, head: MtpHead) -> None:
+    """Write `mtp.safetensors`."""
+    save_tensors(directory / MTP_NAME, encoded(head.weights))
+
+
+def facts_of(head: MtpHead) -> dict[str, Any]:
+    """Return the facts of a head for a manifest."""
+    arch, layers = head.arch.to_json()
+    return {"arch": arch, "layers": layers}
+
+
+def mtp_of_draft(artifact: Artifact) -> MtpHead:
+    """Read the head of an artifact whose draft is one: facts["draft"]["kind"] is "mtp".
+
+    Raises:
+        StorageError: a fact is missing, of another type or out of range.
+        UnsupportedFormat: the tensors are not those of the facts.
+    """
+    scheme = artifact.manifest.scheme
+    stated: Mapping[str, Any] = artifact.manifest.facts
+    draft = Fields(stated, f"the facts of {artifact.path}", StorageError).fields("draft")
+    facts = draft.fields("head")
+    arch = Arch.from_json(facts.mapping("arch"), facts.items("layers"))
+    path = artifact.path / MTP_NAME
+    weights = load_weights(path, None if scheme is None else ModelScheme.from_json(scheme))
+    return checked_head(arch, weights, where=str(path))

@@ -1,0 +1,93 @@
+"""The MTP head of a model, read from the model's own checkpoint (`mtp.py`)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
+from compress.models.config_file import read_config
+from compress.models.family import Family
+from compress.models.mtp import LAYER, MtpHead, arch_of_head, parameter_shapes
+from compress.models.quantization_config import codec_of, schemes_of
+from compress.models.stored_tensors import as_stored
+from compress.models.stored_weights import Shapes, StoredWeights
+from compress.models.wide_codes import dense_in_codes, is_layout
+from compress.quant.codec import ForeignCodec
+
+NO_HEAD = "draft with a smaller model, an EAGLE-3 head or by n-grams instead."
+
+
+def has_mtp(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint stores an MTP head of which the names are known."""
+    return checkpoint.family.mtp is not None and _fc(_table(checkpoint)) in checkpoint.files
+
+
+def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpHead:
+    """Read the MTP head of a checkpoint, the first one where it stores several. A linear of it that is stored
+    without codes is dense, whatever the config states: programs that quantize often leave it as it was.
+
+    Raises:
+        UsageError: the checkpoint stores none, or its family is not known to have one.
+        UnsupportedArch: a tensor is missing or misshapen.
+        UnsupportedFormat: codes that are not read.
+    """
+    family = checkpoint.family
+    if family.mtp is None:
+        raise UsageError(
+            f"{checkpoint.path}: {family.model_type} models are read without a layer that predicts a further "
+            f"token; {NO_HEAD}"
+        )
+    files = checkpoint.files
+    table = _table(checkpoint)
+    if _fc(table) not in files:
+        raise UsageError(
+            f"{checkpoint.path} stores no layer that predicts a further token (no tensor '{_fc(table)}'): "
+            f"take a checkpoint with one, or {NO_HEAD}"
+        )
+    arch = arch_of_head(checkpoint.arch)
+    table = as_stored(table, arch, {name: files.shape(name) for name in files.names()})
+    config = read_config(checkpoint.path)
+    codec = codec_of(config, codecs)
+    wide = [*dense_in_codes(arch, table, files.names()), table.to_disk("fc")]
+    schemes, _ = schemes_of(config, codec, arch, table, others=wide)
+    coded = {disk: scheme for disk, scheme in schemes.items() if not files.holds_dense(f"{disk}.weight")}
+    stored = StoredWeights(
+        checkpoint.path,
+        files,
+        table,
+        arch,
+        _names(arch),
+        codec=codec,
+        schemes=coded,
+        wide=frozenset(coded if is_layout(config) else wide),
+        powers_of_two=is_layout(config),
+    )
+    stored.check()
+    layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
+    return MtpHead(arch, {**stored.outer(), **layer})
+
+
+def _table(checkpoint: Checkpoint) -> Family:
+    """Return the table of the family with the names of its MTP head: those of the modules outside of its
+    layer, and of the layer, which has index 0."""
+    family = checkpoint.family
+    names = family.mtp
+    assert names is not None
+    prefix = family.layer_prefix if names.layer_prefix is None else names.layer_prefix
+    first = checkpoint.arch.num_layers if names.layer_prefix is None else 0
+    modules = {name: disk.format(layer=f"{prefix}{first}") for name, disk in names.modules.items()}
+    outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
+    return replace(family, outer_modules=outer, layer_prefix=prefix, first_layer=first)
+
+
+def _fc(table: Family) -> str:
+    """Return the name of the tensor that joins a hidden state and an embedding, in codes or dense: every head
+    has it."""
+    return table.tensor("fc.weight")
+
+
+def _names(arch: Arch) -> tuple[Shapes, list[Shapes]]:
+    shapes = parameter_shapes(arch)
+    layer = {name.removeprefix(LAYER): shape for name, shape in shapes.items() if name.startswith(LAYER)}
+    return {name: shape for name, shape in shapes.items() if not name.startswith(LAYER)}, [layer]

@@ -1,0 +1,148 @@
+"""An MTP head (arXiv 2412.19437; `models/mtp.py`) in serving: the layer of the target's own checkpoint that
+predicts a further token. It shares the target's embedding and head.
+
+Shapes: R requests, T rows, D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.rows import RowNorm
+from compress.kernels.problem import Phase
+from compress.models.mtp import MtpHead
+from compress.models.weights import norm_weights
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.fusing import fuse
+from compress.runtime.layer_runner import LayerRunner
+from compress.runtime.loader import LayerWeights, load_layer
+from compress.runtime.model_runner import ModelRunner
+from compress.runtime.row_norms import stream_norm
+from compress.runtime.speculative import PROPOSERS
+from compress.runtime.speculative.head_proposer import HeadCache, HeadProposer, PromptRows
+from compress.runtime.speculative.proposer import ProposerSetting
+from compress.runtime.speculative.state import FedRows
+from compress.runtime.stream import Stream
+
+
+@PROPOSERS.register("mtp")
+@dataclass(frozen=True)
+class Mtp:
+    """Options of an MTP head: its weights, of the target model."""
+
+    head: MtpHead
+
+    def build(self, setting: ProposerSetting) -> HeadProposer:
+        """Load the head.
+
+        Raises:
+            UsageError: the head was made for a model of another vocabulary or hidden size.
+        """
+        found, wanted = ((arch.vocab_size, arch.hidden_size) for arch in (self.head.arch, setting.arch))
+        if found != wanted:
+            raise UsageError(
+                f"the MTP head was made for a model of {found[0]} tokens and hidden size {found[1]}; this "
+                f"one has {wanted[0]} tokens and hidden size {wanted[1]}."
+            )
+        return HeadProposer(LoadedMtp(self.head, setting), setting)
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The weights of a head in the layouts of its kernels."""
+
+    target_norm: RowNorm
+    embed_norm: RowNorm
+    hidden_norm: RowNorm
+    fc: FusedLinear
+    layer: LayerWeights
+    norm: RowNorm
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one pass of one row reads, without the target's head."""
+        return self.fc.weight_bytes + self.layer.bytes_read()
+
+
+def load_mtp(head: MtpHead, deployment: Deployment) -> MtpWeights:
+    """Load the weights of a head, and choose the kernels of its linears.
+
+    Raises:
+        EnvironmentUnfit: no kernel supports a linear.
+    """
+
+    def norm(name: str) -> RowNorm:
+        own = {f"norm.{leaf}": each for leaf, each in norm_weights(head.weights, name).items()}
+        return stream_norm(head.arch, own, "norm", deployment)
+
+    return MtpWeights(
+        target_norm=norm("target_norm"),
+        embed_norm=norm("embed_norm"),
+        hidden_norm=norm("hidden_norm"),
+        fc=fuse(("fc",), head.weights, deployment),
+        layer=load_layer(head, 0, deployment),
+        norm=norm("norm"),
+    )
+
+
+class LoadedMtp:
+    """A head on the device (`head_proposer.py`)."""
+
+    kind = "MTP head"
+
+    def __init__(self, head: MtpHead, setting: ProposerSetting) -> None:
+        self.arch = head.arch
+        self.feature_layers: tuple[int, ...] = (setting.arch.num_layers,)
+        self._deployment = setting.deployment
+        self._weights = load_mtp(head, setting.deployment)
+        self.weight_bytes = self._weights.weight_bytes
+
+    def begin(self, target: ModelRunner, *, max_model_len: int, max_rows: int) -> None:
+        """Select the kernels of the layer; embeddings and logits are those of the target."""
+        del max_rows
+        self._target = target
+        kv_format = DENSE_FORMATS[self._deployment.dtype]
+        self._layers = LayerRunner(self.arch, self._deployment, kv_format, max_model_len=max_model_len)
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`: of `fc`, of the layer and of the other ops."""
+        weights = self._weights
+        return [*weights.fc.report(None), *weights.layer.report(0), *self._layers.kernel_report()]
+
+    def fused(self, features_TE: Tensor, phase: Phase) -> Tensor:
+        """Return f [T, D]: hidden states after the target's last layer, normed."""
+        return self._layers.norm(features_TE, self._weights.target_norm)
+
+    def store(self, rows: PromptRows, cache: HeadCache, phase: Phase) -> None:
+        """Write the keys and values of rows of prompts."""
+        x_TD = self._joined(rows.tokens_T, rows.hidden_TD, phase)
+        where = rows.positions_T, rows.slots_T, cache.pages
+        self._layers.store(self._weights.layer, x_TD, *where, phase)
+
+    def hidden(self, fed: FedRows, hidden_TD: Tensor, cache: HeadCache, *, q_len: int) -> Tensor:
+        """Return g [T, D] of rows that read these hidden states, at the ends of their contexts."""
+        attend = self._layers.attention.decode(
+            fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=cache.block_size
+        )
+        stream = Stream(self._joined(fed.tokens_T, hidden_TD, "decode"))
+        where = fed.positions_T, fed.slots_T, cache.pages
+        after = self._layers.layer(self._weights.layer, stream, *where, attend, "decode")
+        return self._layers.norm(after.x_TD, self._weights.norm)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return float32 logits [R, V], by the target's head."""
+        return self._target.logits_of_normed(hidden_RD)
+
+    def _joined(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> Tensor:
+        """Return the input [T, D] of the layer."""
+        weights = self._weights
+        embedded_TD = F.embedding(tokens_T, self._target.stream_embedding)
+        norm = self._layers.norm
+        pair = torch.cat((norm(embedded_TD, weights.embed_norm), norm(hidden_TD, weights.hidden_norm)), dim=1)
+        return weights.fc(pair, phase)

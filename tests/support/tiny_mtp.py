@@ -1,0 +1,123 @@
+"""Tiny checkpoints of `transformers` with an MTP head, and the head computed by modules of `transformers`.
+
+The head's layer is the last of a model with one layer more, whose tensors get the names that checkpoints
+have. `transformers` reads no such layer, so its modules are put together here.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from compress.models.family import family_of
+from compress.models.mtp_names import AFTER_LAST
+from tests.support.tiny_hf import CASES, build_config, saved
+
+MTP_CASES = (
+    "deepseek_v3",
+    "glm4-moe",
+    "glm4_moe_lite",
+    "exaone_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "is_moe_layer")
+"""Fields of a config with an entry for each layer."""
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """A head as modules of `transformers`: `one_layer` is a model whose last norm is the head's."""
+
+    target: nn.Module
+    one_layer: nn.Module
+    embed_norm: nn.Module
+    hidden_norm: nn.Module
+    fc: Tensor
+
+    @torch.no_grad()
+    def outputs(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (g [B, S - 1, D] of each token but the last, logits of the token after the next)."""
+        hidden_BSD = self.target(tokens_BS, output_hidden_states=True).hidden_states[-1]
+        return self.after(hidden_BSD[:, :-1], tokens_BS[:, 1:])
+
+    @torch.no_grad()
+    def after(self, hidden_BSD: Tensor, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (g [B, S, D], logits [B, S, V]) of hidden states and of the tokens that follow them."""
+        embedded_BSD = self.target.get_input_embeddings()(tokens_BS)
+        pair = torch.cat((self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)), dim=-1)
+        out_BSD = self.one_layer(inputs_embeds=pair @ self.fc.T, use_cache=False).last_hidden_state
+        return out_BSD, self.target.get_output_embeddings()(out_BSD)
+
+
+def saved_with_mtp(directory: Path, case: str, **changes: Any) -> ReferenceHead:
+    """Save a tiny model with a head, and return what computes the head."""
+    family, own = CASES[case]
+    own = {**own, **changes}
+    config = build_config(family, own).get_text_config()
+    num_layers = config.num_hidden_layers
+    lists = {
+        name: [*getattr(config, name), _last(name, getattr(config, name))]
+        for name in LISTS
+        if getattr(config, name, None) and len(getattr(config, name)) == num_layers
+    }
+    model = saved(directory, family, {**own, **lists, "num_hidden_layers": num_layers + 1})
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    raw = json.loads((directory / "config.json").read_text())
+    text = raw.get("text_config", raw)
+    text |= {"num_hidden_layers": num_layers} | {name: each[:num_layers] for name, each in lists.items()}
+    (directory / "config.json").write_text(json.dumps(raw))
+    names = family_of(raw).mtp
+    assert names is not None
+    after = f"{family_of(raw).layer_prefix}{num_layers}"
+    layer = after if names.layer_prefix is None else f"{names.layer_prefix}0"
+    tensors = {name.replace(f"{after}.", f"{layer}."): each for name, each in tensors.items()}
+    base = _text_model(model)
+    norms = {name: _noisy(copy.deepcopy(base.norm)) for name in ("embed_norm", "hidden_norm", "norm")}
+    size = config.hidden_size
+    fc = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(11)) * (2 * size) ** -0.5
+    parts = {f"{name}.weight": each.weight.detach() for name, each in norms.items()} | {"fc.weight": fc}
+    for name, each in parts.items():
+        module, _, leaf = name.rpartition(".")
+        tensors[f"{names.modules[module].format(layer=layer)}.{leaf}"] = each.clone()
+    if names is AFTER_LAST:  # published copies of what the target has
+        tensors[f"{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+        tensors[f"{layer}.shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    one_layer = copy.deepcopy(base)
+    one_layer.layers = one_layer.layers[num_layers:]
+    one_layer.layers[0].layer_idx = 0
+    one_layer.norm = norms["norm"]
+    one_layer.config.num_hidden_layers = 1
+    for name in lists:
+        setattr(one_layer.config, name, lists[name][num_layers:])
+    base.layers = base.layers[:num_layers]
+    base.config.num_hidden_layers = num_layers
+    return ReferenceHead(model, one_layer, norms["embed_norm"], norms["hidden_norm"], fc)
+
+
+def _last(name: str, values: list[Any]) -> Any:
+    """Return the type of the head's layer: that of the last with full attention."""
+    return "full_attention" if name == "layer_types" else values[-1]
+
+
+def _text_model(model: Any) -> Any:
+    """Return the decoder of a model without its head."""
+    inner = model.model
+    return getattr(inner, "language_model", inner)
+
+
+def _noisy(norm: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(sum(map(ord, type(norm).__name__)))
+    with torch.no_grad():
+        norm.weight.add_(0.2 * torch.randn(norm.weight.shape, generator=generator))
+    return norm
