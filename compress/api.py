@@ -28,7 +28,7 @@ from compress.data.chat import Message
 from compress.digest import digest_bytes
 from compress.errors import UsageError, did_you_mean
 from compress.export import PROPOSED, open_weights
-from compress.export.draft import draft_within, open_draft
+from compress.export.draft import draft_within, open_draft, open_mtp
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
 from compress.models.arch import Arch
@@ -92,7 +92,8 @@ def load(
             "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD" or "INT4_TOKEN_HEAD_HADAMARD"; by default what the artifact
             states. Latent attention takes "DENSE", "FP8_TOKEN_HEAD" or "INT8_TOKEN_HEAD".
         speculative: who proposes tokens: "ngram" (prompt lookup), "draft" (the draft that the artifact
-            carries) or the directory of a draft; the text stays the same. By default nobody.
+            carries), "mtp" (the layer of the checkpoint that predicts a further token) or the directory of a
+            draft; the text stays the same. By default nobody.
         num_draft_tokens: tokens proposed in a step, 1 to 7.
         max_batch_size: requests that run at once; more wait.
         max_model_len: the longest sequence, prompt included; by default the model's own limit, or what the
@@ -297,14 +298,17 @@ def run(
 
 
 def _speculative(proposer: str | Path, model_dir: Path, num_draft_tokens: int) -> Speculative:
-    """Return the options of prompt lookup, of the model's own draft, or of the draft in a directory."""
+    """Return the options of prompt lookup, of the model's own draft or MTP head, or of the draft in a
+    directory."""
     if proposer == "ngram":
         return Speculative(NGram(), k=num_draft_tokens)
+    if proposer == "mtp":
+        return Speculative(open_mtp(model_dir), k=num_draft_tokens)
     path = draft_within(model_dir) if proposer == "draft" else Path(proposer)
     if not path.is_dir():
         raise UsageError(
-            f'speculative is \'{proposer}\', which is no directory; write "ngram", "draft" or the directory '
-            f"of a draft."
+            f'speculative is \'{proposer}\', which is no directory; write "ngram", "draft", "mtp" or the '
+            f"directory of a draft."
         )
     return Speculative(open_draft(path), k=num_draft_tokens)
 

@@ -130,7 +130,7 @@ def bench(
     speculative: Annotated[
         str | None,
         typer.Option(
-            "--speculative", help="Of engines here: ngram, draft or a directory.", show_default=False
+            "--speculative", help="Of engines here: ngram, draft, mtp or a directory.", show_default=False
         ),
     ] = None,
     model: Annotated[

@@ -44,8 +44,8 @@ def generate(
         str | None,
         typer.Option(
             "--speculative",
-            help="Propose tokens by ngram (prompt lookup), by the artifact's draft, or by the draft in a "
-            "directory.",
+            help="Propose tokens by ngram (prompt lookup), draft (that of the artifact), mtp (the layer of "
+            "the checkpoint that predicts a further token), or by the draft in a directory.",
             show_default=False,
         ),
     ] = None,

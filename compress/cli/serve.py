@@ -62,7 +62,7 @@ def serve(
     speculative: Annotated[
         str | None,
         typer.Option(
-            "--speculative", help="Propose tokens: ngram, draft, or a directory.", show_default=False
+            "--speculative", help="Propose tokens: ngram, draft, mtp, or a directory.", show_default=False
         ),
     ] = None,
     prefix_cache: Annotated[

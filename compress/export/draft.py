@@ -1,16 +1,19 @@
-"""The draft of a model, opened for speculative decoding: a draft model or an EAGLE-3 head, from whichever
-directory holds it.
+"""The draft of a model, opened for speculative decoding: a draft model, an EAGLE-3 head or the MTP head of
+the model's own checkpoint, from whichever directory holds it.
 """
 
 from pathlib import Path
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UsageError
-from compress.export import DRAFT_FOLDER, open_weights
+from compress.export import DRAFT_FOLDER, codecs, open_checkpoint, open_weights
 from compress.export.speculators import is_eagle3, open_eagle3
+from compress.models.config_file import CONFIG_NAME
 from compress.models.eagle3 import draft_head
+from compress.models.mtp_reader import read_mtp
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
+from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.proposer import ProposerOptions
 
 
@@ -28,6 +31,18 @@ def draft_within(checkpoint: Path) -> Path:
             "prompt lookup (ngram) needs none."
         )
     return path
+
+
+def open_mtp(checkpoint: Path) -> Mtp:
+    """Return the proposer options of the MTP head that a checkpoint holds for its own model.
+
+    Raises:
+        UsageError: it holds none.
+        UnsupportedArch, UnsupportedFormat: it is not understood wholly.
+    """
+    if not (checkpoint / CONFIG_NAME).exists():
+        raise UsageError(f"{checkpoint} is no checkpoint, and MTP heads are read from those.")
+    return Mtp(read_mtp(open_checkpoint(checkpoint), codecs()))
 
 
 def is_draft_head(path: Path) -> bool:

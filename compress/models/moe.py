@@ -84,14 +84,17 @@ def route(
     logits_TE: Tensor,
     selection_bias_E: Tensor | None = None,
     output_scale_E: Tensor | None = None,
+    *,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Routing:
-    """Return the routing of tokens by the logits of their router, float32."""
+    """Return the routing of tokens by the logits of their router, float32; `sigmoid` computes that of
+    logits."""
     assert (selection_bias_E is not None) == facts.selection_bias
     assert (output_scale_E is not None) == facts.output_scale
     if facts.score in ("softmax_topk", "sparsemixer"):
         scores_TE = logits_TE
     else:
-        scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else logits_TE.sigmoid()
+        scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else sigmoid(logits_TE)
     choice_TE = (logits_TE if facts.compares_logits else scores_TE).detach()
     if selection_bias_E is not None:
         choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)

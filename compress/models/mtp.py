@@ -31,6 +31,7 @@ from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
 from compress.models.decoder import DecoderLayer
+from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear
 from compress.models.norms import norm_of
 from compress.models.tap import Tap, no_tap
@@ -46,26 +47,19 @@ OUTER = ("target_norm", "embed_norm", "hidden_norm", "fc", "norm")
 """The modules of a head besides its layer."""
 
 
-def arch_of_head(target: Arch) -> Arch:
-    """Return the facts of a head over a model: those of the model, with one layer like its last one with
-    attention.
+def arch_of_head(target: Arch, shape: LayerShape) -> Arch:
+    """Return the facts of a head over a model: those of the model, with one layer of this shape.
 
     Raises:
-        UsageError: no layer has attention with keys and values of its own, or embeddings, the residual or
-            logits are scaled, or several.
+        UsageError: embeddings, the residual or logits of the model are scaled, or several.
     """
-    having = [
-        layer
-        for layer in target.layers
-        if layer.attends and layer.recurrence is None and layer.kv_source is None and not layer.only_half
-    ]
     scaled = target.embed_scale * target.residual_scale * target.logit_scale != 1
-    if not having or target.hyper is not None or target.layer_embed_size or scaled:
+    if target.hyper is not None or target.layer_embed_size or scaled:
         raise UsageError(
             f"the layer that predicts a further token is not read of this {target.family} model; draft with "
             "a smaller model, an EAGLE-3 head or by n-grams instead."
         )
-    return target.replace(layers=(having[-1],), tied_head=False, config={})
+    return target.replace(layers=(shape,), tied_head=False, config={})
 
 
 class MtpDecoder(nn.Module):

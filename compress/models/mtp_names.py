@@ -1,16 +1,46 @@
-"""How checkpoints name the layer that predicts a further token (multi-token prediction, arXiv 2412.19437)."""
+"""How checkpoints name the layer that predicts a further token (multi-token prediction, arXiv 2412.19437),
+and the shape that it has."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
+
+
+def last_attention_layer(target: Arch) -> LayerShape:
+    """Return the shape of the last layer of a model with attention, and with keys and values of its own.
+
+    Raises:
+        UsageError: there is none.
+    """
+    having = [
+        layer for layer in target.layers if layer.attends and layer.kv_source is None and not layer.only_half
+    ]
+    if not having:
+        raise UsageError(f"no layer of this {target.family} model has attention as an MTP head has.")
+    return having[-1]
+
+
+def with_dense_ffn(target: Arch, layer: LayerShape) -> LayerShape:
+    """Return a layer with the FFN of the dense layers of a model in place of its experts."""
+    dense = [each.intermediate_size for each in target.layers if each.experts is None and each.has_ffn]
+    size = dense[0] if dense else int(target.config["intermediate_size"])
+    return replace(layer, experts=None, intermediate_size=size)
 
 
 @dataclass(frozen=True)
 class MtpNames:
     """Modules of an MTP head (`mtp.py`) on disk. `{layer}` is the name of its layer, which has index 0 after
-    `layer_prefix`; where that is None, it is the layer after the model's last."""
+    `layer_prefix`; where that is None, it is the layer after the model's last. `layer_modules` are those
+    inside of the layer that have other names than in the model's layers, and `shape` returns the shape of the
+    layer."""
 
     modules: Mapping[str, str]
     layer_prefix: str | None = None
+    layer_modules: Mapping[str, str] = field(default_factory=dict)
+    shape: Callable[[Arch], LayerShape] = last_attention_layer
 
 
 AFTER_LAST = MtpNames(

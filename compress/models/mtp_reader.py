@@ -45,7 +45,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
             f"{checkpoint.path} stores no layer that predicts a further token (no tensor '{_fc(table)}'): "
             f"take a checkpoint with one, or {NO_HEAD}"
         )
-    arch = arch_of_head(checkpoint.arch)
+    arch = arch_of_head(checkpoint.arch, family.mtp.shape(checkpoint.arch))
     table = as_stored(table, arch, {name: files.shape(name) for name in files.names()})
     config = read_config(checkpoint.path)
     codec = codec_of(config, codecs)
@@ -78,7 +78,8 @@ def _table(checkpoint: Checkpoint) -> Family:
     first = checkpoint.arch.num_layers if names.layer_prefix is None else 0
     modules = {name: disk.format(layer=f"{prefix}{first}") for name, disk in names.modules.items()}
     outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
-    return replace(family, outer_modules=outer, layer_prefix=prefix, first_layer=first)
+    layer = {**family.layer_modules, **names.layer_modules}
+    return replace(family, outer_modules=outer, layer_modules=layer, layer_prefix=prefix, first_layer=first)
 
 
 def _fc(table: Family) -> str:

@@ -130,8 +130,8 @@ def keep_prefixes(
     """
     if proposer is not None and proposer.feature_layers:
         raise UsageError(
-            "an EAGLE-3 head reads the hidden states of every prompt token, which the prefix cache does "
-            "not keep; leave one of them out (prefix_cache: false, or no speculation with a head)."
+            "an EAGLE-3 or MTP head reads the hidden states of every prompt token, which the prefix cache "
+            "does not keep; leave one of them out (prefix_cache: false, or no speculation with a head)."
         )
     facts = (arch.family, arch.config, kv_format, plan.max_model_len)
     cache = PrefixCache(pool, block_size=block_size, salt="\n".join(map(str, facts)))

@@ -1,6 +1,6 @@
 """A proposer for tests that knows how sequences go on, and errs where it is told to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.engine import Engine
 from compress.runtime.generation import Generation
 from compress.runtime.model_runner import ModelRunner
+from compress.runtime.request import Request
 from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.speculative.state import SpeculativeState
@@ -63,3 +64,29 @@ class ScriptedProposer:
 def acceptance_of(engine: Engine) -> Acceptance:
     assert engine.acceptance is not None
     return engine.acceptance
+
+
+def checked_proposals(
+    engine: Engine,
+    continuation: Callable[[Sequence[int], int], list[int]],
+    requests: list[Request],
+    k: int,
+) -> int:
+    """Serve requests, and return the number of rows whose proposals were those of `continuation`, a function
+    of the tokens so far and of k."""
+    assert engine._speculation is not None
+    proposer = engine._speculation._proposer
+    num_checked = 0
+    propose = proposer.propose
+
+    def checked(rows: Any, state: Any) -> Any:
+        nonlocal num_checked
+        drafts = propose(rows, state)
+        for row, proposed in zip(rows, drafts.tokens_RK.tolist(), strict=True):
+            num_checked += 1
+            assert proposed == continuation(row.tokens, k), (row.params.seed, len(row.tokens))
+        return drafts
+
+    proposer.propose = checked  # type: ignore[method-assign]
+    engine.generate(requests)
+    return num_checked

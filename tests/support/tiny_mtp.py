@@ -28,9 +28,18 @@ MTP_CASES = (
     "qwen3_5_moe_text",
     "qwen3_5",
     "qwen3_5_moe",
+    "mimo_v2_flash",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )
+DENSE = ("exaone_moe", "mimo_v2_flash")
+"""Families whose head has a dense FFN."""
 LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "is_moe_layer")
 """Fields of a config with an entry for each layer."""
+
+
+OTHER_NAMES = {"mimo_v2_flash": {"post_attention_layernorm": "pre_mlp_layernorm"}}
+"""Modules of a head's layer that other layers name otherwise."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def saved_with_mtp(directory: Path, case: str, **changes: Any) -> ReferenceHead:
     config = build_config(family, own).get_text_config()
     num_layers = config.num_hidden_layers
     lists = {
-        name: [*getattr(config, name), _last(name, getattr(config, name))]
+        name: [*getattr(config, name), _last(family, name, getattr(config, name))]
         for name in LISTS
         if getattr(config, name, None) and len(getattr(config, name)) == num_layers
     }
@@ -80,7 +89,9 @@ def saved_with_mtp(directory: Path, case: str, **changes: Any) -> ReferenceHead:
     assert names is not None
     after = f"{family_of(raw).layer_prefix}{num_layers}"
     layer = after if names.layer_prefix is None else f"{names.layer_prefix}0"
-    tensors = {name.replace(f"{after}.", f"{layer}."): each for name, each in tensors.items()}
+    inside = {f"{after}.{own}.": f"{layer}.{other}." for own, other in OTHER_NAMES.get(family, {}).items()}
+    for old, new in {**inside, f"{after}.": f"{layer}."}.items():
+        tensors = {name.replace(old, new): each for name, each in tensors.items()}
     base = _text_model(model)
     norms = {name: _noisy(copy.deepcopy(base.norm)) for name in ("embed_norm", "hidden_norm", "norm")}
     size = config.hidden_size
@@ -96,6 +107,8 @@ def saved_with_mtp(directory: Path, case: str, **changes: Any) -> ReferenceHead:
     one_layer = copy.deepcopy(base)
     one_layer.layers = one_layer.layers[num_layers:]
     one_layer.layers[0].layer_idx = 0
+    if family == "exaone_moe":  # with a rope, in a layer without a window
+        one_layer.layers[0].self_attn.is_sliding = True
     one_layer.norm = norms["norm"]
     one_layer.config.num_hidden_layers = 1
     for name in lists:
@@ -105,9 +118,11 @@ def saved_with_mtp(directory: Path, case: str, **changes: Any) -> ReferenceHead:
     return ReferenceHead(model, one_layer, norms["embed_norm"], norms["hidden_norm"], fc)
 
 
-def _last(name: str, values: list[Any]) -> Any:
-    """Return the type of the head's layer: that of the last with full attention."""
-    return "full_attention" if name == "layer_types" else values[-1]
+def _last(family: str, name: str, values: list[Any]) -> Any:
+    """Return what a list of a config has for the head's layer."""
+    if name == "layer_types":
+        return "sliding_attention" if family == "mimo_v2_flash" else "full_attention"
+    return "dense" if family in DENSE and name == "mlp_layer_types" else values[-1]
 
 
 def _text_model(model: Any) -> Any:

@@ -1,11 +1,15 @@
 """Reference router: logits in float32, then the choice that `models/moe.py` defines.
 
-Products have one shape, so that a row's choice depends on the row alone (`row_product` has the reason).
+Products have one shape, and sigmoids are taken of whole vectors, so that a row's choice depends on the row
+alone (`row_product` and `act_mul` have the reasons).
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from compress.kernels.act_mul.reference import in_whole_vectors
 from compress.kernels.linear.row_product import column_blocks, row_product
 from compress.kernels.operands.routing import RouterWeights
 from compress.kernels.select import Kernel, anything, register
@@ -20,7 +24,13 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
-    routing = moe.route(facts, logits_TE, router.selection_bias_E, router.output_scale_E)
+    routing = moe.route(
+        facts,
+        logits_TE,
+        router.selection_bias_E,
+        router.output_scale_E,
+        sigmoid=partial(in_whole_vectors, torch.sigmoid),
+    )
     of_all_TS = torch.arange(shared, device=x_TD.device).expand(len(x_TD), -1)
     ids_TK = torch.cat((routing.experts_TR, facts.num_experts + of_all_TS), dim=1)
     weights_TK = torch.cat((routing.weights_TR, torch.ones_like(of_all_TS, dtype=torch.float32)), dim=1)

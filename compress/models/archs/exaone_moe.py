@@ -2,9 +2,13 @@
 layer that is dense, and experts chosen by the sigmoids of the router with a bias that their weights do not
 have. The layers that predict further tokens (`mtp`) are not read."""
 
+from dataclasses import replace
+
+from compress.models.arch import Arch
 from compress.models.archs.exaone4 import layers_with_rope, types_of_layers
 from compress.models.archs.glm4_moe import MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.family import FAMILIES, Family
+from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import windows_by_layer_type
 from compress.models.mixture import (
     AS_IN_MEMORY,
@@ -15,10 +19,17 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
-from compress.models.mtp_names import IN_MTP
+from compress.models.mtp_names import IN_MTP, last_attention_layer, with_dense_ffn
 
 _FIELDS = {**SIGMOID_MIXTURE.fields, "num_experts": "num_experts"}
 _SHARED = "num_shared_experts"
+
+
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layer that predicts a further token: attention with a rope and without a
+    window, and a dense FFN."""
+    rope = next((layer.rope for layer in target.layers if layer.rope is not None), None)
+    return with_dense_ffn(target, replace(last_attention_layer(target), rope=rope, window=None))
 
 
 FAMILIES.add(
@@ -36,7 +47,7 @@ FAMILIES.add(
             state_sparse=state_types,
             read_more=shared_of(_SHARED),
         ),
-        mtp=IN_MTP,
+        mtp=replace(IN_MTP, shape=_shape_of_mtp),
         layer_modules={
             **LAYER_MODULES,
             **MIXTURE_MODULES,

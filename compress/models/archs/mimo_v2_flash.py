@@ -29,6 +29,7 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import MtpNames, with_dense_ffn
 from compress.untrusted.fields import Fields
 
 _PERIOD = 6
@@ -159,6 +160,25 @@ def _restated(arch: Arch) -> dict[str, Any]:
     return stated | {name: value for name, value in twins.items() if name in arch.config}
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layers that predict further tokens: attention in a window, and a dense FFN."""
+    windowed = [layer for layer in target.layers if layer.window is not None]
+    return with_dense_ffn(target, (windowed or target.layers)[-1])
+
+
+_MTP = MtpNames(
+    {
+        "embed_norm": "{layer}.enorm",
+        "hidden_norm": "{layer}.hnorm",
+        "fc": "{layer}.eh_proj",
+        "norm": "{layer}.final_layernorm",
+    },
+    "model.mtp.layers.",
+    layer_modules={"ffn_norm": "pre_mlp_layernorm"},
+    shape=_shape_of_mtp,
+)
+
+
 FAMILIES.add(
     "mimo_v2_flash",
     Family(
@@ -177,6 +197,7 @@ FAMILIES.add(
             is_sparse=sparse_by_type,
             state_sparse=state_types,
         ),
+        mtp=_MTP,
         layer_modules={
             **LAYER_MODULES,
             "attn.sinks": "self_attn.attention_sink_bias",

@@ -19,9 +19,11 @@ from torch import Tensor
 from compress.kernels.linear import row_product
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
 from compress.kernels.operands.rows import INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
 from compress.kernels.select import Kernel, candidates, select
+from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
@@ -223,6 +225,31 @@ def test_mixtures_of_streams(kernel: Kernel, dtype: torch.dtype, num_rows: int, 
         return torch.cat((rows.to(torch.float32), factors), dim=1)
 
     assert not breaches(mixed, randn(num_rows, 4 * size, dtype=dtype))
+
+
+@each_kernel("router", n=83, k=48)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_topk", "sparsemixer"])
+@pytest.mark.parametrize("num_experts", [6, 40, 83])
+def test_routers(kernel: Kernel, dtype: torch.dtype, score: Any, num_experts: int) -> None:
+    has_bias = score == "sigmoid"
+    facts = Experts(
+        num_experts=num_experts,
+        top_k=2,
+        expert_size=16,
+        score=score,
+        renormalize=score in ("softmax", "sigmoid"),
+        selection_bias=has_bias,
+        jitter=0.01 if score == "sparsemixer" else 0.0,
+    )
+    weight_ED = randn(num_experts, 48, seed=2, dtype=dtype)
+    bias_E = randn(num_experts, seed=3) if has_bias else None
+    router = RouterWeights(weight_ED, None, bias_E, None, torch.zeros(COUNTED_ROWS, dtype=torch.int32))
+
+    def routed(x_TD: Tensor) -> Tensor:
+        ids_TK, weights_TK = kernel.fn(x_TD, router, facts)
+        return torch.cat((ids_TK.to(torch.float32), weights_TK), dim=1)
+
+    assert not breaches(routed, randn(33, 48, dtype=dtype))
 
 
 @each_kernel("act_mul", n=83, k=0)

@@ -24,7 +24,7 @@ from compress.runtime.speculative import decoding, head_proposer
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.rehearsed_graphs import RehearsedGraphs
-from tests.support.scripted_proposer import acceptance_of
+from tests.support.scripted_proposer import acceptance_of, checked_proposals
 from tests.support.slow import slow
 from tests.unit.runtime.test_speculative_engine import (
     TARGETS,
@@ -79,23 +79,7 @@ def checked_steps(
     engine: Engine, source: WeightSource, head: Eagle3Head, requests: list[Request], k: int
 ) -> int:
     """Rows whose proposals were those of the module; the engine has served the requests then."""
-    assert engine._speculation is not None
-    proposer = engine._speculation._proposer
-    oracle = Oracle(source, head)
-    num_checked = 0
-    propose = proposer.propose
-
-    def checked(rows: Any, state: Any) -> Any:
-        nonlocal num_checked
-        drafts = propose(rows, state)
-        for row, proposed in zip(rows, drafts.tokens_RK.tolist(), strict=True):
-            num_checked += 1
-            assert proposed == oracle.continuation(row.tokens, k), (row.params.seed, len(row.tokens))
-        return drafts
-
-    proposer.propose = checked  # type: ignore[method-assign]
-    engine.generate(requests)
-    return num_checked
+    return checked_proposals(engine, Oracle(source, head).continuation, requests, k)
 
 
 def greedy(requests: list[Request]) -> list[Request]:
