@@ -227,7 +227,8 @@ def serve_command(
         return "compress serve <this directory>"
     words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
     if method is not None:
-        config = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
+        draft = {} if method == "mtp" else {"model": f"<this directory>/{DRAFT_FOLDER}"}
+        config = {**draft, "num_speculative_tokens": k, "method": method}
         words.append(f"--speculative-config '{json.dumps(config)}'")
     return " ".join(word for word in words if word)
 

@@ -11,6 +11,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
 from compress.models.family import family_of_arch
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
+from compress.models.mtp_tensors import MtpTensors
 from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
@@ -28,11 +29,13 @@ def write_format(
     source: WeightSource,
     scheme: ModelScheme | None,
     *,
+    mtp: MtpTensors | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a quantized model as a Hugging Face directory in the format of that name, with its graph if the
-    format has one; without a scheme, a dense one with its KV cache. The config states the dtype in which the
-    model computes, also where the format stores dense weights in another.
+    format has one; without a scheme, a dense one with its KV cache. `mtp` are the layers that predict further
+    tokens. The config states the dtype in which the model computes, also where the format stores dense
+    weights in another.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -62,6 +65,7 @@ def write_format(
             linears=list(dict.fromkeys(linears)),
             untouched=[
                 *family.untouched_modules,
+                *(() if mtp is None else map(family.to_memory, mtp.modules)),
                 *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
             ],
         )
@@ -72,6 +76,7 @@ def write_format(
         codec=form.codec,
         quantization_config=config,
         fields=restated_fields(source.arch),
+        more=() if mtp is None else mtp.tensors(),
         max_shard_bytes=max_shard_bytes,
     )
     if isinstance(form, GraphFormat):

@@ -102,6 +102,12 @@ class Checkpoint:
         return self._arch
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        dtype: torch.dtype = getattr(torch, self._arch.dtype)
+        return dtype
+
+    @property
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint, and for one that is read so."""

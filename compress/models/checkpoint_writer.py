@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: export by the exact inverse of the table by which `checkpoint.py` imports."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ def write_checkpoint(
     codec: Codec | None = None,
     quantization_config: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
+    more: Iterable[tuple[str, Tensor]] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
-    memory. `fields` are added to the config of the language model.
+    memory. `fields` are added to the config of the language model, and `more` tensors to its files by the
+    names that they have there.
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.
@@ -102,6 +104,8 @@ def write_checkpoint(
         anothers = {} if shape.kv_source is None else kv_scales[shape.kv_source]
         for name, value in with_shared_scales(shape, {**weights, **anothers}).items():
             add(f"layers.{idx}.{name}", value)
+    for name, tensor in more:
+        shards.add(name, tensor)
     shards.finish()
     if quantization_config is not None:
         config["quantization_config"] = dict(quantization_config)

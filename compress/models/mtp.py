@@ -41,7 +41,7 @@ from compress.untrusted.fields import Fields
 
 MTP_NAME = "mtp.safetensors"
 KIND = "mtp"
-"""What the facts of a draft call it."""
+"""The name of this kind of draft in facts."""
 LAYER = "layers.0."
 OUTER = ("target_norm", "embed_norm", "hidden_norm", "fc", "norm")
 """The modules of a head besides its layer."""

@@ -28,7 +28,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
     without codes is dense, whatever the config states: programs that quantize often leave it as it was.
 
     Raises:
-        UsageError: the checkpoint stores none, or its family is not known to have one.
+        UsageError: the checkpoint stores none, or models of its family are read without one.
         UnsupportedArch: a tensor is missing or misshapen.
         UnsupportedFormat: codes that are not read.
     """

@@ -10,10 +10,10 @@ from compress.quant.kv import KV_SCALES
 def passed_over(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
     """Return how the names of tensors begin that a reader of these `stored` names passes over."""
     of_layers = (*_modules_of_others(names, arch), *_norms_of_dense_layers(names, arch))
-    return (*_prefixes_of_predictors(names, arch, stored), *of_layers)
+    return (*prefixes_of_predictors(names, arch, stored), *of_layers)
 
 
-def _prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
+def prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) -> tuple[str, ...]:
     """Return how the names of tensors begin that are of layers after the last, each of which joins a hidden
     state and the next token to predict the one after (arXiv 2412.19437), and which the decoder does not
     read."""

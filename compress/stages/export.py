@@ -15,16 +15,27 @@ from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.errors import UnsupportedFormat, UsageError
-from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, OneScaleFormat, dense_itemsize, is_graph, kv_note
+from compress.export import (
+    DRAFT_FOLDER,
+    FORMATS,
+    PROPOSED,
+    OneScaleFormat,
+    dense_itemsize,
+    is_graph,
+    kv_note,
+    open_weights,
+)
 from compress.export.format_writer import GRAPH_SHARD_BYTES, write_format
 from compress.export.refusals import TAKE_ONE_SCALE, check_rules
 from compress.export.speculators import write_speculators
 from compress.methods.quantize import Rounder
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
+from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of_arch
+from compress.models.mtp_tensors import mtp_tensors
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec, checked_by, list_to_tuple
@@ -160,12 +171,15 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
     scheme = store.scheme
+    source = open_weights(inputs.source.path)
+    blocks = FORMATS.get("fp8").codec
+    mtp = mtp_tensors(source, store.arch, blocks) if isinstance(source, Checkpoint) else None
     name, *others = spec.formats
     for idx, each in enumerate(spec.formats):
         ctx.boundary(idx, len(spec.formats), f"writing {each}")
         directory = out.path if each == name else out.path / FORMATS_FOLDER / each
         directory.mkdir(parents=True, exist_ok=True)
-        write_format(each, directory, store, scheme)
+        write_format(each, directory, store, scheme, mtp=None if is_graph(each) else mtp)
         inputs.source.copy_text_files(directory)
         inputs.source.copy_documents(directory)
     manifest = artifact.manifest

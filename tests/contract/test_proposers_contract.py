@@ -13,6 +13,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.random_mtp import random_mtp
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -29,6 +30,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "eagle3": lambda: {
         "head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)
     },
+    "mtp": lambda: {"head": random_mtp(source().arch, device=CPU, dtype=torch.float32)},
 }
 """Options that have no default."""
 each_proposer = pytest.mark.parametrize("name", PROPOSERS.names())

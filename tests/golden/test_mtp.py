@@ -21,6 +21,11 @@ from tests.support.tiny_hf import saved, tokens
 from tests.support.tiny_mtp import MTP_CASES, saved_with_mtp
 
 CPU = torch.device("cpu")
+WIDTHS = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128),
+    **{"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4},
+}
+"""Whole blocks of FP8 in each linear."""
 
 
 def read(path: Path) -> MtpHead:
@@ -72,9 +77,7 @@ def in_blocks_of_fp8(path: Path, *, of_head: bool) -> None:
 @pytest.mark.parametrize("of_head", [True, False])
 def test_linears_of_a_head_are_read_as_they_are_stored(of_head: bool, tmp_path: Path) -> None:
     """Programs that quantize may leave the head as it was, and not list it."""
-    widths = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
-    widths |= {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    saved_with_mtp(tmp_path, "glm4-moe", **widths)
+    saved_with_mtp(tmp_path, "glm4-moe", **WIDTHS)
     dense = read(tmp_path)
     in_blocks_of_fp8(tmp_path, of_head=of_head)
     head = read(tmp_path)

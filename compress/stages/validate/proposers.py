@@ -1,4 +1,5 @@
-"""The proposers that are measured with the candidate: its draft and prompt lookup; and the prompts."""
+"""The proposers that are measured with the candidate: its draft, the MTP head of its checkpoint and prompt
+lookup; and the prompts."""
 
 import gc
 from collections.abc import Mapping
@@ -11,8 +12,10 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
-from compress.export import DRAFT_FOLDER
-from compress.export.draft import is_draft_head, open_draft
+from compress.export import DRAFT_FOLDER, open_weights
+from compress.export.draft import is_draft_head, open_draft, open_mtp
+from compress.models.checkpoint import Checkpoint
+from compress.models.mtp_reader import has_mtp
 from compress.models.weights import WeightSource
 from compress.runtime.engine import Engine
 from compress.runtime.speculative.ngram import NGram
@@ -49,19 +52,33 @@ def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
 def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
     """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
     path = draft_path(inputs)
-    if spec is None or (path is None and spec.kind == "draft"):
+    mtp = _checkpoint_with_mtp(inputs)
+    if spec is None or (path is None and mtp is None and spec.kind == "draft"):
         return {}
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
-    if path is None:
-        return lookup
-    draft = {"eagle3" if is_draft_head(path) else "draft": open_draft(path)}
-    return draft | lookup if spec.kind == "draft" else lookup | draft
+    drafts: dict[str, ProposerOptions] = {}
+    if path is not None:
+        drafts["eagle3" if is_draft_head(path) else "draft"] = open_draft(path)
+    if mtp is not None:
+        drafts["mtp"] = open_mtp(mtp)
+    return drafts | lookup if spec.kind == "draft" else lookup | drafts
+
+
+def _checkpoint_with_mtp(inputs: Inputs) -> Path | None:
+    """Return the candidate's checkpoint if it stores an MTP head that is read."""
+    if Port.CHECKPOINT not in inputs.ports:
+        return None
+    path = inputs[Port.CHECKPOINT].path
+    checkpoint = open_weights(path)
+    return path if isinstance(checkpoint, Checkpoint) and has_mtp(checkpoint) else None
 
 
 def draft_method(inputs: Inputs) -> str | None:
     """Return vLLM's name for the kind of draft that the candidate has."""
     path = draft_path(inputs)
-    return None if path is None else "eagle3" if is_draft_head(path) else "draft_model"
+    if path is None:
+        return None if _checkpoint_with_mtp(inputs) is None else "mtp"
+    return "eagle3" if is_draft_head(path) else "draft_model"
 
 
 def speculate(

@@ -122,10 +122,12 @@ EMBEDDED = "builtin://python-eval"
 
 
 class Speculation(Spec):
-    """How the artifact is served with the draft that lies in it, or by prompt lookup."""
+    """How the artifact is served with the draft or the MTP head that lies in it, or by prompt lookup."""
 
     kind: Literal["draft", "ngram"] = Field(
-        "draft", description="who proposes; lookup is measured beside a draft in any case"
+        "draft",
+        description="who proposes: a draft, or the layer of the checkpoint that predicts a further token, or "
+        "lookup, which is measured beside them in any case",
     )
     k: int = Field(PROPOSED, ge=1, le=MAX_K, description="tokens proposed a step")
     rule: Rule = Field(

@@ -1,0 +1,105 @@
+"""Layers that predict further tokens in the exports of their model: they stay where other programs read
+them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.export import FORMATS, codecs, open_checkpoint
+from compress.export.format_writer import write_format
+from compress.models.checkpoint import Checkpoint
+from compress.models.mtp_reader import read_mtp
+from compress.models.mtp_tensors import mtp_tensors
+from compress.models.weights import dense
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES
+from tests.golden.test_families import tensors_of
+from tests.golden.test_mtp import WIDTHS, in_blocks_of_fp8
+from tests.support.tiny_mtp import saved_with_mtp
+from tests.support.wrappers import Rounded
+
+BLOCKS = FORMATS.get("fp8").codec
+OF_HEAD = {
+    "glm4-moe": r"^model\.layers\.3\.",
+    "exaone_moe": r"^mtp\.",
+    "mimo_v2_flash": r"^model\.mtp\.",
+    "qwen3_next": r"^mtp\.",
+}
+"""The names of tensors of the head of a case."""
+
+
+def exported(path: Path, source: Checkpoint, form: str, scheme: str) -> Path:
+    """Write an export of a model whose linears have a scheme."""
+    whole = ModelScheme(SCHEMES[scheme])
+    path.mkdir()
+    write_format(form, path, Rounded(source, whole), whole, mtp=mtp_tensors(source, source.arch, BLOCKS))
+    return path
+
+
+def of_head(case: str, path: Path) -> dict[str, Tensor]:
+    return {name: each for name, each in tensors_of(path).items() if re.search(OF_HEAD[case], name)}
+
+
+@pytest.mark.parametrize("case", OF_HEAD)
+@pytest.mark.parametrize("form", ["compressed-tensors"])
+def test_a_head_is_exported_as_it_is_and_read_again(case: str, form: str, tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path / "source", case)
+    source = open_checkpoint(tmp_path / "source")
+    path = exported(tmp_path / "out", source, form, "FP8_DYNAMIC")
+    before, after = of_head(case, tmp_path / "source"), of_head(case, path)
+    assert before
+    assert before.keys() == after.keys()
+    assert all(torch.equal(each, after[name]) for name, each in before.items())
+    stated = json.loads((path / "config.json").read_text())["quantization_config"]
+    modules = {name.rpartition(".")[0] for name in after}
+    patterns = [each.removeprefix("re:") for each in stated["ignore"]]
+    assert all(any(re.match(each, module) for each in patterns) for module in modules)
+    heads = [read_mtp(open_checkpoint(each), codecs()).weights for each in (tmp_path / "source", path)]
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(dense(each), dense(heads[1][name])) for name, each in heads[0].items())
+
+
+@pytest.mark.parametrize("form", ["fp8", "compressed-tensors"])
+def test_a_head_in_blocks_of_fp8_is_exported_dense(form: str, tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path / "source", "glm4-moe", **WIDTHS)
+    in_blocks_of_fp8(tmp_path / "source", of_head=True)
+    source = open_checkpoint(tmp_path / "source")
+    path = tmp_path / "out"
+    path.mkdir()
+    scheme = ModelScheme(SCHEMES["FP8_BLOCK"])
+    write_format(form, path, source, scheme, mtp=mtp_tensors(source, source.arch, BLOCKS))
+    after = of_head("glm4-moe", path)
+    assert after
+    assert all(each.dtype == torch.float32 for each in after.values())
+    wanted, found = (read_mtp(open_checkpoint(each), codecs()) for each in (tmp_path / "source", path))
+    assert wanted.weights.keys() == found.weights.keys()
+    for name, each in wanted.weights.items():
+        assert torch.equal(dense(each), dense(found.weights[name])), name
+
+
+def test_a_head_follows_the_last_of_the_layers_that_are_left(tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path, "glm4-moe")
+    source = open_checkpoint(tmp_path)
+    fewer = source.arch.replace(layers=source.arch.layers[1:])
+    found = mtp_tensors(source, fewer, BLOCKS)
+    assert found is not None
+    assert found.modules == ("model.layers.2",)
+    assert {name for name, _ in found.tensors()} == {
+        name.replace("layers.3.", "layers.2.") for name in of_head("glm4-moe", tmp_path)
+    }
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": 2}, {"experts": None}])
+def test_a_head_of_other_widths_than_the_model_is_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path, "glm4-moe")
+    source = open_checkpoint(tmp_path)
+    *before, last = source.arch.layers
+    other = source.arch.replace(layers=(*before, replace(last, **changes)))
+    assert mtp_tensors(source, other, BLOCKS) is None
+    assert mtp_tensors(source, source.arch, BLOCKS) is not None
