@@ -10,6 +10,7 @@ from compress.export import DRAFT_FOLDER, codecs, open_checkpoint, open_weights
 from compress.export.speculators import is_eagle3, open_eagle3
 from compress.models.config_file import CONFIG_NAME
 from compress.models.eagle3 import draft_head
+from compress.models.mtp import KIND, mtp_of_draft
 from compress.models.mtp_reader import read_mtp
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
@@ -45,13 +46,14 @@ def open_mtp(checkpoint: Path) -> Mtp:
     return Mtp(read_mtp(open_checkpoint(checkpoint), codecs()))
 
 
-def is_draft_head(path: Path) -> bool:
-    """Return whether a directory holds an EAGLE-3 head, in the layout of `speculators` or as the draft
-    stage's own artifact.
+def kind_of_draft(path: Path) -> str:
+    """Return the name of the proposer that the draft in a directory is for, as other programs call it, too:
+    that of a head in the layout of `speculators` or as the draft stage's own artifact, or of a draft model.
     """
     if (path / MANIFEST_NAME).exists():
-        return bool(open_artifact(path).manifest.facts.get("draft", {}).get("kind") == "eagle3")
-    return is_eagle3(path)
+        kind = open_artifact(path).manifest.facts.get("draft", {}).get("kind")
+        return str(kind) if kind in ("eagle3", KIND) else "draft_model"
+    return "eagle3" if is_eagle3(path) else "draft_model"
 
 
 def open_draft(path: Path) -> ProposerOptions:
@@ -61,7 +63,10 @@ def open_draft(path: Path) -> ProposerOptions:
         UsageError: there is no model in it.
         UnsupportedArch, UnsupportedFormat: it is not understood wholly.
     """
-    if not is_draft_head(path):
+    kind = kind_of_draft(path)
+    if kind == "draft_model":
         return DraftModel(open_weights(path))
+    if kind == KIND:
+        return Mtp(mtp_of_draft(open_artifact(path)))
     has_manifest = (path / MANIFEST_NAME).exists()
     return Eagle3(draft_head(open_artifact(path)) if has_manifest else open_eagle3(path))

@@ -77,6 +77,7 @@ def write_format(
         quantization_config=config,
         fields=restated_fields(source.arch),
         more=() if mtp is None else mtp.tensors(),
+        instead=None if mtp is None else mtp.instead,
         max_shard_bytes=max_shard_bytes,
     )
     if isinstance(form, GraphFormat):

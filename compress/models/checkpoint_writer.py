@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: export by the exact inverse of the table by which `checkpoint.py` imports."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.artifact.tensors import ShardWriter
 from compress.errors import UnsupportedFormat
+from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import CONFIG_NAME
 from compress.models.family import Family, family_of_arch
@@ -25,54 +26,52 @@ from compress.quant.scheme import QuantizedWeight
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def write_checkpoint(
-    directory: Path,
-    source: WeightSource,
-    *,
-    codec: Codec | None = None,
-    quantization_config: Mapping[str, Any] | None = None,
-    fields: Mapping[str, Any] | None = None,
-    more: Iterable[tuple[str, Tensor]] = (),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
-    memory. `fields` are added to the config of the language model, and `more` tensors to its files by the
-    names that they have there.
+class TensorWriter:
+    """Hands parameters to `write` as tensors of a checkpoint: by the names and in the layout that a family
+    has on disk. Those that share a tensor wait for one another."""
 
-    Raises:
-        UnsupportedFormat: the source has quantized weights and no codec was given.
-    """
-    arch = source.arch
-    family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
-    shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
-    waiting: dict[str, dict[str, Tensor | QuantizedWeight]] = {}
-    with_others = {
-        family.tensor(f"layers.{idx}.{name}") for idx in range(arch.num_layers) for name in family.first_rows
-    }
-    untouched: dict[str, Tensor] = {}
-    config = family.changed(family.write_config(arch), **(fields or {}))
+    def __init__(
+        self, family: Family, arch: Arch, write: Callable[[str, Tensor], None], codec: Codec | None = None
+    ) -> None:
+        self._family = family
+        self._arch = arch
+        self._write = write
+        self._codec = codec
+        self._waiting: dict[str, dict[str, Tensor | QuantizedWeight]] = {}
+        self._with_others = {
+            family.tensor(f"layers.{idx}.{name}")
+            for idx in range(arch.num_layers)
+            for name in family.first_rows
+        }
+        self._untouched: dict[str, Tensor] = {}
 
-    def add(name: str, value: Tensor | QuantizedWeight) -> None:
+    def add(self, name: str, value: Tensor | QuantizedWeight) -> None:
+        """Write a parameter, or the tensor that it completes.
+
+        Raises:
+            UnsupportedFormat: the parameter is quantized and there is no codec.
+        """
+        family, arch = self._family, self._arch
         if name.startswith(UNTOUCHED):
             assert isinstance(value, Tensor)
             stored = name.removeprefix(UNTOUCHED)
-            if stored in with_others:
-                untouched[stored] = value
-            shards.add(stored, value)
+            if stored in self._with_others:
+                self._untouched[stored] = value
+            self._write(stored, value)
             return
         module = name.rpartition(".")[0]
         stored = family.tensor(name)
         if family.rows_with_others(name):
-            _check_first_row(stored, untouched.get(stored), value)
+            _check_first_row(stored, self._untouched.get(stored), value)
             return
         members = members_of(family, arch, name)
         all_experts = family.holds_all_experts(module)
         if len(members) > 1 or module.endswith(ROTATED) or all_experts:
-            found = waiting.setdefault(stored, {})
+            found = self._waiting.setdefault(stored, {})
             found[name] = value
             if len(found) < len(members):
                 return
-            del waiting[stored]
+            del self._waiting[stored]
             parts = [found[each] for each in members]
             places = places_of(family, arch, members, [part.shape[0] for part in parts])
             value = expert_stack(places, parts, stored) if all_experts else stacked(stored, places, parts)
@@ -83,18 +82,43 @@ def write_checkpoint(
             if name.endswith(tuple(KV_SCALES.values())):
                 value = value.reshape(1)  # consumers want [1]
             for each, part in parts_of(family, arch, name, value):
-                shards.add(each, part)
-        elif codec is None:
+                self._write(each, part)
+        elif self._codec is None:
             raise UnsupportedFormat(
                 f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "
                 "format."
             )
         else:
-            for each, tensor in codec.encode(value).items():
-                shards.add(f"{family.to_disk(module)}.{each}", tensor)
+            for each, tensor in self._codec.encode(value).items():
+                self._write(f"{family.to_disk(module)}.{each}", tensor)
 
+
+def write_checkpoint(
+    directory: Path,
+    source: WeightSource,
+    *,
+    codec: Codec | None = None,
+    quantization_config: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    more: Iterable[tuple[str, Tensor]] = (),
+    instead: Mapping[str, Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
+    memory. `fields` are added to the config of the language model, and `more` tensors to its files by the
+    names that they have there; `instead` are those that take the place of untouched ones.
+
+    Raises:
+        UnsupportedFormat: the source has quantized weights and no codec was given.
+    """
+    arch = source.arch
+    family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
+    shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
+    add = TensorWriter(family, arch, shards.add, codec).add
+    config = family.changed(family.write_config(arch), **(fields or {}))
     for name, value in source.outer().items():
-        add(name, value)
+        other = (instead or {}).get(name.removeprefix(UNTOUCHED)) if name.startswith(UNTOUCHED) else None
+        add(name, value if other is None else other)
     kv_scales: dict[int, Weights] = {}
     for idx, shape in enumerate(arch.layers):
         weights = source.layer(idx)

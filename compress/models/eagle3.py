@@ -234,6 +234,15 @@ class Eagle3Decoder(nn.Module):
         fused: Tensor = self.fc(features_BSE)
         return fused
 
+    def normed(self, out_BSD: Tensor) -> Tensor:
+        """Return g as the head reads it."""
+        normed: Tensor = self.norm(out_BSD)
+        return normed
+
+    def own_head(self) -> Tensor:
+        """Return the matrix of logits [W, D]."""
+        return self.head.weight
+
     def forward(
         self,
         embedded_BSD: Tensor,

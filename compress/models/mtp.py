@@ -81,6 +81,13 @@ class MtpDecoder(nn.Module):
         fused: Tensor = self.target_norm(features_BSD)
         return fused
 
+    def normed(self, out_BSD: Tensor) -> Tensor:
+        """Return g, which is normed already."""
+        return out_BSD
+
+    def own_head(self) -> None:
+        """Return None: the target's head computes logits."""
+
     def forward(
         self,
         embedded_BSD: Tensor,

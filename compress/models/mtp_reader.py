@@ -20,7 +20,9 @@ NO_HEAD = "draft with a smaller model, an EAGLE-3 head or by n-grams instead."
 
 def has_mtp(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint stores an MTP head of which the names are known."""
-    return checkpoint.family.mtp is not None and _fc(_table(checkpoint)) in checkpoint.files
+    if checkpoint.family.mtp is None:
+        return False
+    return _fc(mtp_table(checkpoint.family, checkpoint.arch.num_layers)) in checkpoint.files
 
 
 def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpHead:
@@ -39,7 +41,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
             f"token; {NO_HEAD}"
         )
     files = checkpoint.files
-    table = _table(checkpoint)
+    table = mtp_table(family, checkpoint.arch.num_layers)
     if _fc(table) not in files:
         raise UsageError(
             f"{checkpoint.path} stores no layer that predicts a further token (no tensor '{_fc(table)}'): "
@@ -68,14 +70,13 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
     return MtpHead(arch, {**stored.outer(), **layer})
 
 
-def _table(checkpoint: Checkpoint) -> Family:
-    """Return the table of the family with the names of its MTP head: those of the modules outside of its
-    layer, and of the layer, which has index 0."""
-    family = checkpoint.family
+def mtp_table(family: Family, num_layers: int) -> Family:
+    """Return the table of a family with the names of the MTP head of a model of so many layers: those of the
+    modules outside of its layer, and of the layer, which has index 0."""
     names = family.mtp
     assert names is not None
     prefix = family.layer_prefix if names.layer_prefix is None else names.layer_prefix
-    first = checkpoint.arch.num_layers if names.layer_prefix is None else 0
+    first = num_layers if names.layer_prefix is None else 0
     modules = {name: disk.format(layer=f"{prefix}{first}") for name, disk in names.modules.items()}
     outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
     layer = {**family.layer_modules, **names.layer_modules}

@@ -3,14 +3,18 @@ the names that the checkpoint has, because other programs read them there.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import TensorWriter
+from compress.models.mtp import MtpHead
+from compress.models.mtp_reader import has_mtp, mtp_table
 from compress.models.passed_over import prefixes_of_predictors
+from compress.models.stored_tensors import as_stored
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import SCHEMES
 
@@ -26,17 +30,42 @@ class MtpTensors:
     checkpoint: Checkpoint
     names: dict[str, str]
     modules: tuple[str, ...]
-    block_codec: ForeignCodec | None = field(repr=False)
+    block_codec: ForeignCodec = field(repr=False)
+    trained: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Tensors of a head that was trained, by their names in the export, which go there instead."""
+
+    def with_head(self, head: MtpHead, num_layers: int) -> "MtpTensors":
+        """Return the tensors with those of a head that was trained, of a model of so many layers."""
+        table = mtp_table(self.checkpoint.family, num_layers)
+        files = self.checkpoint.files
+        stored = mtp_table(self.checkpoint.family, self.checkpoint.arch.num_layers)
+        stored = as_stored(stored, head.arch, {name: files.shape(name) for name in files.names()})
+        table = replace(table, expert_layouts=stored.expert_layouts)
+        trained: dict[str, Tensor] = {}
+        writer = TensorWriter(table, head.arch, trained.__setitem__)
+        for name, value in head.weights.items():
+            if not name.startswith("target_norm."):
+                writer.add(name, value)
+        return replace(self, trained=trained)
+
+    @property
+    def instead(self) -> dict[str, Tensor]:
+        """The trained tensors that are among the untouched parts of the model."""
+        own = {*self.names.values()}
+        return {name: each for name, each in self.trained.items() if name not in own}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
+        """Yield the tensors by their names in the export, without those of untouched parts; codes are widened
+        to the dtype of the model."""
         files = self.checkpoint.files
         for name, exported in self.names.items():
             scales = f"{name}{_BLOCKS}"
+            if exported in self.trained:
+                yield exported, self.trained[exported]
+                continue
             if scales not in files:
                 yield exported, files.get(name)
                 continue
-            assert self.block_codec is not None
             leaves = {"weight": files.get(name), f"weight{_BLOCKS}": files.get(scales)}
             weight = self.block_codec.decode(leaves, SCHEMES["FP8_BLOCK"])
             yield exported, weight.dequantize().to(self.checkpoint.dtype)
@@ -45,7 +74,8 @@ class MtpTensors:
 def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec) -> MtpTensors | None:
     """Return the layers that predict further tokens for exports of a model that was made of a checkpoint;
     `block_codec` reads weights in blocks of FP8. None where there are none, where the model has other widths
-    than the layers, where they are among its untouched parts, or where they are in codes of another kind.
+    than the layers, or where they are in codes of another kind. Those among its untouched parts have no names
+    here.
     """
     family, source, files = checkpoint.family, checkpoint.arch, checkpoint.files
     if family.mtp is None:
@@ -68,7 +98,9 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
             return None
         names[name] = moved(name)
     modules = tuple(sorted(moved(each).removesuffix(".") for each in prefixes))
-    return MtpTensors(checkpoint, names, modules, block_codec) if names else None
+    if not names:
+        return MtpTensors(checkpoint, {}, (), block_codec) if has_mtp(checkpoint) else None
+    return MtpTensors(checkpoint, names, modules, block_codec)
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:

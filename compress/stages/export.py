@@ -35,6 +35,7 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of_arch
+from compress.models.mtp import KIND, mtp_of_draft
 from compress.models.mtp_tensors import mtp_tensors
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
@@ -174,6 +175,9 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     source = open_weights(inputs.source.path)
     blocks = FORMATS.get("fp8").codec
     mtp = mtp_tensors(source, store.arch, blocks) if isinstance(source, Checkpoint) else None
+    draft = open_artifact(inputs[Port.DRAFT].path) if Port.DRAFT in inputs.ports else None
+    if mtp is not None and draft is not None and draft.manifest.facts["draft"]["kind"] == KIND:
+        mtp = mtp.with_head(mtp_of_draft(draft), store.arch.num_layers)
     name, *others = spec.formats
     for idx, each in enumerate(spec.formats):
         ctx.boundary(idx, len(spec.formats), f"writing {each}")
@@ -186,10 +190,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
     if others:
         facts["formats"] = {each: f"{FORMATS_FOLDER}/{each}" for each in others}
-    if Port.DRAFT in inputs.ports:
-        facts |= _write_draft(
-            open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER
-        )
+    if draft is not None:
+        facts |= _write_draft(draft, store.arch, inputs.source, out.path / DRAFT_FOLDER)
     out.describe(
         role="checkpoint",
         arch=manifest.arch,
@@ -219,7 +221,7 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
             architectures=architectures,
             k=PROPOSED,
         )
-    else:
+    elif facts["kind"] != KIND:  # an MTP head is in the checkpoint itself
         store = CanonicalStore(artifact)
         if store.arch.vocab_size != target.vocab_size:
             raise UsageError(

@@ -14,7 +14,7 @@ from compress.calibrate.layer_state import LayerPass, LayerState
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import CrossMoment, SecondMoment, Stat
 from compress.context import Context
-from compress.distill.eagle3 import Eagle3Objective, Target
+from compress.distill.draft_head import DraftHeadObjective, Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.student import Shape, sliced_decoder, student_arch
@@ -329,7 +329,7 @@ def test_an_eagle3_head_of_every_family_is_trained(family: str) -> None:
     source = MemorySource(target, dtype=torch.float32)
     vocabulary_W = torch.arange(40)
     head = fresh_eagle3(facts, source, vocabulary_W, generator=torch.Generator().manual_seed(0))
-    objective = Eagle3Objective(Divergence(), Target(target, facts.layer_ids, vocabulary_W, device=CPU), 2)
+    objective = DraftHeadObjective(Divergence(), Target(target, facts.layer_ids, vocabulary_W, device=CPU), 2)
     loss = objective(head, tokens(2, 17))
     loss.backward()
     assert 0 < float(loss) < float("inf")

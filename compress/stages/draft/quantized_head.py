@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.stats import InputStats, Stat
-from compress.distill.eagle3 import Target, unrolled
+from compress.distill.draft_head import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.quantize import Refiner, Rounder
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes

@@ -13,7 +13,7 @@ from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.export import DRAFT_FOLDER, open_weights
-from compress.export.draft import is_draft_head, open_draft, open_mtp
+from compress.export.draft import kind_of_draft, open_draft, open_mtp
 from compress.models.checkpoint import Checkpoint
 from compress.models.mtp_reader import has_mtp
 from compress.models.weights import WeightSource
@@ -58,7 +58,8 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
     drafts: dict[str, ProposerOptions] = {}
     if path is not None:
-        drafts["eagle3" if is_draft_head(path) else "draft"] = open_draft(path)
+        kind = kind_of_draft(path)
+        drafts["draft" if kind == "draft_model" else kind] = open_draft(path)
     if mtp is not None:
         drafts["mtp"] = open_mtp(mtp)
     return drafts | lookup if spec.kind == "draft" else lookup | drafts
@@ -78,7 +79,7 @@ def draft_method(inputs: Inputs) -> str | None:
     path = draft_path(inputs)
     if path is None:
         return None if _checkpoint_with_mtp(inputs) is None else "mtp"
-    return "eagle3" if is_draft_head(path) else "draft_model"
+    return kind_of_draft(path)
 
 
 def speculate(

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from compress.distill.eagle3 import Eagle3Objective, Target
+from compress.distill.draft_head import DraftHeadObjective, Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.train import TrainConfig, Training, Windows
@@ -92,7 +92,7 @@ def test_an_eagle3_head_learns_from_the_drafted_tokens_that_count():
     words = torch.arange(ARCH.vocab_size)
     facts = eagle3_facts(ARCH, draft_vocab_size=len(words))
     head = fresh_eagle3(facts, tiny_source(ARCH), words, generator=torch.Generator().manual_seed(1))
-    objective = Eagle3Objective(Divergence(), Target(decoder, facts.layer_ids, words, device=CPU), 3)
+    objective = DraftHeadObjective(Divergence(), Target(decoder, facts.layer_ids, words, device=CPU), 3)
     tokens = TOKENS.to(torch.int64)
     whole = objective(head, tokens)
     assert float(objective(head, tokens, torch.ones(tokens.shape))) == pytest.approx(float(whole), rel=1e-6)

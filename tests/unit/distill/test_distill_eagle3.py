@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3, unrolled
+from compress.distill.draft_head import DraftHeadObjective, Target, frequent_tokens, measure_head, unrolled
 from compress.distill.losses import Divergence
 from compress.distill.train import TrainConfig, Training
 from compress.errors import UnsupportedFormat
@@ -113,7 +113,7 @@ def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
     _, _, final_BSD = target.features(tokens_BS[:, :-1])
     copies = iter([final_BSD[:, 1:], final_BSD[:, 2:], final_BSD[:, 3:]])
     head.norm.forward = lambda x: next(copies)  # type: ignore[method-assign]
-    loss = Eagle3Objective(Divergence("forward_kl"), target, 3)(head, tokens_BS)
+    loss = DraftHeadObjective(Divergence("forward_kl"), target, 3)(head, tokens_BS)
     assert abs(float(loss.detach())) < 1e-6
 
 
@@ -124,13 +124,13 @@ def test_a_trained_head_is_accepted_more_often(target: Decoder, kind: str) -> No
     head = make_head(target.arch, words)
     asked = targeted(target, head, words)
     held_out = make_text(32, 17, seed=10_000)
-    before = measure_eagle3(head, asked, held_out, CPU, compute_dtype=torch.float32)
+    before = measure_head(head, asked, held_out, CPU, compute_dtype=torch.float32)
     config = TrainConfig(
         num_steps=150, batch_size=16, micro_batch_size=16, peak_lr=3e-3, compute_dtype=torch.float32
     )
-    objective = Eagle3Objective(Divergence(kind), asked, 3)  # type: ignore[arg-type]
+    objective = DraftHeadObjective(Divergence(kind), asked, 3)  # type: ignore[arg-type]
     list(Training(head, objective, lambda step: make_text(16, 17, seed=step), config, device=CPU).rows())
-    after = measure_eagle3(head, asked, held_out, CPU, compute_dtype=torch.float32)
+    after = measure_head(head, asked, held_out, CPU, compute_dtype=torch.float32)
     assert after.acceptance_length > before.acceptance_length + 0.25
     assert after.acceptance[0] > before.acceptance[0] + 0.2
     assert after.kl < before.kl
@@ -146,7 +146,7 @@ def test_a_run_that_is_cut_ends_with_the_same_bits() -> None:
 
     def training() -> tuple[Eagle3Decoder, Training]:
         head = make_head(arch, words)
-        objective = Eagle3Objective(Divergence(), targeted(decoder, head, words), 3)
+        objective = DraftHeadObjective(Divergence(), targeted(decoder, head, words), 3)
         return head, Training(head, objective, lambda step: make_text(4, 13, seed=step), config, device=CPU)
 
     whole, run = training()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.distill.eagle3 import Target
+from compress.distill.draft_head import Target
 from compress.distill.objective import checkpoint_layers_
 from compress.distill.quantized_student import outer_decoder, quantized_student
 from compress.distill.scales import TunedLinear

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.calibrate.gradients import EmbedAndHead
 from compress.calibrate.residual import kl_between
-from compress.distill.eagle3 import Target
+from compress.distill.draft_head import Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.student import Shape, sliced_decoder, student_arch

@@ -11,9 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
-from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3
-from compress.distill.learn import Measurements, learn
-from compress.distill.train import Training, Windows
+from compress.distill.draft_head import Target, frequent_tokens
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.eagle3 import (
@@ -30,7 +28,7 @@ from compress.quant.model_scheme import ModelScheme
 from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
-from compress.stages.distill.learning import text_batches
+from compress.stages.draft.head_training import train_head
 from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized_head import head_scheme, rounded_head
@@ -104,35 +102,14 @@ class Eagle3(Spec):
 
     def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
         spec = task.spec
-        text = task.text
         device = task.device
         weights = Dense(task.target.weights)
         head_facts = self.facts(weights.arch)
-        tokens_NS = text.training.tokens_NS
+        tokens_NS = task.text.training.tokens_NS
         words_W = frequent_tokens(tokens_NS, head_facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
         head = fresh_eagle3(head_facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
         target = Target(task.decoder, head_facts.layer_ids, words_W, device=device, compile=spec.compile)
-        objective = Eagle3Objective(
-            spec.loss.divergence(), target, self.steps, compute_dtype=task.dtype, compile=spec.compile
-        )
-        config = spec.train_config(task.dtype)
-        windows = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed)
-        batch_of = text_batches(windows, text.training)
-        training = Training(head, objective, batch_of, config, device=device, ranks=ctx.ranks)
-        measure_head = partial(
-            measure_eagle3,
-            target=target,
-            tokens_NS=text.held_out_NS,
-            device=device,
-            compute_dtype=task.dtype,
-            ranks=ctx.ranks,
-        )
-        curve = learn(
-            training,
-            config,
-            Measurements(lambda: measure_head(head).drafting(), spec.steps_between_measurements),
-            ctx,
-        )
+        curve, measure = train_head(head, target, self.steps, task, ctx)
         stored = head_of(head, words_W, dtype=getattr(torch, weights.arch.dtype))
         scheme = None
         if spec.quantize is not None:
@@ -140,7 +117,7 @@ class Eagle3(Spec):
             stored = rounded_head(
                 spec.quantize, stored, target, tokens_NS[:CALIBRATION_WINDOWS, :-1], self.steps, device=device
             )
-        final = measure_head(stored.decoder(dtype=torch.float32, device=device))
+        final = measure(stored.decoder(dtype=torch.float32, device=device))
         facts = {
             "kind": "eagle3",
             "params": _num_params(head_facts),

@@ -1,5 +1,5 @@
-"""Training of an EAGLE-3 head (`models/eagle3.py`) against its target model, with the training-time test of
-arXiv 2503.01840.
+"""Training of a head that drafts from the hidden states of its target model, an EAGLE-3 head
+(`models/eagle3.py`) or an MTP head (`models/mtp.py`), with the training-time test of arXiv 2503.01840.
 
 A served head continues from its own hidden states, so it is trained on them. Row t drafts from the
 target's hidden state of token t. In step 0 it reads that state and token t + 1; in step s its own output
@@ -20,6 +20,7 @@ head's, K steps, H heads, C head dimension, T tokens of a slice.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,8 @@ from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
-from compress.models.attention import FullAttention
+from compress.models.attention import AttentionFn, FullAttention, attend_with_scores
 from compress.models.decoder import Decoder, logits_of
-from compress.models.eagle3 import Eagle3Decoder
 from compress.models.embedding import looked_up
 from compress.models.tap import Tap, no_tap
 
@@ -56,22 +56,53 @@ class UnrolledAttention:
         self._values: list[Tensor] = []
 
     def __call__(
-        self, layer_idx: int, q_BRHC: Tensor, k_BRKC: Tensor, v_BRKC: Tensor, *, window: int | None
+        self,
+        layer_idx: int,
+        q_BSHC: Tensor,
+        k_BSKC: Tensor | None,
+        v_BSKC: Tensor | None,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+        kept: bool = False,
+        source: int | None = None,
     ) -> Tensor:
-        assert (layer_idx, window) == (0, None), "a head has one layer, which sees everything"
-        self._keys.append(k_BRKC)
-        self._values.append(v_BRKC)
-        num_rows = q_BRHC.shape[1]
-        repeat = q_BRHC.shape[2] // k_BRKC.shape[2]
+        del chunk, kept, source
+        assert layer_idx == 0, "a head has one layer"
+        assert k_BSKC is not None
+        assert v_BSKC is not None
+        self._keys.append(k_BSKC)
+        self._values.append(v_BSKC)
+        num_rows = q_BSHC.shape[1]
+        repeat = q_BSHC.shape[2] // k_BSKC.shape[2]
+        q = q_BSHC.transpose(1, 2)
         k, v = (
             torch.cat([each[:, :num_rows] for each in steps], dim=1)
             .transpose(1, 2)
             .repeat_interleave(repeat, dim=1)
             for steps in (self._keys, self._values)
         )
-        own = torch.eye(num_rows, dtype=torch.bool, device=q_BRHC.device)
-        seen = torch.cat((torch.ones_like(own).tril(), own.repeat(1, len(self._keys) - 1)), dim=1)
-        return F.scaled_dot_product_attention(q_BRHC.transpose(1, 2), k, v, attn_mask=seen).transpose(1, 2)
+        seen = _seen(num_rows, len(self._keys) - 1, window, q.device)
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        else:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            out = attend_with_scores(q, k, v, seen, scale, softcap, sinks)
+        return out.transpose(1, 2)
+
+
+def _seen(num_rows: int, step: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys of steps 0, 1, ... the rows of a step see, bool [R, R (step + 1)]. A row of step s
+    has its position plus s."""
+    own = torch.eye(num_rows, dtype=torch.bool, device=device)
+    first = torch.ones_like(own).tril()
+    if window is None:
+        return torch.cat((first, own.repeat(1, step)), dim=1)
+    later = [own if step - each < window else torch.zeros_like(own) for each in range(1, step + 1)]
+    return torch.cat((first.triu(step - window + 1), *later), dim=1)
 
 
 class Target:
@@ -122,8 +153,31 @@ def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
     return states
 
 
+class DraftHead(Protocol):
+    """The module of a head that drafts from hidden states of its target."""
+
+    def fuse(self, features_BSE: Tensor) -> Tensor:
+        """Return f [B, S, D]."""
+
+    def __call__(
+        self,
+        embedded_BSD: Tensor,
+        hidden_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = ...,
+    ) -> Tensor:
+        """Return g [B, S, D] of embedded next tokens, and of f or of g where there is none yet."""
+
+    def normed(self, out_BSD: Tensor) -> Tensor:
+        """Return g as a matrix of logits reads it."""
+
+    def own_head(self) -> Tensor | None:
+        """Return the matrix of logits [W, D], None where the head has that of its target."""
+
+
 def unrolled(
-    head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap
+    head: DraftHead, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap
 ) -> Iterator[Tensor]:
     """Yield normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the
     target does at token t + 1 + s."""
@@ -133,10 +187,10 @@ def unrolled(
         num_rows = hidden.shape[1] - (step > 0)
         positions = step + torch.arange(num_rows, device=hidden.device)
         hidden = head(embedded_BSD[:, 1 + step :], hidden[:, :num_rows], positions, attention, tap)
-        yield head.norm(hidden)
+        yield head.normed(hidden)
 
 
-class Eagle3Objective:
+class DraftHeadObjective:
     """The training loop's loss: (head, tokens [B, S+1]) -> L, or (head, tokens, weights of the tokens), by
     which the divergence of each drafted token is multiplied."""
 
@@ -157,7 +211,7 @@ class Eagle3Objective:
         self._weights = [weight / sum(weights) for weight in weights]
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
 
-    def __call__(self, head: Eagle3Decoder, tokens_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+    def __call__(self, head: DraftHead, tokens_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
         embedded_BSD, features_BSE, final_BSD = self._target.features(tokens_BS[:, :-1])
         total = torch.zeros((), device=embedded_BSD.device)
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
@@ -167,7 +221,7 @@ class Eagle3Objective:
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
             loss = mean_divergence(
                 normed_TD,
-                head.head.weight,
+                _matrix_of(head, self._target),
                 targets,
                 no_labels_T,
                 self._loss,
@@ -206,8 +260,8 @@ class Drafted:
 
 
 @torch.no_grad()
-def measure_eagle3(
-    head: Eagle3Decoder,
+def measure_head(
+    head: DraftHead,
     target: Target,
     tokens_NS: Tensor,
     device: torch.device,
@@ -249,14 +303,20 @@ def measure_eagle3(
     return Drafted(kl / num_tokens, top1 / num_tokens, acceptance, emitted / steps, covered / num_tokens)
 
 
+def _matrix_of(head: DraftHead, target: Target) -> Tensor:
+    """Return the matrix of logits [W, D] of a head."""
+    own = head.own_head()
+    return target.head_WD if own is None else own
+
+
 def _compared(
-    head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor
+    head: DraftHead, target: Target, normed_TD: Tensor, final_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest
     token, of the mass covered)."""
     sums = torch.zeros(3, dtype=torch.float64, device=final_TD.device)
     kept = []
-    weight_WD = head.head.weight.to(normed_TD.dtype)
+    weight_WD = _matrix_of(head, target).to(normed_TD.dtype)
     words_W = target.vocabulary_W
     for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
         logits_TV = _logits(target.arch, final_TD, target.head_VD, target.bias_V, part)

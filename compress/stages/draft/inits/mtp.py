@@ -1,0 +1,142 @@
+"""A draft that is the MTP head of the model (arXiv 2412.19437), trained further for the compressed model,
+whose hidden states it reads. It goes back into the checkpoint, where other programs read it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from compress.artifact.writer import ArtifactWriter
+from compress.context import Context
+from compress.distill.draft_head import Target
+from compress.errors import UsageError
+from compress.export import codecs, open_weights
+from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
+from compress.models.family import family_of_arch
+from compress.models.mtp import KIND, MtpDecoder, MtpHead, arch_of_head, facts_of, parameter_shapes, save_mtp
+from compress.models.mtp_reader import read_mtp
+from compress.models.weights import stored_as, without_codes
+from compress.recipe import Spec
+from compress.stages import Estimate, PlanFacts
+from compress.stages.distill.estimate import training_estimate
+from compress.stages.draft.head_training import train_head
+from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.learning import DraftLearning
+
+
+@INITS.register(KIND)
+class Mtp(Spec):
+    """The layer of the model's checkpoint that predicts a further token."""
+
+    kind: Literal["mtp"] = "mtp"
+    steps: int = Field(
+        4,
+        ge=1,
+        le=7,
+        description="steps ahead that it is trained for, on its own hidden states but in the first; it was "
+        "trained for one",
+    )
+
+    def arch(self, target: Arch) -> Arch:
+        """Return the shapes of the head.
+
+        Raises:
+            UsageError: models of the family are read without such a layer.
+        """
+        names = family_of_arch(target).mtp
+        if names is None:
+            raise UsageError(
+                f"draft: {target.family} models are read without a layer that predicts a further token; take "
+                "`init: {kind: eagle3}` or a smaller model."
+            )
+        return arch_of_head(target, names.shape(target))
+
+    def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
+        """Return what training needs: each step ahead costs one layer and the target's head."""
+        if spec.loss.top_k is not None or spec.loss.hard_frac or spec.recompute:
+            raise UsageError(
+                "draft: an MTP head is trained with the target, whose hidden states it reads, on its "
+                "distribution alone, and has one layer: leave out loss.top_k, loss.hard_frac and recompute."
+            )
+        if spec.quantize is not None:
+            raise UsageError(
+                "draft: an MTP head stays in 16 bits, as programs read it: leave out `quantize`."
+            )
+        head = self.arch(facts.arch)
+        if facts.source is not None:
+            _stored_head(facts.source, head)
+        num_params = _num_params(head)
+        steps = head.replace(layers=head.layers * self.steps)
+        found = training_estimate(spec, steps, facts.arch, facts, num_trained=num_params, frozen_bytes=0)
+        return replace(
+            found,
+            notes=(
+                f"the MTP head of the checkpoint: {num_params / 1e6:,.1f} M parameters",
+                f"{spec.loss.kind}, {self.steps} steps ahead, {spec.extent} of {spec.data}",
+            ),
+        )
+
+    def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
+        arch = self.arch(without_codes(task.target.weights.arch))
+        stored = _stored_head(task.source.path, arch)
+        head = stored.decoder(dtype=torch.float32, device=task.device)
+        for name, parameter in head.named_parameters():
+            parameter.requires_grad_(not name.startswith("target_norm."))
+        words_W = torch.arange(arch.vocab_size)
+        depth = task.target.weights.arch.num_layers
+        target = Target(task.decoder, (depth,), words_W, device=task.device, compile=task.spec.compile)
+        curve, measure = train_head(head, target, self.steps, task, ctx)
+        trained = _as_stored(head, arch)
+        final = measure(trained.decoder(dtype=torch.float32, device=task.device))
+        facts = {
+            "kind": KIND,
+            "params": _num_params(arch),
+            "start": self.model_dump(mode="json"),
+            "head": facts_of(trained),
+            "quantized": None,
+            "before": {key: curve[0][key] for key in final.drafting()},
+            "after": final.drafting(),
+            "acceptance_of_steps": list(final.acceptance),
+            "covered": final.covered,
+        }
+        return TrainedDraft(curve, facts, partial(_write, trained))
+
+
+def _stored_head(path: Path, arch: Arch) -> MtpHead:
+    """Return the head that a checkpoint stores.
+
+    Raises:
+        UsageError: it stores none, or one of other widths than those of the compressed model.
+    """
+    source = open_weights(path)
+    if not isinstance(source, Checkpoint):
+        raise UsageError(f"draft: {path} is no checkpoint, and MTP heads are read from those.")
+    head = read_mtp(source, codecs())
+    if head.arch.layers != arch.layers or head.arch.hidden_size != arch.hidden_size:
+        raise UsageError(
+            "draft: the MTP head of the checkpoint has other widths than the pruned model; take "
+            "`init: {kind: eagle3}` or a smaller model."
+        )
+    return head
+
+
+def _as_stored(head: MtpDecoder, arch: Arch) -> MtpHead:
+    dtype = getattr(torch, arch.dtype)
+    weights = {
+        name: each.detach().to("cpu", stored_as(name, dtype)) for name, each in head.named_parameters()
+    }
+    return MtpHead(arch, weights)
+
+
+def _num_params(arch: Arch) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(arch).values())
+
+
+def _write(trained: MtpHead, out: ArtifactWriter) -> Mapping[str, Any]:
+    save_mtp(out.path, trained)
+    return {"scheme": None}
