@@ -3,6 +3,8 @@ cost. A BENCHMARK MODE: the rate is forced, so the tokens are nobody's text, and
 is claimed here.
 
     python -m scripts.bench_speculative_cost --out benchmarks/h200/speculative_cost.json
+    python -m scripts.bench_speculative_cost --model qwen3.5-9b --proposers mtp \
+        --out benchmarks/h200/speculative_cost_qwen3.5-9b.json
     python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json \
         --draft-scheme dense       # anywhere
 
@@ -26,12 +28,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from compress.models.fresh_eagle3 import random_eagle3
+from compress.models.random_mtp import random_mtp
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
+from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.probed_proposer import ProbedOptions, ProposerProbe
@@ -86,6 +90,11 @@ class Bench:
                 head_scheme=outer,
             )
             found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", Eagle3(head)
+        if "mtp" in args.proposers:
+            body, _ = schemes_of(args.mtp_scheme)
+            dtype = model_dtype(self.device)
+            layer = random_mtp(self.target.arch, device=self.device, dtype=dtype, scheme=body)
+            found["mtp"] = f"a layer of the model, {args.mtp_scheme}", Mtp(layer)
         return found
 
     def engine(self, proposer: ProposerOptions | None, rate: float | None = None) -> Engine:
@@ -210,7 +219,7 @@ def main() -> None:
     parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
     parser.add_argument("--draft-scheme", type=scheme_text, default="W4A16_G128")
     parser.add_argument(
-        "--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"]
+        "--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3", "mtp"]
     )
     parser.add_argument(
         "--eagle3-scheme",
@@ -220,6 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose"
     )
+    parser.add_argument("--mtp-scheme", type=scheme_text, default=DENSE, help="of the layer of an MTP head")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.7, 0.8, 0.9])
     parser.add_argument("--batch-size", type=int, default=1)

@@ -90,12 +90,12 @@ def test_a_head_that_no_stage_touched_is_served_from_the_export(
     path = recipe(model=str(models["glm4-moe"]), stages=[CALIBRATE, QUANTIZE, EXPORT])
     assert command("run", path, "--run-dir", "run")[0] == 0
     exported = work / "run" / "artifacts" / "export"
-    ask = ("--prompt", "one two", "--max-tokens", 8, "--json")
+    ask = ("one two", "--max-tokens", 8)
     code, plain, err = command("generate", exported, *ask)
     assert code == 0, err
     code, speculated, err = command("generate", exported, *ask, "--speculative", "mtp")
     assert code == 0, err
-    assert json.loads(speculated)["text"] == json.loads(plain)["text"]
+    assert speculated == plain != ""
 
 
 REFUSALS = [
