@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 MODELS = {
     "glm-4.5-air": (4, True),
     "glm-4.7-flash": (4, True),
-    "deepseek-r1": (4, True),
     "qwen3.5-9b": (8, False),
     "qwen3.5-35b-a3b": (8, False),
 }
