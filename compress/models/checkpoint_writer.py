@@ -51,7 +51,8 @@ class TensorWriter:
         Raises:
             UnsupportedFormat: the parameter is quantized and there is no codec.
         """
-        family, arch = self._family, self._arch
+        family = self._family
+        arch = self._arch
         if name.startswith(UNTOUCHED):
             assert isinstance(value, Tensor)
             stored = name.removeprefix(UNTOUCHED)

@@ -1,9 +1,10 @@
 """The MTP head of a model, read from the model's own checkpoint (`mtp.py`)."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compress.errors import UsageError
+from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import read_config
@@ -31,7 +32,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
 
     Raises:
         UsageError: the checkpoint stores none, or models of its family are read without one.
-        UnsupportedArch: a tensor is missing or misshapen.
+        UnsupportedArch: a tensor is missing or misshapen, or the layer has one that is not read.
         UnsupportedFormat: codes that are not read.
     """
     family = checkpoint.family
@@ -65,7 +66,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
         wide=frozenset(coded if is_layout(config) else wide),
         powers_of_two=is_layout(config),
     )
-    stored.check()
+    _check_others(checkpoint, table, {*stored.check()})
     layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
     return MtpHead(arch, {**stored.outer(), **layer})
 
@@ -81,6 +82,30 @@ def mtp_table(family: Family, num_layers: int) -> Family:
     outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
     layer = {**family.layer_modules, **names.layer_modules}
     return replace(family, outer_modules=outer, layer_modules=layer, layer_prefix=prefix, first_layer=first)
+
+
+def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> None:
+    """Check that the layer of a head has no tensors that are not read, besides copies of the embedding and of
+    the head of the model.
+
+    Raises:
+        UnsupportedArch: it has one.
+    """
+    layer = f"{table.layer_prefix}{table.first_layer}."
+    copies = tuple(f"{layer}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
+    ignored = re.compile(table.ignored_tensors)
+    others = [
+        name
+        for name in checkpoint.files.names()
+        if name.startswith(layer)
+        and name not in {*expected, *copies}
+        and not ignored.search(name.removeprefix(layer))
+    ]
+    if others:
+        raise UnsupportedArch(
+            f"{checkpoint.path} holds the tensor '{others[0]}', which an MTP head of the {table.model_type} "
+            "decoder does not have."
+        )
 
 
 def _fc(table: Family) -> str:

@@ -77,7 +77,9 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
     than the layers, or where they are in codes of another kind. Those among its untouched parts have no names
     here.
     """
-    family, source, files = checkpoint.family, checkpoint.arch, checkpoint.files
+    family = checkpoint.family
+    source = checkpoint.arch
+    files = checkpoint.files
     if family.mtp is None:
         return None
     sizes = [(arch.hidden_size, arch.vocab_size, family.mtp.shape(arch)) for arch in (source, target)]

@@ -161,7 +161,7 @@ def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
 
 @STAGES.stage(
     "export",
-    version=3,
+    version=4,
     takes=((Port.QUANTIZED, Port.DENSE),),
     uses=(Port.DRAFT,),
     gives=Port.CHECKPOINT,

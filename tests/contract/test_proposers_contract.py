@@ -157,7 +157,8 @@ def test_kernels_that_propose_are_reported_behind_those_of_the_model(name: str) 
         for row in drafts
         if row["layer"] is None and row["linear"] == "draft head" and row["phase"] == "decode"
     ]
-    assert len(heads) == (name != "ngram")
+    assert len(heads) == (name in ("draft_model", "eagle3"))  # an MTP head has that of the model
+    assert bool(drafts) == (name != "ngram")
     assert all(row.keys() == plain[0].keys() for row in drafts)
 
 

@@ -117,6 +117,15 @@ def test_a_head_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         open_mtp(tmp_path)
 
 
+def test_a_tensor_of_the_layer_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path, "glm4-moe")
+    tensors = tensors_of(tmp_path)
+    name = next(each for each in tensors if each.endswith("eh_proj.weight")).replace("eh_proj", "gate_proj")
+    rewrite(tmp_path, tensors | {name: torch.ones(3)})
+    with pytest.raises(UnsupportedArch, match=r"holds the tensor .*gate_proj\.weight', which an MTP head"):
+        open_mtp(tmp_path)
+
+
 def test_a_family_without_heads_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, "llama", {})
     with pytest.raises(UsageError, match="llama models are read without a layer that predicts"):

@@ -1,5 +1,5 @@
-"""An MTP head on a GPU, its steps in graphs: the bits, or the tokens, of plain decoding, and what its module
-says without cache and graphs.
+"""An MTP head on a GPU, its steps in graphs: the bits of plain decoding, and what its module says without
+cache and graphs.
 """
 
 from dataclasses import replace
@@ -18,19 +18,26 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.mtp import Mtp
+from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
 from scripts.bench_setup import read_arch
 from tests.gpu.test_speculative_gpu import CUDA, assert_ahead_changes_nothing, make_requests, make_source
 
 pytestmark = pytest.mark.gpu
 MODELS = {
-    "glm-4.5-air": (4, True),
-    "glm-4.7-flash": (4, True),
-    "qwen3.5-9b": (8, False),
-    "qwen3.5-35b-a3b": (8, False),
+    "glm-4.5-air": (4, False),
+    "glm-4.7-flash": (4, False),
+    "qwen3.5-9b": (8, True),
+    "qwen3.5-35b-a3b": (8, True),
 }
-"""Shape -> how many of its layers, and whether rows of a verification have the bits of plain decoding: where
-layers have states, more rows of prompts go one by one while a model speculates."""
+"""Shape -> how many of its layers, and whether they have states. More rows of prompts go one by one then
+while a model speculates, so the bits are those of lookup with as many proposals."""
+CASES = [
+    (name, scheme)
+    for name in MODELS
+    for scheme in ("BF16", "W4A16_G128", "FP8_DYNAMIC")
+    if (name, scheme) != ("glm-4.5-air", "W4A16_G128")  # its dense layer is no whole groups wide
+]
 VOCAB = 4096
 
 
@@ -49,25 +56,20 @@ def config(**changes: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("scheme", ["BF16", "W4A16_G128", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "scheme"), CASES)
 def test_a_head_in_graphs_changes_nothing(name: str, scheme: str, batch_size: int) -> None:
     body = SCHEMES.get(scheme)
     source = source_of(name, body)
     requests = make_requests(4 if batch_size == 1 else 20)
     sizes = config(max_batch_size=batch_size)
-    has_bits = MODELS[name][1]
-    plain = Engine(source, device=CUDA, config=sizes).generate(requests)
+    lookup = Speculative(NGram(), k=3) if MODELS[name][1] else None
+    plain = Engine(source, device=CUDA, config=replace(sizes, speculative=lookup)).generate(requests)
     speculative = Speculative(Mtp(head_of(source, body)), k=3)
     engine = Engine(source, device=CUDA, config=replace(sizes, speculative=speculative))
     for _ in range(2):  # with graphs captured on the way, and with all of them there
         found = engine.generate(requests)
-        if has_bits:
-            assert [each.tokens for each in found] == [each.tokens for each in plain]
-            assert [each.logprobs for each in found] == [each.logprobs for each in plain]
-        else:
-            same = sum(a.tokens == b.tokens for a, b in zip(found, plain, strict=True))
-            assert same > 0.5 * len(plain)
+        assert [each.tokens for each in found] == [each.tokens for each in plain]
+        assert [each.logprobs for each in found] == [each.logprobs for each in plain]
     assert engine.acceptance is not None
     assert sum(engine.acceptance.proposed) > 0
 

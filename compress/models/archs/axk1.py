@@ -1,7 +1,7 @@
 """A.X K1 (SK Telecom, arXiv 2601.09200): DeepSeek-V3 with a norm of the output of the experts. The published
 checkpoint stores such a norm for dense layers, too, where nothing reads it, and no bias of selection. Which
-layers are dense is stated in two ways (`mixture.py`). The layer that predicts a further token, after the
-last, is not read."""
+layers are dense is stated in two ways (`mixture.py`). The layer that predicts a further token comes
+after the last (`mtp.py`)."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437) and Moonlight: latent attention, first layers that are dense, and
 experts chosen by the sigmoids of the router with a bias that their weights do not have. The layer that
-predicts a further token, after the last, is not read."""
+predicts a further token comes after the last (`mtp.py`)."""
 
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.config_facts import implies_own_code

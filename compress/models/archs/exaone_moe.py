@@ -1,6 +1,6 @@
 """K-EXAONE (LG AI Research, 2026): the attention of EXAONE 4 with norms before the halves of a layer, a first
 layer that is dense, and experts chosen by the sigmoids of the router with a bias that their weights do not
-have. The layers that predict further tokens (`mtp`) are not read."""
+have. Layers that predict further tokens have a dense FFN (`mtp.py`)."""
 
 from dataclasses import replace
 

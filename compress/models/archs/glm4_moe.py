@@ -1,6 +1,6 @@
 """GLM-4.5 and its successors (arXiv 2508.06471): the first layers are dense, half of each head rotates, and
-experts are chosen by the sigmoids of the router with a bias that their weights do not have. The layers that
-predict further tokens, after the last, are not read."""
+experts are chosen by the sigmoids of the router with a bias that their weights do not have. Layers that
+predict further tokens come after the last (`mtp.py`)."""
 
 from compress.models.family import FAMILIES, Family
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, shared_of, sparse_after_first, state_first

@@ -1,5 +1,5 @@
 """GLM-4.7-Flash (2026): the experts of GLM-4.5 with latent attention, and a first layer that is dense. The
-layer that predicts a further token, after the last, is not read. Which layers are dense is stated twice
+layer that predicts a further token comes after the last (`mtp.py`). Which layers are dense is stated twice
 (`mixture.py`)."""
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """GLM-5 (Z.ai, 2026): latent attention and experts of DeepSeek-V3.2. A layer has an indexer of its own, or
-attends to the keys that the last one before it has chosen. The layer that predicts a further token, after the
-last, is not read."""
+attends to the keys that the last one before it has chosen. The layer that predicts a further token comes
+after the last (`mtp.py`)."""
 
 from dataclasses import replace
 from typing import Any

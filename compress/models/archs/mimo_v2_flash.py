@@ -1,7 +1,8 @@
 """MiMo-V2-Flash (Xiaomi, 2025, arXiv 2601.02780): layers with a window have twice the KV heads of the others,
 a rope of their own and attention sinks. Values are narrower than keys and have a constant factor, a third of
 each head rotates, and after a dense layer experts are chosen by the sigmoids of the router with a bias that
-their weights do not have. The layers that predict further tokens are not read.
+their weights do not have. Of the layers that predict further tokens the first is
+read (`mtp.py`).
 
 The factor of the values is one of the outputs of `attn.o`, which has no bias. Published configs state the
 layers by fields that `transformers` does not read (`hybrid_layer_pattern`, `swa_rope_theta` and others): a

@@ -1,6 +1,6 @@
 """The text model of Qwen3.5: three of four layers have gated delta nets (arXiv 2412.06464), the others
-attention with an output gate, whose rows on disk take turns with those of the queries by head. Layers that
-predict further tokens are untouched."""
+attention with an output gate, whose rows on disk take turns with those of the queries by head. The layer that
+predicts a further token is untouched but where it drafts (`mtp.py`)."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,7 @@
 """Qwen3-Next: three of four layers have gated delta nets (arXiv 2412.06464), the others attention with an
 output gate, and all a mixture of many small experts with a shared one. On disk the rows of queries and output
-gates, and those of the linears of a delta net, take turns by head. Layers that predict further tokens are
-untouched."""
+gates, and those of the linears of a delta net, take turns by head. The layer that predicts a further token
+is untouched but where it drafts (`mtp.py`)."""
 
 from typing import Any
 

@@ -22,7 +22,9 @@ def train_head(
     Raises:
         Interrupted: the run was asked to stop.
     """
-    spec, text, device = task.spec, task.text, task.device
+    spec = task.spec
+    text = task.text
+    device = task.device
     objective = DraftHeadObjective(
         spec.loss.divergence(), target, steps, compute_dtype=task.dtype, compile=spec.compile
     )
