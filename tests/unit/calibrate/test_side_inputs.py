@@ -134,7 +134,7 @@ def test_embeddings_for_layers_do_not_depend_on_how_many_tokens_are_embedded_at_
 ) -> None:
     decoder = decoder_of(source)
     attention = FullAttention()
-    decoder.embedded(tokens_NS.long(), attention)
+    decoder.embedded(tokens_NS.long(), torch.arange(tokens_NS.shape[1]), attention)
     for at_once in (7, 4096):
         monkeypatch.setattr(layer_embedding, "_TOKENS_AT_ONCE", at_once)
         inputs = SideInputs.of(source.arch, source.outer(), tokens_NS, dtype=torch.float32, device=CPU)
