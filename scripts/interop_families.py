@@ -261,6 +261,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         "ffn_hidden_size": 1024,
     },
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "activation_function": "relu",
+        "ffn_dim": 512,
+        "num_key_value_heads": 4,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_inner": 512,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "num_key_value_heads": 4,
+    },
     "phi": {
         "architectures": ["PhiForCausalLM"],
         "hidden_act": "gelu_new",

@@ -105,6 +105,8 @@ EXPORTED = [
     ("falcon", "INT8_DYNAMIC"),
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
+    ("opt", "W4A16_G128"),
+    ("opt-no-biases-gelu", "FP8_DYNAMIC"),
     ("olmo", "W4A16_G128"),
     ("olmo-biases-tied", "FP8_DYNAMIC"),
     ("olmo2", "W4A16_G128"),
