@@ -2720,11 +2720,9 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         rotates_in_part = "partial_rotary_factor" in changes["rope_parameters"]
         sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
         return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
-    for field in ("ffn_dim", "n_inner"):
+    for field in ("ffn_hidden_size", "ffn_dim", "n_inner"):
         if field in changes:
-            return {field: size}
-    if "ffn_hidden_size" in changes:
-        return {"ffn_hidden_size": 4 * size}
+            return {field: 4 * size}
     if "v_head_dim" in changes and "kv_lora_rank" not in changes:
         return {"head_dim": size // 2, "v_head_dim": of_head}
     if "kv_lora_rank" not in changes:

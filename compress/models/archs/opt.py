@@ -5,6 +5,7 @@ whose activation is relu or gelu. OPT-350M, which norms the stream after each ha
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_types import no_layer
 from compress.models.limits import MAX_SIZE
@@ -45,6 +46,12 @@ def _implied(config: Fields) -> dict[str, Any]:
     return {"num_key_value_heads": config.integer("num_attention_heads", 1, MAX_SIZE)}
 
 
+def _restated(arch: Arch) -> dict[str, Any]:
+    """Return the width of embeddings, which a student of other hidden states has, too."""
+    name = "word_embed_proj_dim"
+    return {name: arch.hidden_size} if arch.config.get(name) is not None else {}
+
+
 FAMILIES.add(
     "opt",
     Family(
@@ -59,6 +66,7 @@ FAMILIES.add(
         rotated_layers=no_layer,
         facts=_facts,
         implied=_implied,
+        restated=_restated,
         spelled={"hidden_act": "activation_function"},
         dense_size="ffn_dim",
         outer_modules={
