@@ -56,7 +56,8 @@ def check_arch(arch: "Arch") -> None:
         )
     if arch.layer_embed_size and arch.position_offset is not None:
         raise UnsupportedArch(
-            "tokens have embeddings for each layer, and positions have learned ones; no decoder here reads both."
+            "tokens have embeddings for each layer, and positions have learned ones; no decoder here reads "
+            "both."
         )
     if arch.norm_bias and (arch.norm != "layer" or arch.block not in _OF_BIASES):
         raise UnsupportedArch(

@@ -43,9 +43,9 @@ class WeightSource(Protocol):
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias`,
-        `head.bias` and `positions.weight` where there are any, those of the embeddings for each layer where tokens have them
-        (`layer_embedding.py`), those of the head's hyper-connection where there is one, and those under
-        `UNTOUCHED`."""
+        `head.bias` and `positions.weight` where there are any, those of the embeddings for each layer where
+        tokens have them (`layer_embedding.py`), those of the head's hyper-connection where there is one, and
+        those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -74,9 +74,13 @@ def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
 def embedding_tables(outer: Weights, device: torch.device | None = None) -> EmbeddingTables:
     """Return the dense tables from which the input of the first layer is computed, on a device or where they
     are."""
+    embed_VD = dense(outer["embed.weight"])
     positions = outer.get(POSITIONS)
-    tables = (dense(outer["embed.weight"]), None if positions is None else dense(positions))
-    return EmbeddingTables(*(each if each is None or device is None else each.to(device) for each in tables))
+    positions_PD = None if positions is None else dense(positions)
+    if device is not None:
+        embed_VD = embed_VD.to(device)
+        positions_PD = None if positions_PD is None else positions_PD.to(device)
+    return EmbeddingTables(embed_VD, positions_PD)
 
 
 def split_outer(

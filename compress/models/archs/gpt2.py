@@ -1,6 +1,6 @@
 """GPT-2 (OpenAI, 2019) and DialoGPT: learned positions, LayerNorm with a bias, FFNs without gates, whose
-activation is gelu, and biases of all linears. On disk matrices are [I, O], and those of queries, keys and values
-are one tensor. Models whose attention scores have a factor for each layer are refused."""
+activation is gelu, and biases of all linears. On disk matrices are [I, O], and those of queries, keys and
+values are one tensor. Models whose attention scores have a factor for each layer are refused."""
 
 from typing import Any
 

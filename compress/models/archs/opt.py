@@ -1,6 +1,6 @@
-"""OPT and Galactica (Meta, arXiv 2205.01068, 2211.09085): learned positions, whose table has two rows before the
-first position, LayerNorm with a bias before each half of a layer, or without weights, and FFNs without gates,
-whose activation is relu or gelu. OPT-350M, which norms the stream after each half, is refused."""
+"""OPT and Galactica (Meta, arXiv 2205.01068, 2211.09085): learned positions, whose table has two rows before
+the first position, LayerNorm with a bias before each half of a layer, or without weights, and FFNs without
+gates, whose activation is relu or gelu. OPT-350M, which norms the stream after each half, is refused."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from compress.untrusted.fields import Fields
 
 _OFFSET = 2
 _EPS = 1e-5
-"""What `transformers` adds in norms, and no field states."""
+"""The number that norms add to the variance in `transformers`; no field states it."""
 
 
 def _facts(config: Fields) -> dict[str, Any]:
@@ -25,8 +25,9 @@ def _facts(config: Fields) -> dict[str, Any]:
     """
     if not config.flag("do_layer_norm_before"):
         raise UnsupportedArch(
-            f"{config.where} has do_layer_norm_before = false: the sum of the stream and of a half of a layer "
-            "is normed, as in OPT-350M alone; norms before the halves are supported, as in every other OPT."
+            f"{config.where} has do_layer_norm_before = false: the sum of the stream and of a half of a "
+            "layer is normed, as in OPT-350M alone; norms before the halves are supported, as in every other "
+            "OPT."
         )
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     width = config.integer("word_embed_proj_dim", 1, MAX_SIZE, default=hidden_size)
