@@ -278,6 +278,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_positions": 256,
         "num_key_value_heads": 4,
     },
+    "gpt_bigcode": {
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_inner": 512,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "num_key_value_heads": 1,
+    },
     "phi": {
         "architectures": ["PhiForCausalLM"],
         "hidden_act": "gelu_new",

@@ -24,6 +24,10 @@ UNPACKED_ALONE = {
         "multiplies by the `weight` of a linear in its own way, which packed weights do not have "
         "('FalconLinear' object has no attribute 'weight')"
     ),
+    "gpt_bigcode": (
+        "initializes `c_proj.weight` at load, which packed weights do not have ('Linear' object has no "
+        "attribute 'weight')"
+    ),
     "nanochat": (
         "initializes `o_proj.weight` at load, which packed weights do not have ('Linear' object has no "
         "attribute 'weight')"

@@ -106,6 +106,8 @@ EXPORTED = [
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
     ("opt", "W8A16"),
+    ("gpt_bigcode", "INT8_DYNAMIC"),
+    ("gpt_bigcode-all-heads-apart", "FP8_DYNAMIC"),
     ("opt-no-biases-gelu", "FP8_DYNAMIC"),
     ("olmo", "W4A16_G128"),
     ("olmo-biases-tied", "FP8_DYNAMIC"),
@@ -405,7 +407,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
         assert 0.5 < shift / rms(exact - unrounded) < 2
 
 
-@pytest.mark.parametrize("case", ["nanochat", "falcon"])
+@pytest.mark.parametrize("case", ["nanochat", "falcon", "gpt_bigcode"])
 def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_path: Path) -> None:
     scheme = SCHEMES["W4A16_G128"]
     _, exported = quantized(tmp_path, case, scheme)

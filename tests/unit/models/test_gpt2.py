@@ -1,6 +1,7 @@
-"""OPT and GPT-2: how their configs state sizes, the names by which older checkpoints store their tensors, and
-what is refused."""
+"""OPT, GPT-2 and StarCoder: how their configs state sizes and heads, the names by which older checkpoints
+store their tensors, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,45 @@ def test_sizes_are_stated_by_names_of_gpt2() -> None:
     assert read(written).replace(config={}) == narrower.replace(config={})
 
 
+@pytest.mark.parametrize(
+    ("config", "num_params"),
+    [
+        (
+            {**GPT2, "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12},
+            124_439_808,
+        ),
+        (
+            {
+                **OPT,
+                "vocab_size": 50272,
+                "max_position_embeddings": 2048,
+                "hidden_size": 768,
+                "ffn_dim": 3072,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+            },
+            125_239_296,
+        ),
+    ],
+)
+def test_small_published_models_have_their_number_of_parameters(
+    config: dict[str, Any], num_params: int
+) -> None:
+    assert read(config).num_params == num_params
+
+
+@pytest.mark.parametrize(("one", "kv_heads"), [(None, 1), (True, 1), (False, 4)])
+def test_starcoder_has_one_head_of_keys_or_as_many_as_of_queries(one: bool | None, kv_heads: int) -> None:
+    stated = {} if one is None else {"multi_query": one}
+    arch = read(GPT2, model_type="gpt_bigcode", num_key_value_heads=2, **stated)
+    layer = arch.layers[0]
+    assert (layer.num_kv_heads, layer.num_turns(("attn.q", "attn.k", "attn.v"))) == (kv_heads, kv_heads)
+    assert family_of_arch(arch).write_config(arch)["multi_query"] == (kv_heads == 1)
+    some = arch.replace(layers=tuple(replace(each, num_kv_heads=2) for each in arch.layers))
+    with pytest.raises(UnsupportedArch, match="2 heads of keys for 4 of queries"):
+        family_of_arch(some).write_config(some)
+
+
 def test_the_table_of_opt_has_two_rows_before_the_first_position() -> None:
     arch = read(OPT)
     assert (arch.position_offset, arch.num_position_rows) == (2, 34)
@@ -95,7 +135,13 @@ def test_what_is_computed_otherwise_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("case", "prefix"), [("gpt2", "transformer."), ("gpt2-unscaled-apart", "transformer."), ("opt", "model.")]
+    ("case", "prefix"),
+    [
+        ("gpt2", "transformer."),
+        ("gpt2-unscaled-apart", "transformer."),
+        ("gpt_bigcode", "transformer."),
+        ("opt", "model."),
+    ],
 )
 def test_names_without_the_prefix_of_the_whole_are_read_and_written_with_it(
     case: str, prefix: str, tmp_path: Path
