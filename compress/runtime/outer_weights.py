@@ -77,12 +77,13 @@ def learned_positions(outer: Weights, arch: Arch, deployment: Deployment) -> Ten
 
 
 def with_positions(x_TD: Tensor, positions_ND: Tensor | None, positions_T: Tensor) -> Tensor:
-    """Return the embeddings [T, D] of tokens with those of their positions added, if the model has any. A
-    step that is launched ahead, before the host sees that a request has ended, and rows that fill up a graph
-    may have a position after the last one; their outputs are not read, and they take the last row."""
+    """Return the embeddings [T, D] of tokens with those of their positions added, if the model has any. Rows
+    whose outputs are not read may have a position before the first one or after the last, and take the row of
+    that one: padding where several tokens of a request are verified, rows that fill up a graph, and steps
+    that were launched before the host saw that a request had ended."""
     if positions_ND is None:
         return x_TD
-    return x_TD + F.embedding(positions_T.clamp(max=len(positions_ND) - 1), positions_ND)
+    return x_TD + F.embedding(positions_T.clamp(0, len(positions_ND) - 1), positions_ND)
 
 
 def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:

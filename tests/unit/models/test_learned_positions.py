@@ -171,11 +171,11 @@ def test_requests_end_at_the_last_position() -> None:
         assert chosen.tolist() == list(done.tokens)
 
 
-def test_a_position_after_the_last_takes_its_row() -> None:
+def test_positions_outside_of_the_table_take_its_nearest_row() -> None:
     table_ND = torch.randn(3, 4)
-    x_TD = torch.randn(2, 4)
-    found = with_positions(x_TD, table_ND, torch.tensor([1, 3]))
-    assert torch.equal(found, x_TD + table_ND[1:])
+    x_TD = torch.randn(3, 4)
+    found = with_positions(x_TD, table_ND, torch.tensor([-2, 1, 3]))
+    assert torch.equal(found, x_TD + table_ND)
     assert with_positions(x_TD, None, torch.tensor([1, 3])) is x_TD
 
 
