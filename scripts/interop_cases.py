@@ -62,8 +62,6 @@ CONSUMERS = {
     "onnxruntime_genai": ("ONNX Runtime GenAI",),
 }
 """Program -> its names among the consumers of a format, the most specific first."""
-OWN_FIELDS = {"hidden_act": "hidden_activation", "rms_norm_eps": "layer_norm_eps"}
-"""Fields of `SMALL` that some families spell otherwise."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,8 @@ def is_expert(name: str) -> bool:
 def arch_of(family: str) -> Arch:
     """Return the shape of the tiny model of a family."""
     own = FAMILIES[family]
-    common = {name: value for name, value in SMALL.items() if OWN_FIELDS.get(name) not in own}
+    spelled = family_of({"model_type": family, **own}).spelled
+    common = {name: value for name, value in SMALL.items() if spelled.get(name) not in own}
     config = {**common, "model_type": family, **own}
     return family_of(config).read_config(config)
 

@@ -116,6 +116,8 @@ FLAT_SHARED = (
 )
 """Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
 scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
+FLAT_FFN = ("opt",)
+"""Families of which `transformers` calls the linears of the FFN so."""
 ONE_HEAD = "attn.kv_up."
 """The linear that `transformers` calls with batch x 1 x tokens x columns: one scale for a sequence."""
 
@@ -124,6 +126,7 @@ def inputs_of(program: str, family: str, name: str, scheme: Scheme) -> Inputs | 
     """Return how a program rounds the inputs of a linear, or None where it leaves them as they are."""
     inputs = INPUTS.get((program, scheme.name))
     flat = name.startswith(ONE_HEAD) or (family in FLAT_SHARED and name.startswith("moe.shared."))
+    flat = flat or (family in FLAT_FFN and name.startswith("ffn."))
     by_token = scheme.activation == "token" and scheme.input_symmetric
     if inputs is None or program != "transformers" or not flat or not by_token:
         return inputs

@@ -32,7 +32,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, capped
-from compress.models.embedding import embedded
+from compress.models.embedding import EmbeddingTables
 from compress.models.linear_groups import LinearGroup
 from compress.models.norms import Norm, UnitNorm, final_norm
 from compress.models.weights import (
@@ -40,6 +40,7 @@ from compress.models.weights import (
     WeightSource,
     build_layer,
     dense,
+    embedding_tables,
     fill_,
     layer_embed_weights,
     norm_weights,
@@ -69,7 +70,7 @@ class EmbedAndHead:
     """The parts of a model before the first layer and after the last, on the device; they are read once for
     several walks."""
 
-    embed_VD: Tensor
+    tables: EmbeddingTables
     norm: Norm | UnitNorm
     head_VD: Tensor
     head_bias_V: Tensor | None
@@ -80,12 +81,12 @@ class EmbedAndHead:
         arch = source.arch
         outer = source.outer()
         dtype = gradient_dtype(compute_dtype)
-        embed_VD = dense(outer["embed.weight"]).to(device)
-        head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
+        tables = embedding_tables(outer, device)
+        head_VD = tables.embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = final_norm(arch)
         fill_(norm, norm_weights(outer), dtype=dtype, device=device)
         return EmbedAndHead(
-            embed_VD,
+            tables,
             norm.requires_grad_(False),
             head_VD.to(dtype),
             dense(outer["head.bias"]).to(device=device, dtype=dtype) if arch.head_bias else None,
@@ -132,7 +133,7 @@ def visit_gradients(
         return_freed_blocks(arch)
     outer_modules = outer_modules or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
     tokens_NS = tokens_NS.to(device=device, dtype=torch.int64)
-    x_NSD = embedded(arch, outer_modules.embed_VD, tokens_NS).to(dtype)
+    x_NSD = outer_modules.tables.embedded(arch, tokens_NS).to(dtype)
     side_inputs = SideInputs.of(arch, outer_modules.of_side_inputs, tokens_NS, dtype=dtype, device=device)
     inputs = list[Tensor]()
     last = arch.num_layers - 1

@@ -17,10 +17,9 @@ from compress.calibrate.observe import forward
 from compress.calibrate.side_inputs import SideInputs
 from compress.context import Context
 from compress.models.decoder import capped
-from compress.models.embedding import embedded
 from compress.models.norms import final_norm
 from compress.models.tap import no_tap
-from compress.models.weights import WeightSource, build_layer, dense, fill_, norm_weights
+from compress.models.weights import WeightSource, build_layer, dense, embedding_tables, fill_, norm_weights
 
 Visit = Callable[[int, Tensor, Tensor], None]
 """A callback with (layer index, input, output) of one sample, both [T, D]."""
@@ -51,11 +50,11 @@ def walk(
     arch = source.arch
     device = torch.device(ctx.device)
     outer = source.outer()
-    embed = dense(outer["embed.weight"])
+    tables = embedding_tables(outer)
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, on_host=True)
     del outer
     x_NSD = torch.stack(
-        [embedded(arch, embed, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
+        [tables.embedded(arch, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
     )
     for idx in range(arch.num_layers):
         ctx.boundary(idx, arch.num_layers, f"{task}: layer {idx} of {arch.num_layers}")

@@ -60,8 +60,7 @@ from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.embedding import embedded
-from compress.models.weights import Weights, WeightSource, dense
+from compress.models.weights import Weights, WeightSource, dense, embedding_tables
 from compress.quant.scheme import Schemes
 
 
@@ -260,8 +259,8 @@ def _embedded(
     arch: Arch, outer: Weights, tokens_NS: Tensor, device: torch.device, dtype: torch.dtype
 ) -> Samples:
     """Return the inputs of the first layer."""
-    embed_VD = dense(outer["embed.weight"]).to(device)
+    tables = embedding_tables(outer, device)
     samples = Samples((*tokens_NS.shape, arch.stream_size), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
+        samples[idx : idx + 1] = tables.embedded(arch, tokens_S).unsqueeze(0)
     return samples

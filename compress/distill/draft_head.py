@@ -147,7 +147,7 @@ def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
     """Yield the embedding and the hidden state after each layer."""
     positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     attention = FullAttention()
-    states = [decoder.embedded(tokens_BS, attention)]
+    states = [decoder.embedded(tokens_BS, positions, attention)]
     for layer in decoder.layers:
         states.append(layer(states[-1], positions, attention))
     return states

@@ -207,7 +207,7 @@ def _cut(
     rows = channels[_ROWS[module]] if module in _ROWS else hidden
     if tensor.dim() == 1:
         return tensor[rows]
-    if module in ("embed", "head"):
+    if module in ("embed", "positions", "head"):
         return tensor[:, hidden]
     assert leaf == "weight"
     return tensor[rows][:, channels[_COLUMNS[module]] if module in _COLUMNS else hidden]

@@ -40,7 +40,7 @@ from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.modelopt_nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_leaves
 from compress.export.rules import exact_scales, layout_rules, quantized_shapes, whole_group_rules
-from compress.export.vllm import LATENTS, why_vllm_refuses
+from compress.export.vllm import LATENTS, TRANSPOSED, why_vllm_refuses
 from compress.models.arch import Arch
 from compress.models.config_file import QUANT_CONFIG_NAME
 from compress.models.linear_groups import LINEAR_GROUPS
@@ -324,7 +324,8 @@ class ModelOpt:
             "SGLang": f"reads {algorithm} by its sources{on_blackwell}; not run here",
         }
         readers = READERS.get(algorithm, ())
-        if refused := why_vllm_refuses(arch, scheme):
+        refused = why_vllm_refuses(arch, scheme) or (TRANSPOSED if arch.family == "gpt2" else None)
+        if refused:
             notes["vLLM"] = refused
             readers = tuple(each for each in readers if each != "vLLM")
         return [

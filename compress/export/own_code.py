@@ -12,6 +12,7 @@ PLAIN_ALONE = {
         "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "
         "theirs"
     ),
+    "gpt2": "has linears of another class in GPT-2 (Conv1D), into which it loads no codes",
     "qianfan_ocr": (
         "splits a tensor of q, k and v in the vision tower, and builds that step for plain checkpoints only "
         "('you can only have one to many')"
@@ -22,6 +23,10 @@ UNPACKED_ALONE = {
     "falcon": (
         "multiplies by the `weight` of a linear in its own way, which packed weights do not have "
         "('FalconLinear' object has no attribute 'weight')"
+    ),
+    "gpt_bigcode": (
+        "initializes `c_proj.weight` at load, which packed weights do not have ('Linear' object has no "
+        "attribute 'weight')"
     ),
     "nanochat": (
         "initializes `o_proj.weight` at load, which packed weights do not have ('Linear' object has no "

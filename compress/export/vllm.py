@@ -69,6 +69,8 @@ FALCON_FACTOR = 4
 PHIMOE_CLASS = "PhiMoEForCausalLM"
 PHIMOE_JITTER = 0.01
 """The name of vLLM's class of Phi-3.5-MoE, and the jitter of its router."""
+TRANSPOSED = "its class of GPT-2 transposes all that is named `weight` in a linear, codes, too"
+"""Why vLLM does not load codes of GPT-2 that have that name."""
 KIMI_STATES = ("linear_attn_config", "mla_use_nope")
 """Fields of Kimi Linear that vLLM's class reads; configs that `transformers` writes may have others."""
 STACKS_ALONE = {
@@ -120,6 +122,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return f"its class of Falcon has FFNs {FALCON_FACTOR} times as wide as the hidden states"
     if arch.family == "phimoe" and (reason := _why_phimoe_refused(arch)):
         return reason
+    if arch.family == "gpt2" and (reason := _why_gpt2_refused(arch, scheme)):
+        return reason
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -127,6 +131,18 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
     if is_by_name and _renames_mixers(arch):
         return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
+
+
+def _why_gpt2_refused(arch: Arch, scheme: ModelScheme) -> str | None:
+    """Return why vLLM does not load, or computes otherwise, a GPT-2, None where it does neither."""
+    if arch.attn_scale is not None:
+        return "its class of GPT-2 scales attention scores, whatever scale_attn_weights says"
+    if arch.config.get("reorder_and_upcast_attn"):
+        return "its class of GPT-2 takes no config with reorder_and_upcast_attn"
+    is_plain = any(
+        each.num_bits == 8 and (each.type == "float" or each.activation is not None) for each in scheme.all
+    )
+    return TRANSPOSED if is_plain else None
 
 
 def _why_phimoe_refused(arch: Arch) -> str | None:

@@ -78,6 +78,8 @@ class Arch:
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
         hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.
+        position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
+            table added to it, after its scale (`embedding.py`); None without such a table.
     """
 
     family: str
@@ -129,6 +131,7 @@ class Arch:
     latent_eps: float = LATENT_EPS
     hyper: HyperConnections | None = None
     head_bias: bool = False
+    position_offset: int | None = None
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -141,6 +144,12 @@ class Arch:
     def stream_size(self) -> int:
         """The numbers of the residual of one token: the hidden size, once for each of its streams."""
         return self.hidden_size * (1 if self.hyper is None else self.hyper.num_streams)
+
+    @property
+    def num_position_rows(self) -> int:
+        """The rows of the learned table of positions, those before the first position included; 0 without
+        one."""
+        return 0 if self.position_offset is None else self.max_position + self.position_offset
 
     @property
     def is_uniform(self) -> bool:
@@ -254,9 +263,10 @@ class Arch:
 
     @property
     def num_outer_params(self) -> int:
-        """The parameters outside of the layers that are tables or matrices: embeddings, a head that is not
-        one of them, and the projection of the embeddings for each layer."""
+        """The parameters outside of the layers that are tables or matrices: embeddings, learned positions, a
+        head that is not one of them, and the projection of the embeddings for each layer."""
         own = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
+        own += self.num_position_rows * self.hidden_size
         return own + (self.vocab_size + self.hidden_size) * self.num_layers * self.layer_embed_size
 
     @property

@@ -54,6 +54,11 @@ def check_arch(arch: "Arch") -> None:
             f"tokens have embeddings for each layer and the activation is '{arch.activation}'; what a layer "
             "reads of them has a gate, whose activation is another."
         )
+    if arch.layer_embed_size and arch.position_offset is not None:
+        raise UnsupportedArch(
+            "tokens have embeddings for each layer, and positions have learned ones; no decoder here reads "
+            "both."
+        )
     if arch.norm_bias and (arch.norm != "layer" or arch.block not in _OF_BIASES):
         raise UnsupportedArch(
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "
@@ -195,7 +200,9 @@ def _activations_of(layer: LayerShape) -> tuple[str, ...]:
     """Return the activations that the decoder computes in the FFN, or the experts, of a layer."""
     if layer.gated:
         return tuple(each for each in ACTIVATIONS if each not in UNGATED)
-    return UNGATED if layer.experts is not None else (*GATED_OR_NOT, *UNGATED)
+    if layer.experts is not None:  # no kernel of experts has relu
+        return tuple(each for each in UNGATED if each != "relu")
+    return (*GATED_OR_NOT, *UNGATED)
 
 
 def _may_have_factor(arch: "Arch", linear: str) -> bool:

@@ -49,17 +49,18 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
     if reason := family.why_unstated(arch):
         raise UnsupportedArch(reason)
     config = dict(arch.config)
-    config.update(
-        architectures=[family.class_name(arch.config)],
-        model_type=family.model_type,
-        vocab_size=arch.vocab_size,
-        hidden_size=arch.hidden_size,
-        num_hidden_layers=arch.num_layers,
-        num_attention_heads=first.num_heads,
-        num_key_value_heads=first.num_kv_heads,
-        tie_word_embeddings=arch.tied_head,
-        dtype=arch.dtype,
-    )
+    written = {
+        "architectures": [family.class_name(arch.config)],
+        "model_type": family.model_type,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": first.num_kv_heads,
+        "tie_word_embeddings": arch.tied_head,
+        "dtype": arch.dtype,
+    }
+    config |= {family.spelled.get(name, name): value for name, value in written.items()}
     if family.derives_head_dim:
         config.pop("head_dim", None)
     elif not arch.has_latents:

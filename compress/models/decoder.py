@@ -1,6 +1,6 @@
 """The canonical decoder: the one module tree into which every checkpoint is brought.
 
-    h = embed(tokens)
+    h = embed(tokens)                                          (+ learned positions)
     per layer:  h = h + o(attention(rope(q), rope(k), v)),  q, k, v = linears of attn_norm(h)
                 h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
     logits = head(norm(h))
@@ -32,7 +32,7 @@ from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
 from compress.models.delta_net import DeltaNet
 from compress.models.delta_net_mixer import GatedDeltaNet
-from compress.models.embedding import Embedding
+from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
 from compress.models.hyper_connection import HyperConnection
@@ -352,6 +352,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.embed = Embedding(arch)
+        if arch.position_offset is not None:
+            self.positions = LearnedPositions(arch)
         if arch.layer_embed_size:
             self.layer_embeds = LayerEmbeddings(arch)
         self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
@@ -373,15 +375,17 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         attend = attention if attention is not None else FullAttention()
-        x_BSD = self.embedded(tokens_BS, attend)
+        x_BSD = self.embedded(tokens_BS, positions, attend)
         for layer in self.layers:
             x_BSD = layer(x_BSD, positions, attend)
         return self.norm(x_BSD)
 
-    def embedded(self, tokens_BS: Tensor, attention: AttentionFn) -> Tensor:
+    def embedded(self, tokens_BS: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
         """Return the input [B, S, D] of the first layer; where tokens have embeddings for each layer,
         `attention` has these afterwards."""
         x_BSD = self.embed(tokens_BS)
+        if self.arch.position_offset is not None:
+            x_BSD = x_BSD + self.positions(positions)
         if self.arch.layer_embed_size:
             assert isinstance(attention, FullAttention)
             inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD)

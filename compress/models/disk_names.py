@@ -37,18 +37,20 @@ class DiskNames:
     checkpoints store experts, the first one where none is read.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
     that they store as one with a row for each head, if heads have weights of their own; `transposed` are
-    linears of a layer that they store as [I, O]. `in_parts` maps a module of a layer to those under whose
-    names its rows are stored, some after the others. `in_memory` maps prefixes of names on disk to those of
-    modules in `transformers`, where the two differ, and `in_memory_inside` maps modules of layers that it
-    alone renames. `untouched` are the parts on disk that are none of the language model's (`wrapper.py`),
-    `untouched_in_layers` those inside of its layers. With `more_experts` the experts after those that the
-    router of a layer chooses among are such parts, too. `first_rows` maps a vector of a layer to the number
-    of rows of the matrix whose first row it is; the other rows are of such parts, and the matrix is among
-    `untouched_in_layers`. `untouched_elsewhere` is what vLLM calls modules of theirs where that is another
-    name, and tensors whose names match `ignored_tensors` are read by nobody. Parameters of a layer that are
-    `zero_if_absent` are zeros in checkpoints that do not store them. `rope_exponents` is the untouched tensor
-    that holds the trained exponents of a rope's frequencies (`trained_rope.py`). `mtp` are the names of the
-    layer that predicts a further token, and `first_layer` is the index of the first layer on disk."""
+    linears of a layer that they store as [I, O], if they are dense. `in_parts` maps a module of a layer to
+    those under whose names its rows are stored, some after the others. `in_memory` maps prefixes of names on
+    disk to those of modules in `transformers`, where the two differ, and `in_memory_inside` maps modules of
+    layers that it alone renames; `other_prefixes` maps prefixes of names in some checkpoints, such as those
+    of a model without its head, to those that the others have. `untouched` are the parts on disk that are
+    none of the language model's (`wrapper.py`), `untouched_in_layers` those inside of its layers. With
+    `more_experts` the experts after those that the router of a layer chooses among are such parts, too.
+    `first_rows` maps a vector of a layer to the number of rows of the matrix whose first row it is; the other
+    rows are of such parts, and the matrix is among `untouched_in_layers`. `untouched_elsewhere` is what vLLM
+    calls modules of theirs where that is another name, and tensors whose names match `ignored_tensors` are
+    read by nobody. Parameters of a layer that are `zero_if_absent` are zeros in checkpoints that do not store
+    them. `rope_exponents` is the untouched tensor that holds the trained exponents of a rope's frequencies
+    (`trained_rope.py`). `mtp` are the names of the layer that predicts a further token, and `first_layer` is
+    the index of the first layer on disk."""
 
     interleaved_rotary: bool = False
     reversed_rotary: bool = False
@@ -65,6 +67,7 @@ class DiskNames:
     ignored_tensors: str = r"rotary_emb\.inv_freq$"
     in_memory: Mapping[str, str] = field(default_factory=dict)
     in_memory_inside: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: Mapping[str, str] = field(default_factory=dict)
     untouched: tuple[str, ...] = ()
     untouched_in_layers: tuple[str, ...] = ()
     more_experts: bool = False
@@ -86,7 +89,8 @@ class DiskNames:
 
     def from_memory(self, module: str) -> str:
         """Return the name on disk of a module or tensor; of one that has it, the same."""
-        name = with_other_prefix(module, _inverse(self.in_memory))
+        name = with_other_prefix(module, self.other_prefixes)
+        name = with_other_prefix(name, _inverse(self.in_memory))
         return with_other_parts(name, _inverse(self.in_memory_inside))
 
     def is_untouched(self, name: str, num_experts: int | None = None) -> bool:

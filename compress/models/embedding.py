@@ -1,7 +1,13 @@
-"""The embedding of a model, with its norm and its scale.
+"""The embedding of a model, with its norm and its scale, and learned embeddings of positions.
 
-Shapes: V vocabulary, D hidden.
+    x = scale * norm(embed[token]) + positions[position + offset]
+
+Few models have the norm, the scale or the table of positions (GPT-2, OPT).
+
+Shapes: V vocabulary, D hidden, S sequence, P rows of the table of positions.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +28,52 @@ def normed(arch: Arch, x: Tensor) -> Tensor:
     return unit_norm(x, arch.norm_eps) if arch.embed_norm else x
 
 
-def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
-    """Return the embeddings [..., D] of token ids as the first layer takes them, once for each stream of the
-    residual [..., n D] where it has several. Their scale is rounded to their dtype first, as `transformers`
-    does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
+def scaled(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
+    """Return the embeddings [..., D] of token ids, without their positions. Their scale is rounded to their
+    dtype first, as `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not
+    55.4."""
     x = looked_up(arch, embed_VD, tokens)
     if arch.embed_scale != 1:
         x = x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
-    return repeated(arch.hyper, x)
+    return x
+
+
+@dataclass(frozen=True)
+class EmbeddingTables:
+    """The tables of a model from which the input of its first layer is computed, on one device: the embedding
+    [V, D], and the learned positions [P, D], None where there are none."""
+
+    embed_VD: Tensor
+    positions_PD: Tensor | None = None
+
+    def embedded(self, arch: Arch, tokens: Tensor) -> Tensor:
+        """Return the input [..., S, D] of the first layer of whole sequences of token ids [..., S], once for
+        each stream of the residual [..., S, n D] where it has several."""
+        x = scaled(arch, self.embed_VD, tokens)
+        if self.positions_PD is not None:
+            assert arch.position_offset is not None
+            x = x + self.positions_PD[arch.position_offset :][: tokens.shape[-1]]
+        return repeated(arch.hyper, x)
 
 
 class Embedding(nn.Embedding):
-    """The embedding of a model, with its norm and its scale."""
+    """The embedding of a model, with its norm and its scale, once for each stream of the residual."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__(arch.vocab_size, arch.hidden_size)
         self.arch = arch
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return embedded(self.arch, self.weight, tokens)
+        return repeated(self.arch.hyper, scaled(self.arch, self.weight, tokens))
+
+
+class LearnedPositions(nn.Embedding):
+    """The table of learned positions, once for each stream of the residual."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__(arch.num_position_rows, arch.hidden_size)
+        self.arch = arch
+
+    def forward(self, positions: Tensor) -> Tensor:
+        assert self.arch.position_offset is not None
+        return repeated(self.arch.hyper, super().forward(positions + self.arch.position_offset))

@@ -1,5 +1,5 @@
 """The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
-without one, and then with gelu, the squared relu (arXiv 2109.08668) or xIELU (`xielu.py`)."""
+without one, and then with gelu, relu, its square (arXiv 2109.08668) or xIELU (`xielu.py`)."""
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ OUTPUT_GATE = "sigmoid"
 def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
+    if name == "relu":
+        return F.relu(x)
     if name == "relu2":
         return F.relu(x).square()
     if name == OUTPUT_GATE:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.embedding import embedded
+from compress.models.embedding import scaled
 from compress.models.ffn import gated
 from compress.models.linear import Linear
 from compress.models.norms import norm_of
@@ -72,7 +72,7 @@ def inputs_of_tokens(
         own = some.to(table_VF.device)
         module.table.weight = nn.Parameter(table_VF[own].to(**place))
         order_u = torch.arange(len(some), device=into_UF.device)
-        embedded_uD = embedded(arch, outer["embed.weight"], own).to(**place)
+        embedded_uD = scaled(arch, outer["embed.weight"], own).to(**place)
         into_uF.copy_(module(order_u, embedded_uD).flatten(1))
 
 

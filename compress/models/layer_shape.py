@@ -60,7 +60,7 @@ Half = Literal["mixer", "ffn"]
 HALVES: tuple[Half, ...] = ("mixer", "ffn")
 XIELU = "xielu"
 """The activation that has parameters (`xielu.py`)."""
-UNGATED = ("relu2", XIELU)
+UNGATED = ("relu", "relu2", XIELU)
 """The activations of FFNs that have no gate, `down(act(up(x)))`, by their names in `transformers`."""
 GATED_OR_NOT = ("gelu", "gelu_pytorch_tanh")
 """The activations of FFNs with gates and of FFNs without; all others but `UNGATED` are those of gates."""

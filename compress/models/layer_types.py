@@ -57,6 +57,10 @@ def every_layer(config: Fields, num_layers: int) -> list[bool]:
     return [True] * num_layers
 
 
+def no_layer(config: Fields, num_layers: int) -> list[bool]:
+    return [False] * num_layers
+
+
 def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
     """Return the sliding windows of families that state `layer_types` (or, before that field existed,
     `max_window_layers`)."""

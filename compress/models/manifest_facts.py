@@ -76,6 +76,8 @@ def rare_facts(model: Fields) -> dict[str, Any]:
         rare["hyper"] = HyperConnections.from_json(model.fields("hyper"))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
+    if model.has("position_offset"):
+        model.integer("position_offset", 0, MAX_SIZE)
     if model.has("layer_embed_size"):
         model.integer("layer_embed_size", 0, MAX_SIZE)
     return rare

@@ -102,7 +102,9 @@ class StoredWeights:
             assert self._codec is not None
             try:
                 weight = self._codec.decode(leaves, scheme)
-                if weight.shape != (wanted := self._stored_shape_of(name)):
+                wanted = self._stored_shape_of(name)
+                wanted = wanted[::-1] if self.family.is_transposed(name) else wanted
+                if weight.shape != wanted:
                     raise UnsupportedFormat(f"it is {list(weight.shape)}, its config says {list(wanted)}.")
                 if self._powers_of_two:
                     check_powers_of_two(weight)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
+from compress.models.embedding import EmbeddingTables
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.layer_embedding import LAYER_EMBEDS, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
@@ -24,6 +25,8 @@ from compress.quant.scheme import QuantizedWeight
 
 UNTOUCHED = "untouched."
 """Prefix of the outer weights that are not the decoder's; their own names follow (`wrapper.py`)."""
+POSITIONS = "positions.weight"
+"""The table of learned positions among the outer weights."""
 Weights = Mapping[str, Tensor | QuantizedWeight]
 """Module parameters by canonical name; a quantized linear is stored under its module's name with `.weight`.
 """
@@ -49,10 +52,10 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` and
-        `head.bias` where there are any, those of the embeddings for each layer where tokens have them
-        (`layer_embedding.py`), those of the head's hyper-connection where there is one, and those under
-        `UNTOUCHED`."""
+        """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias`,
+        `head.bias` and `positions.weight` where there are any, those of the embeddings for each layer where
+        tokens have them (`layer_embedding.py`), those of the head's hyper-connection where there is one, and
+        those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -76,6 +79,18 @@ def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
     them; none where tokens have none."""
     names = [name for name in outer if name.startswith(f"{LAYER_EMBEDS}.")]
     return {name: dense(outer[name]) for name in (*names, "embed.weight")} if names else {}
+
+
+def embedding_tables(outer: Weights, device: torch.device | None = None) -> EmbeddingTables:
+    """Return the dense tables from which the input of the first layer is computed, on a device or where they
+    are."""
+    embed_VD = dense(outer["embed.weight"])
+    positions = outer.get(POSITIONS)
+    positions_PD = None if positions is None else dense(positions)
+    if device is not None:
+        embed_VD = embed_VD.to(device)
+        positions_PD = None if positions_PD is None else positions_PD.to(device)
+    return EmbeddingTables(embed_VD, positions_PD)
 
 
 def split_outer(
@@ -212,6 +227,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
     parameter of its own."""
     outer: dict[str, tuple[int, ...]] = {"embed.weight": (arch.vocab_size, arch.hidden_size)}
+    if arch.position_offset is not None:
+        outer[POSITIONS] = (arch.num_position_rows, arch.hidden_size)
     if not arch.unit_norms:
         outer["norm.weight"] = (arch.hidden_size,)
     if arch.norm_bias:

@@ -139,7 +139,8 @@ class LayerWeights:
 class ModelWeights:
     """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its
     kernel. Rows of `embed_VD` go on with the embeddings of a token for each layer, where it has them. `hyper`
-    joins the streams of the residual for the last norm, where it has several.
+    joins the streams of the residual for the last norm, where it has several. `positions_ND` are the learned
+    embeddings of positions, where it has them.
     """
 
     arch: Arch
@@ -149,6 +150,7 @@ class ModelWeights:
     norm: RowNorm
     head: FusedLinear
     hyper: HyperWeights | MeanOfStreams | None = None
+    positions_ND: Tensor | None = None
 
     @property
     def kv_scales(self) -> list[tuple[float, float]] | None:
@@ -200,6 +202,7 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
         norm=outer.norm,
         head=outer.head,
         hyper=outer.hyper,
+        positions_ND=outer.positions_ND,
     )
 
 

@@ -1,6 +1,6 @@
 """The serving forward of a whole model. A golden test compares it with `models/decoder.py`.
 
-    x = embed(tokens)
+    x = embed(tokens)          (+ learned positions)
     x = layer(x) for each      (`layer_runner.py`)
     logits = head(norm(x))
 
@@ -32,6 +32,7 @@ from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import ModelWeights
+from compress.runtime.outer_weights import with_positions
 from compress.runtime.prefill_graphs import PrefillGraphs
 from compress.runtime.row_norms import stream_scale
 from compress.runtime.scoring import scoring_pass, scratch_block_size
@@ -222,6 +223,7 @@ class ModelRunner:
         """Return the residual stream after the last layer, before the final norm, of rows of `embedding`; the
         head reads `all_rows` of it, or some."""
         x_TD, inputs = parted(x_TD, self._arch)
+        x_TD = with_positions(x_TD, self._weights.positions_ND, positions_T)
         stream = Stream(repeated(self._arch.hyper, x_TD))
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:

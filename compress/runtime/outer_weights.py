@@ -1,10 +1,12 @@
-"""The weights outside of the layers in serving: the embedding, and the last norm and the head.
+"""The weights outside of the layers in serving: the embedding, learned positions, and the last norm and the
+head.
 
-Shapes: V vocabulary, D hidden, L layers, P embeddings of a token for a layer.
+Shapes: T rows, V vocabulary, D hidden, L layers, P embeddings of a token for a layer, N positions.
 """
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
@@ -14,7 +16,7 @@ from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
 from compress.models.embedding import normed
 from compress.models.hyper_connection import MeanOfStreams
-from compress.models.weights import Weights, WeightSource, dense
+from compress.models.weights import POSITIONS, Weights, WeightSource, dense
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
@@ -28,6 +30,7 @@ class OuterWeights:
     """The weights outside of the layers, as `ModelWeights` holds them."""
 
     embed_VD: Tensor
+    positions_ND: Tensor | None
     norm: RowNorm
     head: FusedLinear
     hyper: HyperWeights | MeanOfStreams | None
@@ -42,6 +45,7 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
     outer = source.outer()
     return OuterWeights(
         embedding(outer, source.arch, deployment),
+        learned_positions(outer, source.arch, deployment),
         *output(outer, source.arch, deployment),
         head_hyper(source.arch, outer, deployment),
     )
@@ -61,6 +65,25 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
     embed_VD = normed(arch, deployment.placed(dense(outer["embed.weight"])))
     embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
     return with_layer_inputs(embed_VD, outer, arch)
+
+
+def learned_positions(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor | None:
+    """Return the learned embeddings [N, D] of positions, from position 0 on, as the stream takes them; None
+    where the model has none."""
+    if arch.position_offset is None:
+        return None
+    table_PD = deployment.placed(dense(outer[POSITIONS]))
+    return _scaled(table_PD[arch.position_offset :].contiguous(), 1 / stream_scale(arch))
+
+
+def with_positions(x_TD: Tensor, positions_ND: Tensor | None, positions_T: Tensor) -> Tensor:
+    """Return the embeddings [T, D] of tokens with those of their positions added, if the model has any. Rows
+    whose outputs are not read may have a position before the first one or after the last, and take the row of
+    that one: padding where several tokens of a request are verified, rows that fill up a graph, and steps
+    that were launched before the host saw that a request had ended."""
+    if positions_ND is None:
+        return x_TD
+    return x_TD + F.embedding(positions_T.clamp(0, len(positions_ND) - 1), positions_ND)
 
 
 def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:

@@ -27,7 +27,7 @@ from compress.runtime.hyper_weights import head_hyper
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, load_layer
-from compress.runtime.outer_weights import embedding, output
+from compress.runtime.outer_weights import embedding, learned_positions, output, with_positions
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
 from compress.runtime.stream import Reader, Stream, mixer_reader
 
@@ -91,7 +91,7 @@ class StreamedModel:
         with torch.inference_mode():
             batches = [each for batch in tokens_NS.split(batch_size) for each in self._at_once(batch)]
             passes = {len(each): self._pass(len(each), length) for each in batches}
-            streams = self._embedded(batches)
+            streams = self._embedded([(each, passes[len(each)].positions_T) for each in batches])
             held = [load_layer(self._source, 0, self._deployment)]
             reader: Reader | None = None
             for idx in range(self.arch.num_layers):
@@ -115,12 +115,16 @@ class StreamedModel:
                 )
                 num_done += num_parts
 
-    def _embedded(self, batches: Sequence[Tensor]) -> list[Stream]:
-        embed_VD = embedding(self._source.outer(), self.arch, self._deployment)
-        return [
-            Stream(repeated(self.arch.hyper, F.embedding(each.to(self._device).reshape(-1), embed_VD)))
-            for each in batches
-        ]
+    def _embedded(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Stream]:
+        """Return the input of the first layer of batches [B, S], given the positions of their rows, too."""
+        outer = self._source.outer()
+        embed_VD = embedding(outer, self.arch, self._deployment)
+        positions_ND = learned_positions(outer, self.arch, self._deployment)
+        streams = []
+        for batch_BS, positions_T in batches:
+            x_TD = F.embedding(batch_BS.to(self._device).reshape(-1), embed_VD)
+            streams.append(Stream(repeated(self.arch.hyper, with_positions(x_TD, positions_ND, positions_T))))
+        return streams
 
     def _head(self) -> Reader:
         outer = self._source.outer()

@@ -44,10 +44,14 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
     spelled = FAMILIES.get(family).spelled
     if family in ("gpt_oss", "lfm2", "lfm2_moe", "lfm3"):
         everywhere -= {"hidden_act"}  # their gates are written out
-    if family == "olmo":
-        everywhere -= {"rms_norm_eps"}  # a constant of its class
+    if family in ("olmo", "opt"):
+        everywhere -= {"rms_norm_eps"}  # a constant of their classes
     if family == "gpt_neox":
         everywhere -= {"num_key_value_heads"}  # as many as heads of queries
+    if family in ("opt", "gpt2", "gpt_bigcode"):
+        everywhere -= {"intermediate_size", "num_key_value_heads"}  # by another name; as many as of queries
+    if family in ("gpt2", "gpt_bigcode"):
+        everywhere -= {"num_attention_heads"}  # they read `n_head` by its standard name
     if family == "falcon":
         everywhere -= {
             "head_dim",

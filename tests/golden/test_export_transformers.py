@@ -105,6 +105,10 @@ EXPORTED = [
     ("falcon", "INT8_DYNAMIC"),
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
+    ("opt", "W8A16"),
+    ("gpt_bigcode", "INT8_DYNAMIC"),
+    ("gpt_bigcode-all-heads-apart", "FP8_DYNAMIC"),
+    ("opt-no-biases-gelu", "FP8_DYNAMIC"),
     ("olmo", "W4A16_G128"),
     ("olmo-biases-tied", "FP8_DYNAMIC"),
     ("olmo2", "W4A16_G128"),
@@ -348,7 +352,8 @@ def test_every_family_is_exported() -> None:
     with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
     with_and_without.add("mimo_v2_flash")
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
-    assert {CASES[case][0] for case, _ in EXPORTED} == (dense | with_and_without) - BY_ANOTHER_NAME.keys()
+    exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2"}
+    assert {CASES[case][0] for case, _ in EXPORTED} == exported
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)
 
 
@@ -402,7 +407,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
         assert 0.5 < shift / rms(exact - unrounded) < 2
 
 
-@pytest.mark.parametrize("case", ["nanochat", "falcon"])
+@pytest.mark.parametrize("case", ["nanochat", "falcon", "gpt_bigcode"])
 def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_path: Path) -> None:
     scheme = SCHEMES["W4A16_G128"]
     _, exported = quantized(tmp_path, case, scheme)
@@ -412,6 +417,29 @@ def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_p
     assert not stated.loads
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
         transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)(tokens(1, 4))
+
+
+@pytest.mark.parametrize("scheme_name", ["W4A16_G128", "FP8_DYNAMIC"])
+def test_transformers_loads_no_codes_into_linears_of_gpt2(scheme_name: str, tmp_path: Path) -> None:
+    """Its linears are of another class there, whose weights it initializes instead."""
+    scheme = SCHEMES[scheme_name]
+    stored, exported = quantized(tmp_path, "gpt2", scheme)
+    opened = open_checkpoint(exported)
+    for idx in range(NUM_LAYERS):
+        again = opened.layer(idx)
+        for name, value in stored.layer(idx).items():
+            assert torch.equal(dense(again[name]), dense(value)), name
+    (stated,) = [
+        each
+        for each in FORMATS.get("compressed-tensors").consumers(opened.arch, ModelScheme(scheme))
+        if each.name == "transformers"
+    ]
+    assert not stated.loads
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    scales = {f"transformer.h.{idx}.attn.c_attn.weight_scale" for idx in range(NUM_LAYERS)}
+    assert scales <= set(info["unexpected_keys"])
 
 
 def opened_by_disk_name(opened: Checkpoint) -> dict[str, Tensor]:

@@ -731,6 +731,33 @@ FEATURES: dict[str, dict[str, Any]] = {
         "activation": "relu2",
         "layers": (tiny_shape(gated=False), tiny_shape(gated=False)),
     },
+    "learned positions": {
+        "position_offset": 0,
+        "norm": "layer",
+        "norm_bias": True,
+        "activation": "gelu_pytorch_tanh",
+        "tied_head": True,
+        "layers": (tiny_shape(rope=None, gated=False),) * 2,
+    },
+    "learned positions after two rows": {
+        "position_offset": 2,
+        "norm": "layer",
+        "unit_norms": True,
+        "activation": "relu",
+        "max_position": 144,
+        "layers": (tiny_shape(rope=None, gated=False),) * 2,
+    },
+    "learned positions in scaled streams": {
+        "position_offset": 1,
+        "embed_scale": 2.5,
+        "embed_norm": True,
+        "residual_scale": 0.22,
+        "block": "post",
+    },
+    "learned positions in streams that are mixed": {
+        "position_offset": 2,
+        "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=4),
+    },
     "tied normed embedding": {"embed_norm": True, "tied_head": True, "residual_scale": 0.22},
     "ministral 3": {
         "query_growth": (0.1, 16),
@@ -856,6 +883,7 @@ RARE = [
     "bounded decays of channels, and latents whose heads have gates",
     "latents with sinks and gated outputs",
     *("streams that are not mixed", "streams that are mixed, and latents"),
+    *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",
 ]
 
@@ -886,7 +914,13 @@ def test_verified_tokens_are_those_of_plain_decoding(feature: str) -> None:
     assert set(engine.acceptance.rates) == {1.0}
 
 
-@pytest.mark.parametrize("feature", ["granite", "scaled halves with post norms", "gemma 3", "gemma 4"])
+OF_FEATURES = [
+    *("granite", "scaled halves with post norms", "gemma 3", "gemma 4"),
+    *("learned positions after two rows", "learned positions in scaled streams"),
+]
+
+
+@pytest.mark.parametrize("feature", OF_FEATURES)
 def test_features_are_the_hidden_states(feature: str) -> None:
     source = tiny_source(**FEATURES[feature])
     decoder = build_decoder(source, dtype=torch.float32, device=CPU)
@@ -899,7 +933,7 @@ def test_features_are_the_hidden_states(feature: str) -> None:
         tokens, rows, rows + engine.config.block_size_on(CPU), rows[1:2].view(1, 1), (5,), (5,), rows
     )
     engine.runner.prefill(batch, short=False, features=features)
-    x = decoder.embed(tokens.unsqueeze(0))
+    x = decoder.embedded(tokens.unsqueeze(0), rows, FullAttention())
     states = [x]
     for layer in decoder.layers:
         states.append(x := layer(x, rows, FullAttention()))

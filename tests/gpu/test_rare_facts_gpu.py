@@ -240,6 +240,16 @@ FACTS: dict[str, dict[str, Any]] = {
         ),
     },
     "olmo": {"norm": "layer", "unit_norms": True},
+    "opt": {
+        "position_offset": 2,
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "activation": "relu",
+        "layers": (replace(LAYER, rope=None, gated=False),) * 2,
+    },
     "phi": {
         "block": "parallel",
         "norm": "layer",

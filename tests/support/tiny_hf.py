@@ -34,6 +34,9 @@ CONFIGS: dict[str, Any] = {
     "nanochat": transformers.NanoChatConfig,
     "phi": transformers.PhiConfig,
     "falcon": transformers.FalconConfig,
+    "opt": transformers.OPTConfig,
+    "gpt2": transformers.GPT2Config,
+    "gpt_bigcode": transformers.GPTBigCodeConfig,
     "phimoe": transformers.PhimoeConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
@@ -546,6 +549,9 @@ _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
+    "opt": {"num_key_value_heads": 6},
+    "gpt2": {"num_key_value_heads": 6},
+    "gpt_bigcode": {"num_key_value_heads": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
@@ -2326,6 +2332,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LINEAR,
         },
     ),
+    "opt": ("opt", {"ffn_dim": 80, "tie_word_embeddings": True}),
+    "opt-no-biases-gelu": (
+        "opt",
+        {
+            "ffn_dim": 72,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "gpt2": ("gpt2", {"n_inner": 80, "tie_word_embeddings": True}),
+    "gpt2-unscaled-apart": (
+        "gpt2",
+        {
+            "n_inner": 72,
+            "scale_attn_weights": False,
+            "reorder_and_upcast_attn": True,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 80, "tie_word_embeddings": True}),
+    "gpt_bigcode-all-heads-apart": (
+        "gpt_bigcode",
+        {
+            "n_inner": 72,
+            "multi_query": False,
+            "num_key_value_heads": 6,
+            "scale_attn_weights": False,
+            "activation_function": "gelu",
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
     "phi": ("phi", {"rope_parameters": HALF_ROTATED}),
     "phi-all-heads": (
         "phi",
@@ -2695,8 +2734,9 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         rotates_in_part = "partial_rotary_factor" in changes["rope_parameters"]
         sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
         return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
-    if "ffn_hidden_size" in changes:
-        return {"ffn_hidden_size": 4 * size}
+    for field in ("ffn_hidden_size", "ffn_dim", "n_inner"):
+        if field in changes:
+            return {field: 4 * size}
     if "v_head_dim" in changes and "kv_lora_rank" not in changes:
         return {"head_dim": size // 2, "v_head_dim": of_head}
     if "kv_lora_rank" not in changes:
@@ -2713,7 +2753,7 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
-OWN_EPS = {"olmo": 1e-5}
+OWN_EPS = {"olmo": 1e-5, "opt": 1e-5}
 """What the norms of families add that no field states."""
 DERIVED_HEADS = ("falcon",)
 """Families whose configs refuse the size of a head."""

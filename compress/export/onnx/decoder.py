@@ -20,6 +20,7 @@ from compress.export.onnx.linears import Linears
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import in_halves, inverse_frequencies
+from compress.models.weights import POSITIONS
 
 F32 = torch.float32
 I64 = torch.int64
@@ -59,6 +60,11 @@ class DecoderGraph:
         x_TD = graph.op("Gather", self._linear.weight("embed.weight"), tokens_T)
         x_TD = self._unit_norm(x_TD) if arch.embed_norm else x_TD
         x_TD = self._scaled(x_TD, arch.embed_scale)
+        if arch.position_offset is not None:
+            rows_T = graph.op("Reshape", positions_BS, graph.constant([-1], I64))
+            if arch.position_offset:
+                rows_T = graph.op("Add", rows_T, graph.constant(arch.position_offset, I64))
+            x_TD = graph.op("Add", x_TD, graph.op("Gather", self._linear.weight(POSITIONS), rows_T))
         for idx in range(arch.num_layers):
             x_TD = self._layer(x_TD, idx)
         x_TD = self._scaled(self._norm(x_TD, "norm"), arch.logit_scale)
@@ -100,6 +106,8 @@ class DecoderGraph:
     def _activated(self, x_TF: str) -> str:
         """Return the activation of the model of each number."""
         graph = self._graph
+        if self._arch.activation == "relu":
+            return graph.op("Relu", x_TF)
         if self._arch.activation == "relu2":
             positive = graph.op("Relu", x_TF)
             return graph.op("Mul", positive, positive)

@@ -10,8 +10,9 @@ unsigned codes on both sides, with 128 as their zero point: sums of products of 
 saturate at 16 bits on CPUs with AVX2 and without VNNI, those of unsigned with unsigned do not, so that the
 integers are exact on every CPU.
 
-Linears that a tensor holds one below the other are ranges of its rows. Where their rows take turns, the graph
-computes all of them in one product of the tensor, and each linear is some columns of it.
+Linears that a tensor holds one below the other are ranges of its rows. Where their rows take turns, or a
+checkpoint stores the matrix as [I, O], the graph computes all of them in one product of the tensor, and each
+linear is some columns of it.
 
 Shapes: T tokens, I in, O out.
 """
@@ -55,18 +56,20 @@ class Linears:
 
     def weight(self, name: str) -> str:
         """Return the initializer of a dense parameter, by its canonical name."""
-        return self._graph.stored(self._family.tensor(name), self._shape(name), self._rows(name))
+        shape = self._shape(name)
+        shape = shape[::-1] if self._family.is_transposed(name) else shape
+        return self._graph.stored(self._family.tensor(name), shape, self._rows(name))
 
     def order(self, module: str) -> Tensor | None:
         """Return, for each canonical output of a rotated module, its place among the outputs of the stored
         one; None where both are the same."""
         place = self._place(f"{module}.weight")
-        return None if place is None or self._takes_turns(module) else place.order
+        return None if place is None or self._is_in_one_product(module) else place.order
 
     def __call__(self, x: str, module: str) -> str:
         """Add the linear of that canonical name to inputs [T, I]; return outputs [T, O], in the order of the
         stored rows, or in canonical order where they take turns with others."""
-        if not self._takes_turns(module):
+        if not self._is_in_one_product(module):
             return self._product(x, module)
         key = x, self._family.to_disk(module)
         if key not in self._products:
@@ -81,7 +84,8 @@ class Linears:
         scheme = None if self._scheme is None else self._scheme.for_linear(module)
         bias = self.weight(f"{module}.bias") if self._has_bias(module) else ""
         if scheme is None:
-            return self._gemm(x, self.weight(f"{module}.weight"), bias)
+            name = f"{module}.weight"
+            return self._gemm(x, self.weight(name), bias, transposed=self._family.is_transposed(name))
         if scheme.num_bits == 4:
             return self._biased(self._in_nibbles(x, module, scheme), bias)
         if scheme.activation is None:
@@ -95,8 +99,10 @@ class Linears:
         """Add the head that is the embedding; return logits [T, V]."""
         return self._gemm(x, self.weight("embed.weight"), "")
 
-    def _gemm(self, x: str, weight_OI: str, bias: str) -> str:
-        return self._graph.op("Gemm", *[each for each in (x, weight_OI, bias) if each], transB=1)
+    def _gemm(self, x: str, weight: str, bias: str, *, transposed: bool = False) -> str:
+        """Add the product of inputs [T, I] with a weight [O, I], or [I, O] where it is `transposed`."""
+        inputs = [each for each in (x, weight, bias) if each]
+        return self._graph.op("Gemm", *inputs, transB=int(not transposed))
 
     def _biased(self, y: str, bias: str) -> str:
         return self._graph.op("Add", y, bias) if bias else y
@@ -165,16 +171,20 @@ class Linears:
         return f"{module}.bias" in self._shapes
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter, or of the tensor in which its rows take turns with others."""
+        """Return the shape of a parameter, or of the tensor that is in one product with it."""
         num_rows, *others = self._shapes[name]
-        if self._takes_turns(name.rpartition(".")[0]):
+        if self._is_in_one_product(name.rpartition(".")[0]):
             num_rows = sum(self._shapes[each][0] for each in members_of(self._family, self._arch, name))
         return (num_rows, *others)
 
-    def _takes_turns(self, module: str) -> bool:
-        """Return whether the rows of a linear take turns with those of others in one tensor."""
+    def _is_in_one_product(self, module: str) -> bool:
+        """Return whether a linear is computed in one product with the others that its tensor holds, because
+        its rows take turns with theirs there or are columns."""
         *_, of_layer = module.split(".", 2)
-        return self._family.layer_modules.get(of_layer) in self._family.rows_in_turns
+        if self._family.layer_modules.get(of_layer) in self._family.rows_in_turns:
+            return True
+        name = f"{module}.weight"
+        return self._family.is_transposed(name) and len(members_of(self._family, self._arch, name)) > 1
 
     def _place(self, name: str) -> Place | None:
         """Return where a parameter lies in the tensor that holds it; None for all of it."""
@@ -187,7 +197,7 @@ class Linears:
 
     def _rows(self, name: str) -> tuple[int, int] | None:
         """Return the range of rows of a parameter in a tensor that holds several; None for all of them."""
-        if self._takes_turns(name.rpartition(".")[0]):
+        if self._is_in_one_product(name.rpartition(".")[0]):
             return None
         place = self._place(name)
         alone = len(members_of(self._family, self._arch, name)) == 1

@@ -2,7 +2,7 @@
 
     silu(x) = x s(x)                         s(x) = 1 / (1 + e^-x)
     gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
-    relu2(x) = max(x, 0)^2
+    relu(x) = max(x, 0)                      relu2(x) = max(x, 0)^2
     xielu(x) = a_p x^2 + b x where x > 0, else a_n (e^min(x, eps) - 1 - x) + b x       (arXiv 2411.13010)
     swiglu_clamped(g, u) = g s(1.702 g) (u + 1) of g <= 7 and |u| <= 7
 
@@ -20,6 +20,8 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
         return 1 / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "relu2":
         return tl.where(x < 0, 0.0, x * x)
     else:

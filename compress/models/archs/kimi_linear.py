@@ -12,7 +12,7 @@ from compress.models.config_facts import only_own_code
 from compress.models.delta_net import DeltaNet
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import LATENT_MODULES, latent_of
-from compress.models.layer_types import FULL, LINEAR
+from compress.models.layer_types import FULL, LINEAR, no_layer
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.mixture import BARE, apart, in_one, shared_of, sparse_by_type_or_count, state_both
 from compress.models.module_names import LAYER_MODULES
@@ -110,16 +110,12 @@ def _restated(arch: Arch) -> dict[str, Any]:
     return {_LINEAR: {**own, **lists}}
 
 
-def _no_rotation(config: Fields, num_layers: int) -> list[bool]:
-    return [False] * num_layers
-
-
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    rotated_layers=_no_rotation,
+    rotated_layers=no_layer,
     latent=latent_of(False),
     recurrence=_kimi_delta_of,
     implied=_implied,

@@ -13,7 +13,7 @@ from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.config_facts import only_own_code
 from compress.models.experts import LATENT_IN, LATENT_OUT, MAX_EXPERT_SIZE
 from compress.models.family import FAMILIES, Family
-from compress.models.layer_types import FULL, LINEAR
+from compress.models.layer_types import FULL, LINEAR, no_layer
 from compress.models.mamba2_config import (
     MAMBA_FIELDS,
     MAMBA_FIXED,
@@ -80,10 +80,6 @@ def _types_of(config: Fields) -> list[str]:
     return found[first]
 
 
-def _no_rotation(config: Fields, num_layers: int) -> list[bool]:
-    return [False] * num_layers
-
-
 def _has_experts(config: Fields, num_layers: int) -> list[bool]:
     return [kind == _MOE for kind in _types_of(config)[:num_layers]]
 
@@ -111,7 +107,7 @@ FAMILIES.add(
         computed_otherwise="Steps of time have no lower bound, as in the model's first code and vLLM; the "
         "class of transformers bounds those of prompts by time_step_min where it is not 0.",
         ffn_bias="mlp_bias",
-        rotated_layers=_no_rotation,
+        rotated_layers=no_layer,
         half_layers=True,
         gated=False,
         spelled=_SPELLED,

@@ -107,7 +107,7 @@ def _bytes_by_kind(path: Path) -> dict[str, int]:
 def _kind(name: str) -> str:
     if "norm" in name:
         return "norms"
-    if "embed" in name or "head" in name:
+    if "embed" in name or "head" in name or name.startswith("positions"):
         return "embedding and head"
     return "attention" if any(part in name for part in _MIXERS) else "ffn"
 

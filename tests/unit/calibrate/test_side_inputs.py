@@ -29,9 +29,8 @@ from compress.models import layer_embedding
 from compress.models.attention import FullAttention
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
-from compress.models.embedding import embedded
 from compress.models.layer_shape import LayerShape
-from compress.models.weights import Weights, WeightSource, build_decoder, build_layer, dense
+from compress.models.weights import Weights, WeightSource, build_decoder, build_layer, dense, embedding_tables
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import FP8_MAX, SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes
@@ -75,7 +74,7 @@ def run_of(
     shards = shards_of_rank(len(tokens_NS), rank=rank, num_ranks=num_ranks)
     own_NS = tokens_NS[sample_range(shards)]
     outer = source.outer()
-    x_NSD = embedded(source.arch, dense(outer["embed.weight"]), own_NS.long())
+    x_NSD = embedding_tables(outer).embedded(source.arch, own_NS.long())
     samples = Samples.from_tensor(x_NSD)
     side_inputs = SideInputs.of(source.arch, outer, own_NS, dtype=torch.float32, device=CPU)
     guard = MemoryGuard(None, samples)
@@ -134,7 +133,7 @@ def test_embeddings_for_layers_do_not_depend_on_how_many_tokens_are_embedded_at_
 ) -> None:
     decoder = decoder_of(source)
     attention = FullAttention()
-    decoder.embedded(tokens_NS.long(), attention)
+    decoder.embedded(tokens_NS.long(), torch.arange(tokens_NS.shape[1]), attention)
     for at_once in (7, 4096):
         monkeypatch.setattr(layer_embedding, "_TOKENS_AT_ONCE", at_once)
         inputs = SideInputs.of(source.arch, source.outer(), tokens_NS, dtype=torch.float32, device=CPU)

@@ -134,7 +134,7 @@ def test_keys_and_values_of_a_cache_are_measured_on_what_attention_reads(
     positions = torch.arange(SEQ_LEN)
     part = KeysValues.from_weights(source.arch, 0, source.layer(0), dtype=torch.float32, device=CPU)
     layer = build_layer(source.arch, 0, source.layer(0), dtype=torch.float32, device=CPU)
-    x_BSE = decoder_of(source).embedded(tokens_NS.long(), FullAttention())
+    x_BSE = decoder_of(source).embedded(tokens_NS.long(), torch.arange(tokens_NS.shape[1]), FullAttention())
     part(x_BSE, positions, FullAttention(), seen.__setitem__)
     read: dict[str, Tensor] = {}
     layer(x_BSE, positions, FullAttention(), read.__setitem__)

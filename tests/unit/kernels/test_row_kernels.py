@@ -203,7 +203,7 @@ if INTERPRETED:
             torch.tensor(0.013), torch.int8, symmetric=False, static_zero=torch.tensor(-37, dtype=torch.int32)
         ),
     ]
-    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "swiglu_clamped"]
+    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "swiglu_clamped"]
     SIZES = [1, 65, 384, 1000]
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -610,14 +610,15 @@ if INTERPRETED:
         assert float(product[1, 0]) == pytest.approx(400 * math.expm1(-1), rel=1e-3)
         assert_same_rows(act_mul(x, "xielu", quant, xielu_4=numbers_4), quantize(product, quant))
 
-    def test_the_squared_relu_is_rounded_once_and_keeps_nan() -> None:
+    @pytest.mark.parametrize(("activation", "power"), [("relu", 1), ("relu2", 2)])
+    def test_relu_and_its_square_are_rounded_once_and_keep_nan(activation: str, power: int) -> None:
         x = extreme_rows(1030, torch.float16)
         x[1, 7] = float("nan")
         wide = torch.cat((x, x), dim=1)
         for columns in (x, wide[:, 5:1035]):
-            expected = (columns.float().clamp(min=0) ** 2).to(x.dtype)
+            expected = (columns.float().clamp(min=0) ** power).to(x.dtype)
             for fn in (act_mul, act_mul_rows):
-                actual = fn(columns, "relu2")
+                actual = fn(columns, activation)
                 assert isinstance(actual, Tensor)
                 assert_same_numbers(actual, expected)
 

@@ -253,7 +253,7 @@ def test_routers(kernel: Kernel, dtype: torch.dtype, score: Any, num_experts: in
 
 
 @each_kernel("act_mul", n=83, k=0)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "xielu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu"])
 def test_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
     numbers = {"xielu_4": torch.tensor([0.8, 0.9, 0.5, -1e-6])} if activation == "xielu" else {}
     for size in (7, 32, 96, 1536):

@@ -11,6 +11,7 @@ import pytest
 
 from compress.export import FORMATS
 from compress.export.experts import NOT_GATHERED
+from compress.export.own_code import PLAIN_ALONE
 from compress.quant.scheme import DENSE, SCHEMES
 from scripts import consumer_logprobs
 from scripts.check_interop import Answer, Reply
@@ -45,6 +46,7 @@ def test_formats_state_of_every_program_whether_it_loads_a_family(family: str, t
         assert len(asked) + len(left_out) == sum(each.is_for(program) for each in cases)
     asked, _ = sorted_out("transformers", cases, ABLE)
     gathers = family not in MIXTURES or cases[0].arch.family not in NOT_GATHERED
+    gathers = gathers and cases[0].arch.family not in PLAIN_ALONE
     assert any(each.claim("transformers").loads for each in asked) == gathers
 
 

@@ -189,7 +189,8 @@ class Pruned(Spec):
         start, pruned = self._start(task, calibration.tokens_NS, ctx)
         student = build_decoder(start, dtype=torch.float32, device=device)
         train_all_but_indexers_(student)
-        for outer in (student.embed, student.head):
+        positions = () if student.arch.position_offset is None else (student.positions,)
+        for outer in (student.embed, *positions, student.head):
             outer.requires_grad_(self.train_embeddings)
         if spec.recompute:
             checkpoint_layers_(student)

@@ -1,0 +1,72 @@
+"""OPT and GPT-2 go all the way: planned, calibrated, pruned, quantized, drafted, exported, validated and
+served with their draft."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.artifact.manifest import open_artifact
+from compress.export import open_checkpoint, open_weights
+from compress.models.weights import POSITIONS, dense
+from compress.quant.scheme import QuantizedWeight
+from tests.e2e.test_draft import DRAFT, by_role, plain_and_speculative
+from tests.support.slow import slow
+from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_run import CONFIG, RECIPE
+
+LLAMA_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+MODELS: dict[str, dict[str, Any]] = {
+    "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": 256},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_inner": 256,
+        **dict.fromkeys(LLAMA_SIZES),
+        **{
+            own: CONFIG[name]
+            for own, name in zip(("n_embd", "n_layer", "n_head", "n_positions"), LLAMA_SIZES, strict=True)
+        },
+    },
+}
+OF_LLAMA = dict.fromkeys(("intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters"))
+
+
+@pytest.mark.parametrize("family", [slow("opt"), "gpt2"])
+def test_a_model_goes_all_the_way(
+    family: str,
+    recipe: Callable[..., Path],
+    command: Callable[..., tuple[int, str, str]],
+    work: Path,
+) -> None:
+    model = write_tiny_model(work / "model", model_type=family, **OF_LLAMA, **MODELS[family])
+    calibrate, quantize, export, validate = RECIPE["stages"]
+    stages = [
+        calibrate,
+        {"kind": "prune", "ffn": {"keep": 0.5}, "multiple": 64},
+        {**quantize, "round": {"kind": "gptq"}},
+        {**DRAFT, "tokens": 1024, "init": {"keep_layers": 2}},
+        export,
+        {**validate, "gates": {}},
+    ]
+    path = recipe(model=str(model), stages=stages)
+    code, out, err = command("plan", path)
+    assert code == 0, err
+    code, out, err = command("run", path, "--workspace", "alone", "--json")
+    assert code == 0, err
+    exported = Path(json.loads(out)["artifact"]["path"])
+    stated = json.loads((exported / "config.json").read_text())
+    assert stated["ffn_dim" if family == "opt" else "n_inner"] == 128
+    source = open_checkpoint(exported)
+    table_PD = dense(open_weights(model).outer()[POSITIONS])
+    assert source.arch.num_position_rows == len(table_PD) == 128 + (2 if family == "opt" else 0)
+    assert torch.equal(dense(source.outer()[POSITIONS]), table_PD)
+    assert isinstance(source.layer(0)["attn.q.weight"], QuantizedWeight)
+    draft = by_role(work / "alone", "draft")
+    assert open_artifact(draft.path).manifest.facts["draft"]["kind"] == "model"
+    small = open_weights(draft.path)
+    assert torch.equal(dense(small.outer()[POSITIONS]), table_PD)
+    plain, speculative, _ = plain_and_speculative(open_weights(exported), small)
+    assert speculative == plain
