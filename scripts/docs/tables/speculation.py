@@ -11,12 +11,18 @@ PROPOSERS = {
     "draft_undistilled": "the draft's layers, untrained",
     "ngram": "n-grams",
     "draft_model": "draft model",
+    "mtp": "MTP head",
 }
 
 
 def cost_run() -> Run:
     """Return the run with forced acceptance."""
     return result_file("h200/speculative_cost").run
+
+
+def mtp_run(shape: str) -> Run:
+    """Return the run of an MTP head over a model of a shape, with forced acceptance."""
+    return result_file(f"h200/speculative_cost_{shape}").run
 
 
 def cost() -> str:
