@@ -104,8 +104,8 @@ def test_most_first_proposals_are_those_of_the_module(name: str) -> None:
         for row, proposed in zip(rows, drafts.tokens_RK[:, 0].tolist(), strict=True):
             tokens = torch.tensor([row.tokens], device=CUDA)
             attention = FullAttention()
-            x = target.embedded(tokens, attention)
             positions = torch.arange(tokens.shape[1], device=CUDA)
+            x = target.embedded(tokens, positions, attention)
             for layer in target.layers:
                 x = layer(x, positions, attention)
             hidden = module.fuse(x)[:, :-1]

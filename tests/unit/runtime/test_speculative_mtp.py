@@ -61,7 +61,7 @@ class Oracle:
         tokens = list(tokens)
         attention = FullAttention()
         positions = torch.arange(len(tokens))
-        x_1SD = self._target.embedded(torch.tensor([tokens]), attention)
+        x_1SD = self._target.embedded(torch.tensor([tokens]), positions, attention)
         for layer in self._target.layers:
             x_1SD = layer(x_1SD, positions, attention)
         hidden_1SD = self._module.fuse(x_1SD)[:, :-1]
