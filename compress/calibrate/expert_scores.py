@@ -22,7 +22,7 @@ from compress.models.decoder import DecoderLayer
 from compress.models.embedding import embedded
 from compress.models.experts import ALL_TOKENS
 from compress.models.tap import no_tap
-from compress.models.weights import WeightSource, build_layer, dense
+from compress.models.weights import WeightSource, build_layer, dense, stream_projections
 
 
 def expert_scores(
@@ -38,10 +38,11 @@ def expert_scores(
     outer = source.outer()
     embed_VD = dense(outer["embed.weight"]).to(device)
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device)
+    projections = stream_projections(outer, dtype=compute_dtype, device=device)
     del outer
     samples = Samples((*tokens_NS.shape, arch.stream_size), compute_dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
+        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S, projections).unsqueeze(0)
     found = []
     for idx in range(arch.num_layers):
         ctx.boundary(idx, arch.num_layers, f"scores of experts: layer {idx} of {arch.num_layers}")

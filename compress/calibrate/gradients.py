@@ -15,7 +15,7 @@ runner. Parameters get no gradients.
 Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary, I in, O out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,7 @@ from compress.models.weights import (
     fill_,
     layer_embed_weights,
     norm_weights,
+    stream_projections,
 )
 
 
@@ -74,6 +75,7 @@ class EmbedAndHead:
     head_VD: Tensor
     head_bias_V: Tensor | None
     of_side_inputs: Weights
+    of_streams: Sequence[Tensor]
 
     @staticmethod
     def load(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "EmbedAndHead":
@@ -90,6 +92,7 @@ class EmbedAndHead:
             head_VD.to(dtype),
             dense(outer["head.bias"]).to(device=device, dtype=dtype) if arch.head_bias else None,
             layer_embed_weights(outer),
+            stream_projections(outer, dtype=dtype, device=device),
         )
 
     def logits(self, arch: Arch, x_SD: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ def visit_gradients(
         return_freed_blocks(arch)
     outer_modules = outer_modules or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
     tokens_NS = tokens_NS.to(device=device, dtype=torch.int64)
-    x_NSD = embedded(arch, outer_modules.embed_VD, tokens_NS).to(dtype)
+    x_NSD = embedded(arch, outer_modules.embed_VD, tokens_NS, outer_modules.of_streams).to(dtype)
     side_inputs = SideInputs.of(arch, outer_modules.of_side_inputs, tokens_NS, dtype=dtype, device=device)
     inputs = list[Tensor]()
     last = arch.num_layers - 1

@@ -20,7 +20,14 @@ from compress.models.decoder import capped
 from compress.models.embedding import embedded
 from compress.models.norms import final_norm
 from compress.models.tap import no_tap
-from compress.models.weights import WeightSource, build_layer, dense, fill_, norm_weights
+from compress.models.weights import (
+    WeightSource,
+    build_layer,
+    dense,
+    fill_,
+    norm_weights,
+    stream_projections,
+)
 
 Visit = Callable[[int, Tensor, Tensor], None]
 """A callback with (layer index, input, output) of one sample, both [T, D]."""
@@ -53,9 +60,10 @@ def walk(
     outer = source.outer()
     embed = dense(outer["embed.weight"])
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, on_host=True)
+    projections = stream_projections(outer, dtype=compute_dtype, device=embed.device)
     del outer
     x_NSD = torch.stack(
-        [embedded(arch, embed, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
+        [embedded(arch, embed, sample, projections).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
     )
     for idx in range(arch.num_layers):
         ctx.boundary(idx, arch.num_layers, f"{task}: layer {idx} of {arch.num_layers}")

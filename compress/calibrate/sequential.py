@@ -61,7 +61,7 @@ from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.embedding import embedded
-from compress.models.weights import Weights, WeightSource, dense
+from compress.models.weights import Weights, WeightSource, dense, stream_projections
 from compress.quant.scheme import Schemes
 
 
@@ -130,7 +130,8 @@ def run_sequential(
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
     # Halves that run side by side read one input: neither can be compressed before the other is observed.
-    true_sequential = compression.true_sequential and arch.block != "parallel"
+    # With AltUp or LAuReL more than the residual is between the halves.
+    true_sequential = compression.true_sequential and arch.staged
     compress = compress_true_sequential if true_sequential else compress_at_once
     stored = ctx.ranks.from_lead(lambda: [is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
 
@@ -261,7 +262,8 @@ def _embedded(
 ) -> Samples:
     """Return the inputs of the first layer."""
     embed_VD = dense(outer["embed.weight"]).to(device)
+    projections = stream_projections(outer, dtype=dtype, device=device)
     samples = Samples((*tokens_NS.shape, arch.stream_size), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S).unsqueeze(0)
+        samples[idx : idx + 1] = embedded(arch, embed_VD, tokens_S, projections).unsqueeze(0)
     return samples

@@ -41,7 +41,8 @@ class WeightSource(Protocol):
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias` and
         `head.bias` where there are any, those of the embeddings for each layer where tokens have them
-        (`layer_embedding.py`), those of the head's hyper-connection where there is one, and those under
+        (`layer_embedding.py`), those of the head's hyper-connection and of the streams of AltUp
+        where there are any, and those under
         `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
@@ -66,6 +67,16 @@ def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
     them; none where tokens have none."""
     names = [name for name in outer if name.startswith(f"{LAYER_EMBEDS}.")]
     return {name: dense(outer[name]) for name in (*names, "embed.weight")} if names else {}
+
+
+def stream_projections(outer: Weights, *, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return the matrices by which the streams of AltUp begin (`embedding.py`); none in other models."""
+    names = sorted((name for name in outer if name.startswith("embed.streams.")), key=_index_of)
+    return [dense(outer[name]).to(device=device, dtype=dtype) for name in names]
+
+
+def _index_of(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def split_outer(
@@ -208,6 +219,9 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     if arch.hyper is not None:
         of_head = arch.hyper.shapes(arch.hidden_size, of_head=True)
         outer |= {f"norm.hyper.{leaf}": shape for leaf, shape in of_head.items()}
+    for idx in range(1, arch.altup_streams):
+        names = (f"{place}.streams.{idx - 1}.weight" for place in ("embed", "norm"))
+        outer |= dict.fromkeys(names, (arch.hidden_size, arch.hidden_size))
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
