@@ -23,6 +23,8 @@ from compress.models.arch import Arch
 from compress.models.linear import Linear
 
 SMALLEST_MEAN_SQUARE = 1e-5
+ALTUP_LINEARS = ("altup.router", "altup.predict", "altup.correct")
+"""The linears of a layer; no scheme is theirs."""
 Product = Callable[[int, Tensor], Tensor]
 """(k - 1, x [..., D]) -> W_k x, or W'_k x [..., D]."""
 
@@ -106,6 +108,12 @@ class JoinedStreams(nn.ModuleList):
     def forward(self, streams_E: Tensor) -> Tensor:
         """Return what the norm before the head reads [..., D]."""
         return joined_streams(streams_E, len(self) + 1, lambda idx, x: self[idx](x))
+
+
+def stream_names(arch: Arch) -> list[str]:
+    """Return the names of the linears of the streams outside of the layers."""
+    others = range(max(arch.altup_streams - 1, 0))
+    return [f"{place}.streams.{idx}" for place in ("embed", "norm") for idx in others]
 
 
 def stream_linears(arch: Arch) -> list[Linear]:

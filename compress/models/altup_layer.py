@@ -13,7 +13,7 @@ from compress.models.norms import norm_of
 
 
 class AltUp(nn.Module):
-    """The prediction and the correction of a layer. `scale` multiplies the first stream where the layer reads
+    """The prediction and the correction of a layer. `output_scale` multiplies the first stream where the layer reads
     it for the embeddings of tokens."""
 
     def __init__(self, arch: Arch) -> None:
@@ -23,7 +23,7 @@ class AltUp(nn.Module):
         self.router_norm = norm_of(arch, arch.hidden_size)
         self.predict = Linear(num_streams, num_streams**2, bias=False)
         self.correct = Linear(num_streams, num_streams, bias=False)
-        self.scale = nn.Parameter(torch.ones(arch.hidden_size))
+        self.output_scale = nn.Parameter(torch.ones(arch.hidden_size))
 
     def routed(self, x_D: Tensor) -> Tensor:
         """Return r of x, float32 [..., n]."""
@@ -31,7 +31,7 @@ class AltUp(nn.Module):
 
     def before(self, streams_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predicted streams [..., n D], and the first of them, which the layer reads."""
-        size = len(self.scale)
+        size = len(self.output_scale)
         predicted_E = predicted(streams_E, self.routed(streams_E[..., :size]), self.predict.weight)
         return predicted_E, predicted_E[..., :size]
 

@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
         """Return the output of the layer from the stream after its last half."""
         if self.arch.layer_embed_size:
             read_BSD = x_BSD[..., : self.arch.hidden_size]
-            read_BSD = read_BSD * self.altup.scale if self.arch.altup_streams else read_BSD
+            read_BSD = read_BSD * self.altup.output_scale if self.arch.altup_streams else read_BSD
             term_BSD = self.layer_embed(read_BSD, layer_input_of(attention, self.layer_idx))
             x_BSD = with_others_plus(x_BSD, term_BSD) if self.arch.altup_streams else x_BSD + term_BSD
         return x_BSD * self.layer_scalar if self.arch.layer_scalar else x_BSD

@@ -13,6 +13,9 @@ from compress.models.arch import Arch
 from compress.models.linear import Linear
 from compress.models.norms import norm_of
 
+LAUREL_LINEARS = ("laurel.left", "laurel.right")
+"""The linears of a layer; no scheme is theirs."""
+
 
 class Laurel(nn.Module):
     """The linears of the residual, and the norm of what they compute."""

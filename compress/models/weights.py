@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedFormat
+from compress.models.altup import stream_names
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.experts import FLOAT32_PARAMETERS
@@ -219,9 +220,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     if arch.hyper is not None:
         of_head = arch.hyper.shapes(arch.hidden_size, of_head=True)
         outer |= {f"norm.hyper.{leaf}": shape for leaf, shape in of_head.items()}
-    for idx in range(1, arch.altup_streams):
-        names = (f"{place}.streams.{idx - 1}.weight" for place in ("embed", "norm"))
-        outer |= dict.fromkeys(names, (arch.hidden_size, arch.hidden_size))
+    size = arch.hidden_size, arch.hidden_size
+    outer |= {f"{name}.weight": size for name in stream_names(arch)}
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)

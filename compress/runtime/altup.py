@@ -115,7 +115,7 @@ def altup_weights(arch: Arch, weights: Weights, deployment: Deployment) -> AltUp
         router=fuse_padded("altup.router", dense(weights["altup.router.weight"]), deployment),
         predict_OI=small("predict"),
         correct_OI=small("correct"),
-        scale_D=deployment.placed(dense(weights["altup.scale"])),
+        scale_D=deployment.placed(dense(weights["altup.output_scale"])),
     )
 
 

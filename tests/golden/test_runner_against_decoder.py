@@ -887,6 +887,7 @@ RARE = [
     "latents with sinks and gated outputs",
     *("streams that are not mixed", "streams that are mixed, and latents"),
     "the mean of streams with recurrences",
+    *("streams of which layers compute one", "gates that are sparse", "gemma 3n"),
 ]
 
 
