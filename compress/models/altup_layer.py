@@ -13,8 +13,8 @@ from compress.models.norms import norm_of
 
 
 class AltUp(nn.Module):
-    """The prediction and the correction of a layer. `output_scale` multiplies the first stream where the layer reads
-    it for the embeddings of tokens."""
+    """The prediction and the correction of a layer. `output_scale` multiplies the first stream where the
+    layer reads it for the embeddings of tokens."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()

@@ -31,7 +31,14 @@ from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder
 from compress.models.embedding import embedded
 from compress.models.layer_shape import LayerShape
-from compress.models.weights import Weights, WeightSource, build_decoder, build_layer, dense
+from compress.models.weights import (
+    Weights,
+    WeightSource,
+    build_decoder,
+    build_layer,
+    dense,
+    stream_projections,
+)
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import FP8_MAX, SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes
@@ -75,7 +82,8 @@ def run_of(
     shards = shards_of_rank(len(tokens_NS), rank=rank, num_ranks=num_ranks)
     own_NS = tokens_NS[sample_range(shards)]
     outer = source.outer()
-    x_NSD = embedded(source.arch, dense(outer["embed.weight"]), own_NS.long())
+    projections = stream_projections(outer, dtype=torch.float32, device=CPU)
+    x_NSD = embedded(source.arch, dense(outer["embed.weight"]), own_NS.long(), projections)
     samples = Samples.from_tensor(x_NSD)
     side_inputs = SideInputs.of(source.arch, outer, own_NS, dtype=torch.float32, device=CPU)
     guard = MemoryGuard(None, samples)
