@@ -24,7 +24,7 @@ from compress.runtime.layer_embed import with_layer_inputs
 from compress.runtime.row_norms import stream_norm, stream_scale
 
 Joining = HyperWeights | MeanOfStreams | StreamLinears
-"""What joins the streams of the residual for a norm."""
+"""The weights by which the streams of the residual are joined for a norm, in one of three ways."""
 
 
 @dataclass(frozen=True)
