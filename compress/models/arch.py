@@ -242,8 +242,12 @@ class Arch:
         one of them, the projection of the embeddings for each layer, and those of the streams of AltUp."""
         own = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
         own += 2 * max(self.altup_streams - 1, 0) * self.hidden_size**2
-        rows = self.layer_embed_vocab or self.vocab_size
-        return own + (rows + self.hidden_size) * self.num_layers * self.layer_embed_size
+        return own + (self.layer_embed_rows + self.hidden_size) * self.num_layers * self.layer_embed_size
+
+    @property
+    def layer_embed_rows(self) -> int:
+        """The rows of the table of embeddings for each layer."""
+        return self.layer_embed_vocab or self.vocab_size
 
     @property
     def num_active_params(self) -> int:

@@ -30,13 +30,14 @@ _TOKENS_AT_ONCE = 4096
 
 class LayerEmbeddings(nn.Module):
     """The embeddings of tokens for all layers. The table [V, L P] and the projection [L P, D] hold those of
-    one layer after the other."""
+    one layer after the other. A table that ends before the vocabulary does (`Arch.layer_embed_vocab`) has the
+    rows of the first tokens."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         width = arch.num_layers * arch.layer_embed_size
         self.size = arch.layer_embed_size
-        self.table = nn.Embedding(arch.layer_embed_vocab or arch.vocab_size, width)
+        self.table = nn.Embedding(arch.layer_embed_rows, width)
         self.proj = Linear(arch.hidden_size, width, bias=False)
         self.norm = norm_of(arch, arch.layer_embed_size)
 
