@@ -617,7 +617,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        *("mimo v2 flash", "hy 4", "streams that are mixed"),
+        *("mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
