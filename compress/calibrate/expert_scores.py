@@ -35,7 +35,7 @@ def expert_scores(
     arch = source.arch
     device = torch.device(ctx.device)
     outer = source.outer()
-    tables = embedding_tables(outer, device)
+    tables = embedding_tables(outer, device, compute_dtype)
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device)
     del outer
     samples = Samples((*tokens_NS.shape, arch.stream_size), compute_dtype, device)

@@ -81,7 +81,7 @@ class EmbedAndHead:
         arch = source.arch
         outer = source.outer()
         dtype = gradient_dtype(compute_dtype)
-        tables = embedding_tables(outer, device)
+        tables = embedding_tables(outer, device, dtype)
         head_VD = tables.embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = final_norm(arch)
         fill_(norm, norm_weights(outer), dtype=dtype, device=device)

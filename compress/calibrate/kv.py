@@ -54,7 +54,7 @@ layers at 0.05 the mean KL of the whole cache grows from 0.0027 to 0.0028 on the
 0.0068, at 0.73 to 0.068 (`scripts/bench_kv.py`)."""
 _SATURATED = FP8_MAX + 16.0
 """Largest magnitude that rounds to 448, half a step above it; larger numbers are clipped."""
-READ = ("attn_norm.", "attn_hyper.", "attn.k", "attn.v.")
+READ = ("attn_norm.", "attn_hyper.", "altup.", "attn.k", "attn.v.")
 """Prefixes of the names of the parameters that compute keys and values."""
 
 
@@ -85,7 +85,7 @@ class KeysValues:
         del attention
         shape = self.layer.shape
         angles = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        read_BSD, _ = self.layer.residual("mixer")(x_BSD)
+        read_BSD = self.layer.mixer_input(x_BSD)
         k_BSKC, v_BSKC = self.layer.attn.keys_values(self.layer.attn_norm(read_BSD), angles)
         stored = {"k": k_BSKC, "v": v_BSKC[..., : shape.value_dim]}
         for name, heads_BSKC in stored.items():

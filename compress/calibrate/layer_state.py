@@ -12,9 +12,10 @@ from compress.calibrate.guide import LayerGuide, OutputMoment
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
 from compress.models.arch import Arch
-from compress.models.decoder import DecoderLayer, SmoothingPair
+from compress.models.decoder import DecoderLayer
 from compress.models.family import family_of_arch
 from compress.models.linear_groups import LinearGroup
+from compress.models.smoothing_pair import SmoothingPair
 from compress.models.weights import Weights, stored_as
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 

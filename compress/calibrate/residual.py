@@ -50,7 +50,7 @@ def walk(
     arch = source.arch
     device = torch.device(ctx.device)
     outer = source.outer()
-    tables = embedding_tables(outer)
+    tables = embedding_tables(outer, dtype=compute_dtype)
     side_inputs = SideInputs.of(arch, outer, tokens_NS, dtype=compute_dtype, device=device, on_host=True)
     del outer
     x_NSD = torch.stack(

@@ -129,7 +129,8 @@ def run_sequential(
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
     # Halves that run side by side read one input: neither can be compressed before the other is observed.
-    true_sequential = compression.true_sequential and arch.block != "parallel"
+    # With AltUp or LAuReL more than the residual is between the halves.
+    true_sequential = compression.true_sequential and arch.staged
     compress = compress_true_sequential if true_sequential else compress_at_once
     stored = ctx.ranks.from_lead(lambda: [is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
 
@@ -259,7 +260,7 @@ def _embedded(
     arch: Arch, outer: Weights, tokens_NS: Tensor, device: torch.device, dtype: torch.dtype
 ) -> Samples:
     """Return the inputs of the first layer."""
-    tables = embedding_tables(outer, device)
+    tables = embedding_tables(outer, device, dtype)
     samples = Samples((*tokens_NS.shape, arch.stream_size), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
         samples[idx : idx + 1] = tables.embedded(arch, tokens_S).unsqueeze(0)

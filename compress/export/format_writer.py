@@ -7,9 +7,11 @@ from compress.export import FORMATS, FormatWithFiles, GraphFormat
 from compress.export.in_dtype import InDtype
 from compress.export.refusals import check_rules, check_scales
 from compress.export.restated import restated_fields
+from compress.models.altup import ALTUP_LINEARS, stream_names
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
 from compress.models.family import family_of_arch
+from compress.models.laurel import LAUREL_LINEARS
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
 from compress.models.mtp_tensors import MtpTensors
 from compress.models.overrides import linear_names
@@ -89,7 +91,8 @@ def write_format(
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
     take them for linears like others: routers, the gates of shared experts, the decay and the beta of delta
-    nets, the gates of heads, indexers, and those that read embeddings for each layer."""
+    nets, the gates of heads, indexers, those that read embeddings for each layer, and those of AltUp and of
+    LAuReL."""
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
@@ -99,6 +102,12 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     if arch.layer_embed_size:
         modules = [f"layers.{idx}.layer_embed.{name}" for idx in range(arch.num_layers) for name in IN_LAYERS]
         others += [(module, None) for module in (*modules, PROJECTION)]
+    of_residual = [
+        *(ALTUP_LINEARS if arch.altup_streams else ()),
+        *(LAUREL_LINEARS if arch.laurel_rank else ()),
+    ]
+    others += [(f"layers.{idx}.{name}", None) for idx in range(arch.num_layers) for name in of_residual]
+    others += [(name, None) for name in stream_names(arch)]
     return replace(scheme, exceptions=(*scheme.exceptions, *others))
 
 

@@ -78,6 +78,8 @@ STACKS_ALONE = {
 }
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
+    "gemma3n": "no export of Gemma 3n was tested with it",
+    "gemma3n_text": "no export of Gemma 3n was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",

@@ -14,14 +14,14 @@ from typing import Any
 
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
+from compress.models.arch_params import num_params_of
 from compress.models.eos import NO_TOKEN, stated_eos
 from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
-from compress.models.layer_shape import XIELU, LayerShape
+from compress.models.layer_shape import LayerShape
 from compress.models.manifest_facts import check_plain_facts, rare_facts
 from compress.models.recurrences import PREFIXES
-from compress.models.xielu import PARAMETERS
 from compress.untrusted.fields import Fields
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -73,6 +73,7 @@ class Arch:
         embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
+        layer_embed_vocab: the tokens that have such embeddings; others have those of token 0. 0 for all.
         head_bias: the linear that computes the logits, which is not the embedding then, has a bias, which
             `logit_scale` does not multiply.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
@@ -80,6 +81,9 @@ class Arch:
         hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.
         position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
             table added to it, after its scale (`embedding.py`); None without such a table.
+        altup_streams: the residual of a token is so many streams, of which layers compute the first
+            (`altup.py`); 0 for one.
+        laurel_rank: the rank of the residual that is added around attention (`laurel.py`); 0 for none.
     """
 
     family: str
@@ -132,6 +136,9 @@ class Arch:
     hyper: HyperConnections | None = None
     head_bias: bool = False
     position_offset: int | None = None
+    layer_embed_vocab: int = 0
+    altup_streams: int = 0
+    laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -141,9 +148,14 @@ class Arch:
         return len(self.layers)
 
     @property
+    def num_streams(self) -> int:
+        """The streams of the residual of one token."""
+        return max(self.altup_streams, 1) if self.hyper is None else self.hyper.num_streams
+
+    @property
     def stream_size(self) -> int:
         """The numbers of the residual of one token: the hidden size, once for each of its streams."""
-        return self.hidden_size * (1 if self.hyper is None else self.hyper.num_streams)
+        return self.hidden_size * self.num_streams
 
     @property
     def num_position_rows(self) -> int:
@@ -231,43 +243,22 @@ class Arch:
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        norm_size = 0 if self.unit_norms else (1 + self.norm_bias) * self.hidden_size
-        total = self.num_outer_params + norm_size + self.num_linear_params
-        total += self.num_layer_embed_params + self.head_bias * self.vocab_size
-        if self.hyper is not None:
-            halves = sum(layer.has_mixer + layer.has_ffn for layer in self.layers)
-            total += self.hyper.num_params(self.hidden_size, halves)
-        for layer in self.layers:
-            total += self.num_norms(layer) * norm_size
-            if self.qk_norm and layer.attends:
-                total += sum(self.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
-            total += sum(layer.latent_norm_sizes.values())
-            total += sum(map(math.prod, layer.dense_shapes(self.hidden_size).values()))
-            if self.has_sinks(layer):
-                total += layer.num_heads
-            if self.learned_growth and layer.attends:
-                total += 2 * layer.num_heads
-            total += self.layer_scalar
-            if self.activation == XIELU and layer.has_ffn:
-                total += len(PARAMETERS)
-            for name in layer.linears:
-                total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
-        return total
-
-    @property
-    def num_layer_embed_params(self) -> int:
-        """The parameters of the embeddings for each layer without their table and its projection: a norm, and
-        in each layer two matrices and a norm."""
-        size = self.layer_embed_size
-        return size + self.num_layers * (2 * size + 1) * self.hidden_size if size else 0
+        return num_params_of(self)
 
     @property
     def num_outer_params(self) -> int:
         """The parameters outside of the layers that are tables or matrices: embeddings, learned positions, a
-        head that is not one of them, and the projection of the embeddings for each layer."""
+        head that is not one of them, the projection of the embeddings for each layer, and those of the
+        streams of AltUp."""
         own = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
         own += self.num_position_rows * self.hidden_size
-        return own + (self.vocab_size + self.hidden_size) * self.num_layers * self.layer_embed_size
+        own += 2 * max(self.altup_streams - 1, 0) * self.hidden_size**2
+        return own + (self.layer_embed_rows + self.hidden_size) * self.num_layers * self.layer_embed_size
+
+    @property
+    def layer_embed_rows(self) -> int:
+        """The rows of the table of embeddings for each layer."""
+        return self.layer_embed_vocab or self.vocab_size
 
     @property
     def num_active_params(self) -> int:
@@ -297,6 +288,11 @@ class Arch:
     def ends_in_norm(self, layer: LayerShape) -> bool:
         """Return whether the output of the last half of a layer is normed, alone or as that of both is."""
         return self.norms_outputs(layer) or layer.norms_experts
+
+    @property
+    def staged(self) -> bool:
+        """Whether the halves of layers follow one another, with the residual alone between them."""
+        return self.block != "parallel" and not self.altup_streams and not self.laurel_rank
 
     @property
     def shares_norm(self) -> bool:
@@ -347,7 +343,7 @@ class Arch:
 
     def fused_activation(self, layer: LayerShape) -> str | None:
         """Return the activation that one product of gate and up may apply; None without a plain gate."""
-        plain = layer.gated and layer.ffn_cap is None
+        plain = layer.gated and layer.ffn_cap is None and layer.gate_sparsity is None
         return self.activation if plain and self.factor_of("ffn.gate") == 1 else None
 
     def has_bias(self, linear: str) -> bool:

@@ -101,6 +101,14 @@ def check_arch(arch: "Arch") -> None:
         )
     if arch.hyper is not None and (reason := _why_no_streams(arch)):
         raise UnsupportedArch(f"the residual is several streams, and {reason}.")
+    if (arch.altup_streams or arch.laurel_rank) and (reason := _why_no_altup(arch)):
+        raise UnsupportedArch(f"the model has AltUp or LAuReL, and {reason}.")
+    most = arch.vocab_size if arch.layer_embed_size else 0
+    if arch.layer_embed_vocab > most:
+        raise UnsupportedArch(
+            f"{arch.layer_embed_vocab} tokens have embeddings for each layer, and the model has "
+            f"{arch.vocab_size} tokens, or no such embeddings."
+        )
     for idx, layer in enumerate(arch.layers):
         block = arch.block_of(layer)
         if arch.norms_rotated and layer.leading_dim:
@@ -193,6 +201,21 @@ def _why_no_streams(arch: "Arch") -> str | None:
         return "their mixing has an eps of 0; sums of columns that are 0 are divided by"
     if any(layer.norms_experts for layer in arch.layers):
         return "the outputs of experts are normed; the decoder spreads them as they are"
+    return None
+
+
+def _why_no_altup(arch: "Arch") -> str | None:
+    """Return why the decoder, or the runtime, does not compute AltUp or LAuReL, None where both do."""
+    if arch.block != "sandwich" or arch.norm != "rms" or arch.hyper is not None:
+        return (
+            f"the block is '{arch.block}', the norm '{arch.norm}', or it has hyper-connections; the decoder "
+            "computes them in a 'sandwich' block with norm 'rms'"
+        )
+    if arch.residual_scale != 1 or arch.layer_scalar or arch.norm_offset:
+        return "outputs of half-layers or of layers have a factor, or norms an offset; the runtime has none"
+    others = [each for layer in arch.layers for each in (layer.recurrence, layer.experts, layer.only_half)]
+    if any(each is not None for each in others):
+        return "a layer has a recurrence, experts or one half; the decoder has attention and an FFN in each"
     return None
 
 

@@ -32,6 +32,17 @@ def eos_token_ids(config: Fields) -> list[int]:
     return [] if stated == NO_TOKEN else [stated]
 
 
+def ffn_sizes_of(config: Fields, name: str, num_layers: int, *, by_layer: bool) -> list[int]:
+    """Return the width of the dense FFN of each layer: the one of all that a config states, or, where it may
+    be stated `by_layer`, those in a list."""
+    if not by_layer or not config.is_list(name):
+        return [config.integer(name, 1, MAX_SIZE)] * num_layers
+    sizes = config.integers(name, 1, MAX_SIZE)
+    if len(sizes) != num_layers:
+        raise config.wrong(name, sizes, f"one width, or a list of {num_layers}")
+    return list(sizes)
+
+
 def head_dim_of(config: Fields, hidden_size: int, num_heads: int) -> int:
     """Return the size of a head: as stated, or the hidden size shared by the heads. It is even, because
     rotation takes pairs."""

@@ -25,6 +25,9 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
     if family.heads_by_layer is not None or "num_heads" in family.full_widths:
         of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
         arch = arch.replace(layers=tuple(of_one_width))
+    if family.ffn_by_layer:
+        of_one_width = (replace(each, intermediate_size=1) for each in arch.layers)
+        arch = arch.replace(layers=tuple(of_one_width))
     if not family.full_widths:
         return None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
     of_kind = {(layer.window is None, layer.widths[:3]) for layer in arch.layers}
@@ -79,10 +82,13 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
     dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
     if dense:
         size = dense[0]
+        by_layer = isinstance(config.get(family.dense_size), list) or len(set(dense)) > 1
         source = Fields({**family.defaults, **config}, "the source's config", UnsupportedArch)
         config.update(
             {family.dense_size: size} if family.dense_fields is None else family.dense_fields(source, size)
         )
+        if family.ffn_by_layer and by_layer:
+            config[family.dense_size] = dense
     if family.mixture is not None:
         values = {**family.defaults, **config, **family.aliased(config)}
         stated = Fields(values, "the source's config", UnsupportedArch)

@@ -10,10 +10,11 @@ normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grou
 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
 instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
 number. The residual may be several streams (`hyper_connection.py`), which layers then take and return one
-after the other in place of D numbers. A mixture of experts (`moe.py`) may take the place of the FFN, and a
-gated delta net (`delta_net.py`), a Mamba-2 mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that
-of attention, or it joins attention. Tokens may have embeddings for each layer (`layer_embedding.py`), and a
-layer may read the keys and values of an earlier one.
+after the other in place of D numbers, or of which layers compute one (`altup.py`). A mixture of experts
+(`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`), a Mamba-2 mixer
+(`mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it joins attention. Tokens may
+have embeddings for each layer (`layer_embedding.py`), a layer may read the keys and values of an earlier one,
+and a low-rank residual may be added around attention (`laurel.py`).
 Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
 the golden tests run this forward; the serving runtime has its own fused step, which is tested against it. Not
 supported: dropout, encoder-decoder.
@@ -22,53 +23,35 @@ Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F 
 I in.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from compress.models.altup import with_others_plus
+from compress.models.altup_layer import AltUp
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
 from compress.models.delta_net import DeltaNet
-from compress.models.delta_net_mixer import GatedDeltaNet
 from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
 from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
 from compress.models.hyper_connection import HyperConnection
 from compress.models.latent import KV_LATENT, Q_LATENT
+from compress.models.laurel import Laurel
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
-from compress.models.layer_shape import Half, LayerShape
+from compress.models.layer_shape import Half
 from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
-from compress.models.mamba2_mixer import Mamba2Mixer
 from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
-from compress.models.recurrence import Recurrence
+from compress.models.recurrent_mixers import recurrent_mixer
 from compress.models.self_attention import Attention, LatentAttention
 from compress.models.short_conv import ShortConv
-from compress.models.short_conv_mixer import ShortConvMixer
+from compress.models.smoothing_pair import SmoothingPair
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
-
-
-@dataclass(frozen=True)
-class SmoothingPair:
-    """A producer whose output channels may be divided by s while the columns of the `linears` that read
-    `tap` are multiplied by s.
-
-    `producer` is a norm (its weight is divided) or a linear (its rows and bias are). With grouped queries
-    the columns of `o` repeat the channels of `v`: column h * C + c reads channel (h // repeat) * C + c,
-    so one s serves `repeat` query heads. `offset` is what the norm adds to its weight.
-    """
-
-    producer: str
-    tap: str
-    linears: tuple[str, ...]
-    head_dim: int = 0
-    repeat: int = 1
-    offset: float = 0.0
 
 
 def capped(arch: Arch, logits: Tensor) -> Tensor:
@@ -82,16 +65,6 @@ def logits_of(arch: Arch, normed_TD: Tensor, head_VD: Tensor, bias_V: Tensor | N
     and its bias, if it has one."""
     products_TV = normed_TD @ head_VD.T
     return capped(arch, products_TV if bias_V is None else products_TV + bias_V.to(products_TV.dtype))
-
-
-def _recurrent_mixer(arch: Arch, shape: LayerShape, recurrence: Recurrence) -> TokenMixer:
-    """Return the module of the recurrence of a layer."""
-    if isinstance(recurrence, DeltaNet):
-        return GatedDeltaNet(arch, shape, recurrence)
-    if isinstance(recurrence, Mamba2):
-        return Mamba2Mixer(arch, shape, recurrence)
-    assert isinstance(recurrence, ShortConv)
-    return ShortConvMixer(arch, shape, recurrence)
 
 
 class DecoderLayer(nn.Module):
@@ -115,7 +88,7 @@ class DecoderLayer(nn.Module):
             self.attn_norm = norm("attn_norm", has_pre)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
-                mixer = _recurrent_mixer(arch, self.shape, self.shape.recurrence)
+                mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)
                 self.add_module(self.shape.recurrence.module, mixer)
             if self.shape.attends and latent is None:
                 self.attn = Attention(arch, self.shape)
@@ -137,6 +110,10 @@ class DecoderLayer(nn.Module):
                 self.ffn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
+        if arch.altup_streams:
+            self.altup = AltUp(arch)
+        if arch.laurel_rank:
+            self.laurel = Laurel(arch)
         if arch.layer_scalar:
             self.layer_scalar = nn.Parameter(torch.ones(1))
 
@@ -146,6 +123,14 @@ class DecoderLayer(nn.Module):
         return self.arch.block == "parallel"
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+        if not self.arch.altup_streams:
+            return self._end(self._halves_of(x_BSD, positions, attention, tap), attention)
+        predicted_BSE, first_BSD = self.altup.before(x_BSD)
+        y_BSD = self._halves_of(first_BSD, positions, attention, tap)
+        return self._end(self.altup.after(predicted_BSE, y_BSD), attention)
+
+    def _halves_of(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Return the stream after both halves of the layer."""
         before_BSD = x_BSD
         normed_BSD = x_BSD
         if self.shape.has_mixer:
@@ -154,13 +139,14 @@ class DecoderLayer(nn.Module):
             mixed = self._joint if self.shape.joint else partial(self._mixer, layer_idx=self.layer_idx)
             attended_BSD = mixed(normed_BSD, positions, attention, tap=tap)
             x_BSD = leave(self.attn_post_norm(attended_BSD))
+            x_BSD = self.laurel(x_BSD, normed_BSD) if self.arch.laurel_rank else x_BSD
         if self.shape.has_ffn:
             ffn = self.ffn if self.shape.experts is None else self.moe
             read_BSD, leave = self.residual("ffn")(x_BSD)
             read_BSD = before_BSD if self.is_parallel else read_BSD
             ffn_BSD = ffn(normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD), tap)
             x_BSD = leave(self.ffn_post_norm(ffn_BSD))
-        return self._end(x_BSD, attention)
+        return x_BSD
 
     def residual(self, half: Half) -> Residual:
         """Return how a half reads the residual, and adds its output to it."""
@@ -168,6 +154,12 @@ class DecoderLayer(nn.Module):
             return partial(one_stream, scale=self.arch.residual_scale)
         hyper = self.attn_hyper if half == "mixer" else self.ffn_hyper
         return hyper.enter
+
+    def mixer_input(self, x_BSD: Tensor) -> Tensor:
+        """Return what the norm before attention reads [B, S, D] of the residual before the layer."""
+        if self.arch.altup_streams:
+            return self.altup.before(x_BSD)[1]
+        return self.residual("mixer")(x_BSD)[0]
 
     @property
     def _mixer(self) -> TokenMixer:
@@ -188,13 +180,16 @@ class DecoderLayer(nn.Module):
     def _end(self, x_BSD: Tensor, attention: AttentionFn) -> Tensor:
         """Return the output of the layer from the stream after its last half."""
         if self.arch.layer_embed_size:
-            x_BSD = x_BSD + self.layer_embed(x_BSD, layer_input_of(attention, self.layer_idx))
+            read_BSD = x_BSD[..., : self.arch.hidden_size]
+            read_BSD = read_BSD * self.altup.output_scale if self.arch.altup_streams else read_BSD
+            term_BSD = self.layer_embed(read_BSD, layer_input_of(attention, self.layer_idx))
+            x_BSD = with_others_plus(x_BSD, term_BSD) if self.arch.altup_streams else x_BSD + term_BSD
         return x_BSD * self.layer_scalar if self.arch.layer_scalar else x_BSD
 
     def halves(self) -> tuple[HalfLayer | StagedHalf, ...]:
-        """Return the half-layers, attention and FFN, that `forward` runs one after the other. A layer whose
-        halves run side by side has none."""
-        assert not self.is_parallel
+        """Return the half-layers, attention and FFN, that `forward` runs one after the other; there are none
+        in models that are not `staged`."""
+        assert self.arch.staged
         mixer = (self._attention_half(),) if self.shape.has_mixer else ()
         return (*mixer, self._ffn_half()) if self.shape.has_ffn else mixer
 
@@ -272,9 +267,10 @@ class DecoderLayer(nn.Module):
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-        heads, or an indexer."""
+        heads, an indexer, or LAuReL."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        if is_shared or self._has_indexer or not self._scales_inputs or self.arch.shares_norm:
+        is_shared = is_shared or self._has_indexer or self.arch.laurel_rank > 0
+        if is_shared or not self._scales_inputs or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
         return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
@@ -388,6 +384,6 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.positions(positions)
         if self.arch.layer_embed_size:
             assert isinstance(attention, FullAttention)
-            inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD)
+            inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD[..., : self.arch.hidden_size])
             attention.layer_inputs = dict(enumerate(inputs_BSLP.unbind(-2)))
         return x_BSD

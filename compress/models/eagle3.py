@@ -103,9 +103,9 @@ def check_one_stream(target: Arch) -> None:
     Raises:
         UsageError: the residual is several streams.
     """
-    if target.hyper is not None:
+    if target.num_streams > 1:
         raise UsageError(
-            f"eagle3: the residual of this {target.family} model is {target.hyper.num_streams} streams, and "
+            f"eagle3: the residual of this {target.family} model is {target.num_streams} streams, and "
             "a head reads hidden states of one; draft with a smaller model or by n-grams instead."
         )
 

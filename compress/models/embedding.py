@@ -7,12 +7,14 @@ Few models have the norm, the scale or the table of positions (GPT-2, OPT).
 Shapes: V vocabulary, D hidden, S sequence, P rows of the table of positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.models.altup import projected_streams, stream_linears
 from compress.models.arch import Arch
 from compress.models.hyper_connection import repeated
 from compress.models.norms import unit_norm
@@ -28,10 +30,9 @@ def normed(arch: Arch, x: Tensor) -> Tensor:
     return unit_norm(x, arch.norm_eps) if arch.embed_norm else x
 
 
-def scaled(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
-    """Return the embeddings [..., D] of token ids, without their positions. Their scale is rounded to their
-    dtype first, as `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not
-    55.4."""
+def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
+    """Return the embeddings [..., D] of token ids, scaled. Their scale is rounded to their dtype first, as
+    `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
     x = looked_up(arch, embed_VD, tokens)
     if arch.embed_scale != 1:
         x = x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
@@ -41,30 +42,45 @@ def scaled(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class EmbeddingTables:
     """The tables of a model from which the input of its first layer is computed, on one device: the embedding
-    [V, D], and the learned positions [P, D], None where there are none."""
+    [V, D], the learned positions [P, D], None where there are none, and the projections of the streams of
+    AltUp, a matrix [D, D] for each but the first."""
 
     embed_VD: Tensor
     positions_PD: Tensor | None = None
+    projections: tuple[Tensor, ...] = ()
 
     def embedded(self, arch: Arch, tokens: Tensor) -> Tensor:
-        """Return the input [..., S, D] of the first layer of whole sequences of token ids [..., S], once for
-        each stream of the residual [..., S, n D] where it has several."""
-        x = scaled(arch, self.embed_VD, tokens)
+        """Return the input [..., S, D] of the first layer of whole sequences of token ids [..., S]: their
+        embeddings, or the streams of the residual [..., S, n D] where it has several. Those of AltUp are
+        computed in the dtype of their projections."""
+        x = token_embeddings(arch, self.embed_VD, tokens)
         if self.positions_PD is not None:
             assert arch.position_offset is not None
             x = x + self.positions_PD[arch.position_offset :][: tokens.shape[-1]]
+        return as_streams(arch, x, self.projections)
+
+
+def as_streams(arch: Arch, x: Tensor, projections: Sequence[Tensor] = ()) -> Tensor:
+    """Return embeddings [..., D] as the streams of the residual [..., n D], as they are where it is one."""
+    if not arch.altup_streams:
         return repeated(arch.hyper, x)
+    assert len(projections) == arch.altup_streams - 1
+    return projected_streams(x.to(projections[0].dtype), projections)
 
 
 class Embedding(nn.Embedding):
-    """The embedding of a model, with its norm and its scale, once for each stream of the residual."""
+    """The embedding of a model, with its norm and its scale, and the linears of the other streams of
+    AltUp."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__(arch.vocab_size, arch.hidden_size)
         self.arch = arch
+        if arch.altup_streams:
+            self.streams = nn.ModuleList(stream_linears(arch))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return repeated(self.arch.hyper, scaled(self.arch, self.weight, tokens))
+        projections = [each.weight for each in self.streams] if self.arch.altup_streams else ()
+        return as_streams(self.arch, token_embeddings(self.arch, self.weight, tokens), projections)
 
 
 class LearnedPositions(nn.Embedding):

@@ -20,7 +20,7 @@ from compress.models.config_facts import (
     TRAINING_OF_ROUTERS,
 )
 from compress.models.config_fields import TableFields
-from compress.models.config_values import activation_of, eos_token_ids, head_dim_of
+from compress.models.config_values import activation_of, eos_token_ids, ffn_sizes_of, head_dim_of
 from compress.models.config_writer import why_unstated, written_config
 from compress.models.disk_names import DiskNames
 from compress.models.family_hooks import (
@@ -82,7 +82,8 @@ class Family(DiskNames):
     the fields that state them for those with full attention, in families in which these layers have others
     than the rest; `full_keys_are_values` is a field or a constant like the biases, for the same layers;
     `output_gate` is one for all layers, and `head_gate` reads that of heads. `heads_by_layer` is the field of
-    the query heads of each layer, in families in which they may differ. `shapes` is the last to change
+    the query heads of each layer, in families in which they may differ; with `ffn_by_layer` that of the width
+    of a dense FFN may be a list of one for each layer. `shapes` is the last to change
     layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not return
     several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
     `names_by_facts` are names of modules of layers that depend on the facts of a model.
@@ -117,6 +118,7 @@ class Family(DiskNames):
     output_gate: bool | str = False
     head_gate: Callable[[Fields], HeadGate | None] = no_head_gate
     heads_by_layer: str | None = None
+    ffn_by_layer: bool = False
     dense_size: str = "intermediate_size"
     dense_fields: DenseFields | None = None
     latent: Callable[[Fields], Latent] | None = None
@@ -157,7 +159,9 @@ class Family(DiskNames):
         else:
             widths["head_dim"] = head_dim_of_latents(config)
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
-        ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
+        ffn_sizes = [0] * num_layers
+        if None in experts:
+            ffn_sizes = ffn_sizes_of(config, self.dense_size, num_layers, by_layer=self.ffn_by_layer)
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
@@ -209,7 +213,9 @@ class Family(DiskNames):
                 gated=self.gated,
                 joint=self.joint and kind != LINEAR,
             )
-            for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
+            for kind, rotates, window, mixture, ffn_size in zip(
+                types, rotated, windows, experts, ffn_sizes, strict=True
+            )
         )
         return Arch(
             family=self.model_type,

@@ -1,10 +1,13 @@
 """The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
 without one, and then with gelu, relu, its square (arXiv 2109.08668) or xIELU (`xielu.py`)."""
 
+from statistics import NormalDist
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.models.altup import mean_of_pairs
 from compress.models.arch import Arch
 from compress.models.experts import SILU_CAPPED
 from compress.models.layer_shape import XIELU, LayerShape
@@ -50,6 +53,15 @@ def gated(name: str, gate: Tensor, up: Tensor, cap: float | None = None) -> Tens
     return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
+def sparse_gate(gate: Tensor, sparsity: float) -> Tensor:
+    """Return the excess [..., F] of each gate over the quantile `sparsity` of a normal distribution with the
+    mean and the deviation of its row, at least 0, computed in float32 (arXiv 2506.06644)."""
+    x = gate.to(torch.float32)
+    mean_1 = mean_of_pairs(x)
+    deviation_1 = mean_of_pairs((x - mean_1).square()).sqrt()
+    return F.relu(x - (mean_1 + deviation_1 * NormalDist().inv_cdf(sparsity))).to(gate.dtype)
+
+
 class Ffn(ExpertFfn):
     """The linears `gate`, where the layer has gates, `up` and `down`, and the parameters of xIELU where it is
     the activation."""
@@ -71,6 +83,7 @@ class Ffn(ExpertFfn):
             self.activation = shape.experts.activation_of(arch.activation)
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
+        self.sparsity = shape.gate_sparsity
         if arch.activation == XIELU:
             for name, value in initial_parameters().items():
                 self.register_parameter(name, nn.Parameter(value))
@@ -88,4 +101,6 @@ class Ffn(ExpertFfn):
             return xielu(self.up(x_BSD), xielu_numbers(self.alpha_p, self.alpha_n, *fixed))
         if not self.is_gated:
             return activation(self.activation, self.up(x_BSD))
-        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD), self.cap)
+        gate_BSF = self.gate(x_BSD)
+        gate_BSF = gate_BSF if self.sparsity is None else sparse_gate(gate_BSF, self.sparsity)
+        return gated(self.activation, gate_BSF, self.up(x_BSD), self.cap)

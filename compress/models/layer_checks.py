@@ -10,6 +10,9 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         return "it has experts, and no half for them."
     if reason := _why_caps_unfit(layer):
         return reason
+    plain = layer.has_ffn and layer.gated and layer.experts is None and layer.ffn_cap is None
+    if layer.gate_sparsity is not None and not plain:
+        return "gates of an FFN are sparse, and it has no FFN with a gate, experts in its place, or a cap."
     if not layer.has_mixer:
         of_attention = (layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer)
         has_own = any(each is not None for each in of_attention)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.embedding import scaled
+from compress.models.embedding import token_embeddings
 from compress.models.ffn import gated
 from compress.models.linear import Linear
 from compress.models.norms import norm_of
@@ -30,25 +30,31 @@ _TOKENS_AT_ONCE = 4096
 
 class LayerEmbeddings(nn.Module):
     """The embeddings of tokens for all layers. The table [V, L P] and the projection [L P, D] hold those of
-    one layer after the other."""
+    one layer after the other. A table that ends before the vocabulary does (`Arch.layer_embed_vocab`) has the
+    rows of the first tokens."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         width = arch.num_layers * arch.layer_embed_size
         self.size = arch.layer_embed_size
-        self.table = nn.Embedding(arch.vocab_size, width)
+        self.table = nn.Embedding(arch.layer_embed_rows, width)
         self.proj = Linear(arch.hidden_size, width, bias=False)
         self.norm = norm_of(arch, arch.layer_embed_size)
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the embeddings [..., L, P] of tokens for all layers, given those for the model x
         [..., D]."""
-        rows = self.table(tokens)
+        rows = self.table(in_table(tokens, self.table.weight))
         own = (rows * torch.full((), self.size**0.5, dtype=rows.dtype, device=rows.device)).unflatten(
             -1, (-1, self.size)
         )
         projected = (self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
         return (self.norm(projected) + own) * 2**-0.5
+
+
+def in_table(tokens: Tensor, table_VF: Tensor) -> Tensor:
+    """Return the rows of the table that tokens have: their own, or the first beyond its end."""
+    return tokens.where(tokens < len(table_VF), 0)
 
 
 @torch.no_grad()
@@ -70,9 +76,9 @@ def inputs_of_tokens(
     )
     for some, into_uF in zip(tokens_U.split(_TOKENS_AT_ONCE), into_UF.split(_TOKENS_AT_ONCE), strict=True):
         own = some.to(table_VF.device)
-        module.table.weight = nn.Parameter(table_VF[own].to(**place))
+        module.table.weight = nn.Parameter(table_VF[in_table(own, table_VF)].to(**place))
         order_u = torch.arange(len(some), device=into_UF.device)
-        embedded_uD = scaled(arch, outer["embed.weight"], own).to(**place)
+        embedded_uD = token_embeddings(arch, outer["embed.weight"], own).to(**place)
         into_uF.copy_(module(order_u, embedded_uD).flatten(1))
 
 

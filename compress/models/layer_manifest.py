@@ -18,6 +18,7 @@ from compress.models.limits import (
     MAX_POSITIONS,
     MAX_SIZE,
     ROPE_KINDS,
+    SPARSITIES,
     THETAS,
 )
 from compress.models.recurrences import RECURRENCES
@@ -38,6 +39,7 @@ _RARE_FACTS = (
     "block_indexer",
     "ffn_cap",
     "expert_cap",
+    "gate_sparsity",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -104,6 +106,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         ),
         ffn_cap=layer.number("ffn_cap", *CAPS) if layer.has("ffn_cap") else None,
         expert_cap=layer.number("expert_cap", *CAPS) if layer.has("expert_cap") else None,
+        gate_sparsity=layer.number("gate_sparsity", *SPARSITIES) if layer.has("gate_sparsity") else None,
     )
 
 

@@ -90,7 +90,10 @@ class LayerShape:
     `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`). Activated gates
     of the FFN, or of the shared expert, are at most its `ffn_cap`, and the outputs of its `up` between
     -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`, which is that of
-    gates before their activation with `Experts.caps_first`."""
+    gates before their activation with `Experts.caps_first`. With a `gate_sparsity`, the share of the outputs
+    of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
+    of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -113,6 +116,7 @@ class LayerShape:
     block_indexer: BlockIndexer | None = None
     ffn_cap: float | None = None
     expert_cap: float | None = None
+    gate_sparsity: float | None = None
 
     @property
     def has_mixer(self) -> bool:

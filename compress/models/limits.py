@@ -13,4 +13,6 @@ FREQUENCY_FACTORS = (1e-6, 1e6)
 FREQUENCY_EXPONENTS = (-14.0, 14.0)
 SCALES = (-1e6, 1e6)
 CAPS = (1e-3, 1e6)
-"""Ranges of the factors of single frequencies (`longrope`), of their logarithms, of scales, and of caps."""
+SPARSITIES = (1e-3, 0.999)
+"""Ranges of the factors of single frequencies (`longrope`), of their logarithms, of scales, of caps, and of
+the shares of gates that are 0."""

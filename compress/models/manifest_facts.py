@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from compress.models.hyper_connection import HyperConnections
+from compress.models.hyper_connection import MAX_STREAMS, HyperConnections
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
 
@@ -76,8 +76,9 @@ def rare_facts(model: Fields) -> dict[str, Any]:
         rare["hyper"] = HyperConnections.from_json(model.fields("hyper"))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
-    if model.has("position_offset"):
-        model.integer("position_offset", 0, MAX_SIZE)
-    if model.has("layer_embed_size"):
-        model.integer("layer_embed_size", 0, MAX_SIZE)
+    for name in ("position_offset", "layer_embed_size", "layer_embed_vocab", "laurel_rank"):
+        if model.has(name):
+            model.integer(name, 0, MAX_SIZE)
+    if model.has("altup_streams"):
+        model.integer("altup_streams", 2, MAX_STREAMS)
     return rare

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from compress.models.altup import JoinedStreams
 from compress.models.arch import FINAL_NORM, Arch
 from compress.models.hyper_connection import HyperConnection, MeanOfStreams
 from compress.models.norm_gradient import norm_cpu
@@ -95,21 +96,23 @@ class JoinedNorm(Norm):
     def __init__(self, arch: Arch) -> None:
         offset = arch.offset_of(FINAL_NORM)
         super().__init__(arch.hidden_size, arch.norm_eps, offset=offset, scale=arch.logit_scale)
+        self.of_altup = bool(arch.altup_streams)
         facts = arch.hyper
-        assert facts is not None
-        if facts.mean_head:
+        if facts is None:
+            self.streams = JoinedStreams(arch)
+        elif facts.mean_head:
             self.hyper: nn.Module = MeanOfStreams(facts.num_streams)
         else:
             self.hyper = HyperConnection(facts, arch.hidden_size, arch.norm_eps, of_head=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.hyper(x))
+        return super().forward(self.streams(x) if self.of_altup else self.hyper(x))
 
 
 def final_norm(arch: Arch) -> Norm | UnitNorm:
     """Return the norm before the head; its output has the scale of the logits. It reads the output of the
     last layer, and joins its streams where there are several."""
-    if arch.hyper is not None:
+    if arch.num_streams > 1:
         return JoinedNorm(arch)
     return norm_of(arch, arch.hidden_size, FINAL_NORM, scale=arch.logit_scale)
 

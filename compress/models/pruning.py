@@ -232,6 +232,13 @@ def why_layers_stay(arch: Arch) -> str | None:
 
 def why_channels_stay(arch: Arch) -> str | None:
     """Return the reason why no channel of an FFN can be removed, None where some can."""
+    if any(layer.gate_sparsity is not None for layer in arch.layers):
+        return f"gates of this {arch.family} model are sparse by the mean and the deviation of all channels."
+    return _why_linears_stay(arch)
+
+
+def _why_linears_stay(arch: Arch) -> str | None:
+    """Return the reason why the linears of a model keep their widths, None where they may change."""
     if family_of_arch(arch).has_adapters:
         return f"linears of this {arch.family} model have adapters for images and sound, which stay as wide."
     return None
@@ -249,7 +256,7 @@ def why_heads_stay(arch: Arch) -> str | None:
         return (
             f"the norms of q and k of this {arch.family} model span all heads, so each head depends on all."
         )
-    if (reason := why_channels_stay(arch)) is not None:
+    if (reason := _why_linears_stay(arch)) is not None:
         return reason
     if family_of_arch(arch).heads_span_hidden:
         return (

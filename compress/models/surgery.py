@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.models.decoder import SmoothingPair
+from compress.models.smoothing_pair import SmoothingPair
 
 
 def tie_heads(value_I: Tensor, head_repeat: tuple[int, int], reduce: Literal["mean", "max"]) -> Tensor:

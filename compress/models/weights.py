@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedFormat
+from compress.models.altup import stream_names
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.embedding import EmbeddingTables
@@ -54,8 +55,8 @@ class WeightSource(Protocol):
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         """Return `embed.weight` and `norm.weight`, `head.weight` when the head is not tied, `norm.bias`,
         `head.bias` and `positions.weight` where there are any, those of the embeddings for each layer where
-        tokens have them (`layer_embedding.py`), those of the head's hyper-connection where there is one, and
-        those under `UNTOUCHED`."""
+        tokens have them (`layer_embedding.py`), those of the head's hyper-connection and of the streams of
+        AltUp where there are any, and those under `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -81,16 +82,24 @@ def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
     return {name: dense(outer[name]) for name in (*names, "embed.weight")} if names else {}
 
 
-def embedding_tables(outer: Weights, device: torch.device | None = None) -> EmbeddingTables:
+def embedding_tables(
+    outer: Weights, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> EmbeddingTables:
     """Return the dense tables from which the input of the first layer is computed, on a device or where they
-    are."""
+    are; the projections of streams in `dtype` or as they are."""
     embed_VD = dense(outer["embed.weight"])
     positions = outer.get(POSITIONS)
     positions_PD = None if positions is None else dense(positions)
     if device is not None:
         embed_VD = embed_VD.to(device)
         positions_PD = None if positions_PD is None else positions_PD.to(device)
-    return EmbeddingTables(embed_VD, positions_PD)
+    names = sorted((name for name in outer if name.startswith("embed.streams.")), key=_index_of)
+    projections = tuple(dense(outer[name]).to(device=device, dtype=dtype) for name in names)
+    return EmbeddingTables(embed_VD, positions_PD, projections)
+
+
+def _index_of(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def split_outer(
@@ -236,6 +245,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     if arch.hyper is not None:
         of_head = arch.hyper.shapes(arch.hidden_size, of_head=True)
         outer |= {f"norm.hyper.{leaf}": shape for leaf, shape in of_head.items()}
+    size = arch.hidden_size, arch.hidden_size
+    outer |= {f"{name}.weight": size for name in stream_names(arch)}
     with torch.device("meta"):
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)

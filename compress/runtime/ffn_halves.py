@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.kernels.operands.rows import Branch
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
+from compress.models.ffn import sparse_gate
 from compress.runtime.fused_linear import Rows
 from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.loader import LayerWeights
@@ -53,6 +54,9 @@ class FfnHalves:
         assert layer.gate_up is not None
         assert layer.down is not None
         mid_TF = layer.gate_up(rows, phase)
+        if layer.shape.gate_sparsity is not None:
+            gate_TF, _ = mid_TF.chunk(2, dim=-1)
+            gate_TF.copy_(sparse_gate(gate_TF, layer.shape.gate_sparsity))
         if not layer.gate_up.applies_gate(phase):
             facts = {
                 "xielu_4": layer.xielu_4,

@@ -17,6 +17,7 @@ from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
+from compress.models.ffn import activation
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.models.self_attention import query_growth
@@ -241,3 +242,25 @@ def _head_key(shape: LayerShape) -> tuple[int, int]:
 
 def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
     return shape.rope, shape.head_dim
+
+
+def gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:
+    """Return the factors of what each head attended to, float32 [T, H]."""
+    assert layer.head_gate is not None
+    assert layer.shape.head_gate is not None
+    out_TH = layer.head_gate(rows_TD, phase, out_dtype=torch.float32)[:, : layer.shape.num_heads]
+    return activation(layer.shape.head_gate, out_TH)
+
+
+def joint_output(
+    layer: LayerWeights,
+    attention: Callable[..., Tensor],
+    recurred_TZ: Tensor,
+    phase: Phase,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the output [T, D] of attention plus that of the recurrence that joins it, and `residual` if
+    given."""
+    assert layer.recurrent_o is not None
+    return layer.recurrent_o(recurred_TZ, phase, residual=attention(residual=residual))

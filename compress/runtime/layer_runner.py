@@ -16,7 +16,8 @@ of a mixture. It also multiplies the stream after a layer by the factor of the l
 Where tokens have embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own.
 Where both halves read one input, it is normed once, or by a norm of each. The stream x may be a fraction of
 the hidden states (`loader.py`). Where it is several streams, a kernel joins them before each half and norms
-their mixture, and another adds the output of the half to each (`models/hyper_connection.py`).
+their mixture, and another adds the output of the half to each (`models/hyper_connection.py`); with AltUp a
+layer computes one stream, and the others follow (`altup.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
@@ -29,26 +30,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
+from compress.kernels.operands.rows import RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
+from compress.models.altup import with_others_plus
 from compress.models.arch import Arch
-from compress.models.ffn import OUTPUT_GATE, activation
+from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
+from compress.runtime.altup import LAUREL_SCALE, AltUpWeights, StreamLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import FfnHalves, Half
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import JointKept, Kept
 from compress.runtime.latent_attention import LatentAttention
-from compress.runtime.layer_attention import Attend, LayerAttention, Projected
+from compress.runtime.layer_attention import Attend, LayerAttention, Projected, gates_of_heads, joint_output
 from compress.runtime.loader import LayerWeights
-from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
+from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader, same_quant
 
 
 class LayerRunner:
@@ -114,6 +116,45 @@ class LayerRunner:
         `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
         `input_TP` are the embeddings of the tokens for this layer, where they have them.
         """
+        where = positions_T, slots_T, kv, attend
+        if layer.altup is not None:
+            predicted_TE, first_TD = layer.altup.before(stream.x_TD, self.norm, phase)
+            y_TD = self._one_stream(layer, Stream(first_TD), *where, phase, None, None).x_TD
+            streams_TE = layer.altup.after(predicted_TE, y_TD, self.norm, phase)
+            return Stream(self._with_inputs(layer, layer.altup, streams_TE, input_TP, phase))
+        return self._one_stream(layer, stream, *where, phase, reader, input_TP)
+
+    def _with_inputs(
+        self,
+        layer: LayerWeights,
+        altup: AltUpWeights,
+        streams_TE: Tensor,
+        input_TP: Tensor | None,
+        phase: Phase,
+    ) -> Tensor:
+        """Return the streams of AltUp [T, n D] after a layer, to all but the first of which it adds what it
+        computes of the embeddings of the tokens."""
+        embed = layer.layer_embed
+        if embed is None or input_TP is None:
+            return streams_TE
+        read_TD = streams_TE[:, : self._arch.hidden_size] * altup.scale_D
+        return with_others_plus(
+            streams_TE, self.norm(self._halves.of_embed(embed, read_TD, input_TP, phase), embed.norm)
+        )
+
+    def _one_stream(
+        self,
+        layer: LayerWeights,
+        stream: Stream,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        kv: Kept,
+        attend: Attend,
+        phase: Phase,
+        reader: Reader | None,
+        input_TP: Tensor | None,
+    ) -> Stream:
+        """Return the stream after the halves of a layer; the arguments are those of `layer`."""
         if layer.qkv is None or kv is None:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
         factors_TF = None
@@ -142,11 +183,15 @@ class LayerRunner:
                 joining = replace(joining, beta_decay_TH=beta_decay_TH, gate_TZ=gate_TZ)
         if layer.head_gate is not None:
             assert isinstance(qkv_rows, Tensor)
-            projected = replace(projected, gates_TH=_gates_of_heads(layer, qkv_rows, phase))
+            projected = replace(projected, gates_TH=gates_of_heads(layer, qkv_rows, phase))
+        residual_TD = stream.x_TD
+        if layer.laurel is not None:
+            assert isinstance(qkv_rows, Tensor)
+            residual_TD = layer.laurel.residual(residual_TD, qkv_rows, self.norm, phase)
         return self.after_qkv(
             layer,
             projected,
-            stream.x_TD,
+            residual_TD,
             attend,
             phase,
             reader,
@@ -198,7 +243,7 @@ class LayerRunner:
         assert layer.o is not None
         half: Callable[..., Tensor] = partial(layer.o, self._attended(layer, projected, attend), phase)
         if joining is not None:
-            half = partial(_joint, layer, half, attend(layer, joining), phase)
+            half = partial(joint_output, layer, half, attend(layer, joining), phase)
         if not layer.shape.has_ffn:
             return self._added(
                 half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
@@ -206,7 +251,13 @@ class LayerRunner:
         norms = layer.branch_norms
         also = () if norms is None else (norms.experts, norms.router)
         stream = self._added(
-            half, residual_TD, layer.attn_post_norm, ffn_reader(layer), also=also, factors_TF=factors_TF
+            half,
+            residual_TD,
+            layer.attn_post_norm,
+            ffn_reader(layer),
+            also=also,
+            scale=1.0 if layer.laurel is None else LAUREL_SCALE,
+            factors_TF=factors_TF,
         )
         return self._after_mixer(layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP)
 
@@ -227,7 +278,7 @@ class LayerRunner:
             ffn_rows, factors_TF = self._entered(stream, ffn_reader(layer), phase)
         ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase)
         embed = layer.layer_embed
-        if embed is None:
+        if embed is None or layer.altup is not None:
             return self._added(
                 ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
             )
@@ -283,7 +334,7 @@ class LayerRunner:
         qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, ffn_reader(layer).linear))
         if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
             return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
-        quant = qkv.quant if _same_quant(qkv.quant, gate_up.quant) else None
+        quant = qkv.quant if same_quant(qkv.quant, gate_up.quant) else None
         rows: Rows = self._rms_norm(
             x_TD, norm.weight, norm.eps, quant, centered=norm.centered, bias=norm.bias
         )
@@ -304,7 +355,9 @@ class LayerRunner:
             mix = self._ops["hyper_mix"].kernel.fn
             rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)
             return rows, factors_TF
-        if reader.hyper is not None:
+        if isinstance(reader.hyper, StreamLinears):
+            stream = Stream(reader.hyper.joined(stream.x_TD, phase))
+        elif reader.hyper is not None:
             stream = Stream(reader.hyper(stream.x_TD))
         return self._normed(stream, reader, phase), None
 
@@ -338,35 +391,3 @@ class LayerRunner:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
         return rows + self.attention.kernel_report()
-
-
-def _joint(
-    layer: LayerWeights,
-    attention: Callable[..., Tensor],
-    recurred_TZ: Tensor,
-    phase: Phase,
-    *,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Return the output [T, D] of attention plus that of the recurrence that joins it, and `residual` if
-    given."""
-    assert layer.recurrent_o is not None
-    return layer.recurrent_o(recurred_TZ, phase, residual=attention(residual=residual))
-
-
-def _gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:
-    """Return the factors of what each head attended to, float32 [T, H]."""
-    assert layer.head_gate is not None
-    assert layer.shape.head_gate is not None
-    out_TH = layer.head_gate(rows_TD, phase, out_dtype=torch.float32)[:, : layer.shape.num_heads]
-    return activation(layer.shape.head_gate, out_TH)
-
-
-def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:
-    """Return whether two linears quantize a row alike, by nothing but the row."""
-    if first is None or second is None:
-        return False
-    how = [(each.dtype, each.group_size, each.symmetric) for each in (first, second)]
-    if how[0] != how[1]:
-        return False
-    return first.static_scale is None and second.static_scale is None

@@ -21,13 +21,19 @@ from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import LATENT_IN, LATENT_OUT
-from compress.models.hyper_connection import MeanOfStreams
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
 from compress.models.short_conv import ShortConv
 from compress.models.weights import LayerSource, Weights, WeightSource, dense
 from compress.models.xielu import PARAMETERS, xielu_numbers
 from compress.quant.kv import KV_SCALES
+from compress.runtime.altup import (
+    AltUpWeights,
+    LaurelLinears,
+    StreamLinears,
+    altup_weights,
+    laurel_linears,
+)
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
@@ -38,7 +44,7 @@ from compress.runtime.hyper_weights import hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
-from compress.runtime.outer_weights import load_outer
+from compress.runtime.outer_weights import Joining, load_outer
 from compress.runtime.row_norms import (
     BranchNorms,
     branch_norms,
@@ -64,6 +70,7 @@ class LayerWeights:
     before and after experts that act on latents. `xielu_4` are the numbers of the activation of its FFN,
     float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
     whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
+    `altup` computes the other streams of the residual, and `laurel` a residual around attention.
     """
 
     shape: LayerShape
@@ -95,6 +102,8 @@ class LayerWeights:
     recurrent_o: FusedLinear | None = None
     attn_hyper: HyperWeights | None = None
     ffn_hyper: HyperWeights | None = None
+    altup: AltUpWeights | None = None
+    laurel: LaurelLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -107,7 +116,10 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        others = (self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper)
+        others = (
+            *(self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper),
+            *(self.altup, self.laurel),
+        )
         own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
             (self.mamba, self.conv_FW)
         )
@@ -130,7 +142,7 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        others = (self.latent, self.delta, self.layer_embed)
+        others = (self.latent, self.delta, self.layer_embed, self.altup, self.laurel)
         rows += [row for each in others if each is not None for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
@@ -139,8 +151,8 @@ class LayerWeights:
 class ModelWeights:
     """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its
     kernel. Rows of `embed_VD` go on with the embeddings of a token for each layer, where it has them. `hyper`
-    joins the streams of the residual for the last norm, where it has several. `positions_ND` are the learned
-    embeddings of positions, where it has them.
+    joins the streams of the residual for the last norm, where it has several, and `first` are the linears by
+    which those of AltUp begin. `positions_ND` are the learned embeddings of positions, where it has them.
     """
 
     arch: Arch
@@ -149,7 +161,8 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: RowNorm
     head: FusedLinear
-    hyper: HyperWeights | MeanOfStreams | None = None
+    hyper: Joining | None = None
+    first: StreamLinears | None = None
     positions_ND: Tensor | None = None
 
     @property
@@ -169,16 +182,22 @@ class ModelWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes of weights that a decode step reads whose rows are routed to so many experts of a
         layer; by default one of a single row."""
-        return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self.head.weight_bytes
+        return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self._outer_bytes
 
     def expected_bytes_read(self, num_rows: int) -> int:
         """Return the bytes of weights that a step of so many rows reads, if all experts are as likely;
         without experts those of one row."""
-        total = self.head.weight_bytes
+        total = self._outer_bytes
         for layer in self.layers:
             mixture = layer.experts
             total += layer.bytes_read(None if mixture is None else mixture.facts.expected_hit(num_rows))
         return total
+
+    @property
+    def _outer_bytes(self) -> int:
+        """The bytes that a decode step reads of the linears outside of the layers."""
+        of_streams = [each for each in (self.first, self.hyper) if isinstance(each, StreamLinears)]
+        return self.head.weight_bytes + sum(each.weight_bytes for each in of_streams)
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
@@ -203,6 +222,7 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
         head=outer.head,
         hyper=outer.hyper,
         positions_ND=outer.positions_ND,
+        first=outer.first,
     )
 
 
@@ -261,6 +281,8 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         attn_hyper=hyper_weights(arch, weights, "attn_hyper", deployment),
         ffn_hyper=hyper_weights(arch, weights, "ffn_hyper", deployment),
+        altup=altup_weights(arch, weights, deployment),
+        laurel=laurel_linears(arch, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
     )

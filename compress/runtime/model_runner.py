@@ -24,6 +24,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Phase
 from compress.models.hyper_connection import repeated
+from compress.runtime.altup import StreamLinears
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
@@ -206,6 +207,8 @@ class ModelRunner:
         """
         rows = [row for idx, layer in enumerate(self._weights.layers) for row in layer.report(idx)]
         rows += self._weights.head.report(None)
+        of_streams = (self._weights.first, self._weights.hyper)
+        rows += [row for each in of_streams if isinstance(each, StreamLinears) for row in each.report()]
         return rows + self._layers.kernel_report()
 
     def _hidden(
@@ -224,7 +227,8 @@ class ModelRunner:
         head reads `all_rows` of it, or some."""
         x_TD, inputs = parted(x_TD, self._arch)
         x_TD = with_positions(x_TD, self._weights.positions_ND, positions_T)
-        stream = Stream(repeated(self._arch.hyper, x_TD))
+        first = self._weights.first
+        stream = Stream(repeated(self._arch.hyper, x_TD) if first is None else first.first(x_TD, phase))
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
                 features.keep(layer_idx, stream.x_TD, self._stream_scale)

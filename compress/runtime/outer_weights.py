@@ -17,12 +17,16 @@ from compress.models.arch import Arch
 from compress.models.embedding import normed
 from compress.models.hyper_connection import MeanOfStreams
 from compress.models.weights import POSITIONS, Weights, WeightSource, dense
+from compress.runtime.altup import StreamLinears, stream_linears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
 from compress.runtime.hyper_weights import head_hyper
 from compress.runtime.layer_embed import with_layer_inputs
 from compress.runtime.row_norms import stream_norm, stream_scale
+
+Joining = HyperWeights | MeanOfStreams | StreamLinears
+"""The weights by which the streams of the residual are joined for a norm, in one of three ways."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class OuterWeights:
     positions_ND: Tensor | None
     norm: RowNorm
     head: FusedLinear
-    hyper: HyperWeights | MeanOfStreams | None
+    hyper: Joining | None
+    first: StreamLinears | None
 
 
 def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
@@ -47,7 +52,8 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
         embedding(outer, source.arch, deployment),
         learned_positions(outer, source.arch, deployment),
         *output(outer, source.arch, deployment),
-        head_hyper(source.arch, outer, deployment),
+        head_streams(source.arch, outer, deployment),
+        stream_linears(source.arch, outer, "embed", deployment),
     )
 
 
@@ -96,6 +102,11 @@ def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm,
     head |= {"head.bias": outer["head.bias"]} if arch.head_bias else {}
     norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
     return norm, fuse(("head",), head, deployment)
+
+
+def head_streams(arch: Arch, outer: Weights, deployment: Deployment) -> Joining | None:
+    """Return what joins the streams for the last norm, None where there is one stream."""
+    return stream_linears(arch, outer, "norm", deployment) or head_hyper(arch, outer, deployment)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

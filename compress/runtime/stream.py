@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import Phase
-from compress.models.hyper_connection import MeanOfStreams
 from compress.runtime.fused_linear import FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
+from compress.runtime.outer_weights import Joining
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Reader:
 
     norm: RowNorm | None
     linear: FusedLinear | None
-    hyper: HyperWeights | MeanOfStreams | None = None
+    hyper: Joining | None = None
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -51,7 +50,7 @@ class Stream:
 def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
-    has_dense = layer.delta is not None or layer.head_gate is not None
+    has_dense = any(each is not None for each in (layer.delta, layer.head_gate, layer.laurel))
     return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper)
 
 
@@ -59,3 +58,13 @@ def ffn_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream after the first half of a layer."""
     reads_ffn = layer.experts is None or layer.branch_norms is not None
     return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None, layer.ffn_hyper)
+
+
+def same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:
+    """Return whether two linears quantize a row alike, by nothing but the row."""
+    if first is None or second is None:
+        return False
+    how = [(each.dtype, each.group_size, each.symmetric) for each in (first, second)]
+    if how[0] != how[1]:
+        return False
+    return first.static_scale is None and second.static_scale is None

@@ -1,5 +1,5 @@
-"""A whole run of a model with several residual streams: pruned by heads, distilled, quantized, exported and
-scored; the numbers by which streams are mixed stay float32."""
+"""Whole runs of models with several residual streams: one that is pruned by heads, distilled, quantized,
+exported and scored, whose numbers by which streams are mixed stay float32; and a Gemma 3n."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,7 @@ from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
 from compress.models.hyper_connection import HYPER_PARAMETERS
 from tests.e2e.test_distill import DISTILL
+from tests.e2e.test_recover import RECOVER
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE
 
@@ -69,3 +70,49 @@ def test_several_streams_go_through_every_stage(
         assert len(own) == 6
         assert {each.dtype for each in own.values()} == {torch.float32}
     assert after.outer()["norm.hyper.weight"].dtype == torch.float32
+
+
+STATED_GEMMA3N: dict[str, Any] = {
+    "model_type": "gemma3n_text",
+    "architectures": ["Gemma3nForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "intermediate_size": [128, 96, 128, 64],
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": None,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G32", "INT8_DYNAMIC"])
+def test_streams_of_which_layers_compute_one_go_through_every_stage(
+    recipe: Recipe, command: Command, work: Path, tmp_path: Path, scheme: str
+) -> None:
+    source = write_tiny_model(tmp_path / "source", **STATED_GEMMA3N)
+    smooth = {"kind": "awq"} if scheme == "W4A16_G32" else {"kind": "smoothquant"}
+    quantize = {**QUANTIZE, "scheme": scheme, "smooth": smooth, "round": {"kind": "gptq"}}
+    path = recipe(model=str(source), stages=[CALIBRATE, quantize, RECOVER, EXPORT, VALIDATE])
+    for arguments in (("plan", path, "--offline"), ("run", path, "--run-dir", work / "run", "--json")):
+        code, _, err = command(*arguments)
+        assert code == 0, err
+    after = open_checkpoint(open_artifact(work / "run" / "artifacts" / "export").path)
+    before = open_checkpoint(source)
+    assert after.arch.layers == before.arch.layers
+    assert (after.arch.altup_streams, after.arch.laurel_rank) == (3, 8)
+    linears = {
+        f"layers.{idx}.{name}" for idx, layer in enumerate(after.arch.layers) for name in layer.linears
+    }
+    assert after.schemes.keys() == linears
+    for idx in range(4):
+        weights = after.layer(idx)
+        assert isinstance(weights["laurel.left.weight"], torch.Tensor)
+        assert isinstance(weights["altup.router.weight"], torch.Tensor)

@@ -330,6 +330,7 @@ def test_other_spellings_of_a_config_mean_what_they_mean_to_transformers(
 
 # The defaults of these families are those of a variant that is refused, or they have none.
 STATED: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},

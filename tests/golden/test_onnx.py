@@ -114,6 +114,7 @@ REFUSED = {
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
     "shared-keys-values": ("gemma4-e",),
+    "streams": ("gemma3n",),
 }
 """Rule -> parts of the names of cases that it refuses, but for `DENSE`."""
 DENSE = ("granitemoehybrid", "granitemoehybrid-no-positions", "gemma4-equal-widths")

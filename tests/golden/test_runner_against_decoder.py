@@ -723,6 +723,36 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(only_half="ffn"),
         ),
     },
+    "streams of which layers compute one": {
+        "block": "sandwich",
+        "altup_streams": 3,
+        "laurel_rank": 16,
+        "layers": (tiny_shape(window=5), tiny_shape()),
+    },
+    "gates that are sparse": {
+        "activation": "gelu_pytorch_tanh",
+        "layers": (tiny_shape(gate_sparsity=0.9), tiny_shape(), tiny_shape(gate_sparsity=0.4)),
+    },
+    "gemma 3n": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "v_norm": True,
+        "layer_embed_size": 16,
+        "layer_embed_vocab": 70,
+        "altup_streams": 4,
+        "laurel_rank": 8,
+        "embed_scale": 7.5,
+        "tied_head": True,
+        "activation": "gelu_pytorch_tanh",
+        "logit_softcap": 30.0,
+        "layers": (
+            tiny_shape(window=40, gate_sparsity=0.9),
+            tiny_shape(rope=Rope(1e6), intermediate_size=96),
+            tiny_shape(window=40, kv_source=0, intermediate_size=192),
+            tiny_shape(rope=Rope(1e6), kv_source=1),
+        ),
+    },
     "nanochat": {
         "unit_norms": True,
         "unit_qk_norm": True,
@@ -885,6 +915,7 @@ RARE = [
     *("streams that are not mixed", "streams that are mixed, and latents"),
     *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",
+    *("streams of which layers compute one", "gates that are sparse", "gemma 3n"),
 ]
 
 

@@ -142,6 +142,25 @@ FACTS: dict[str, dict[str, Any]] = {
         "logit_softcap": 30.0,
         "layers": (LOCAL, replace(LAYER, head_dim=512, num_heads=4, num_kv_heads=1)),
     },
+    "gemma 3n": {
+        "block": "sandwich",
+        "attn_scale": 0.06,
+        "qk_norm": True,
+        "v_norm": True,
+        "layer_embed_size": 64,
+        "layer_embed_vocab": 256,
+        "altup_streams": 4,
+        "laurel_rank": 64,
+        "embed_scale": 19.6,
+        "logit_softcap": 30.0,
+        "activation": "gelu_pytorch_tanh",
+        "layers": (
+            replace(NARROW, gate_sparsity=0.9),
+            LAYER,
+            replace(NARROW, kv_source=0, intermediate_size=2048),
+            replace(LAYER, kv_source=1),
+        ),
+    },
     "gemma 4 e": {
         "block": "sandwich",
         "attn_scale": 0.06,  # with 1 float32 is 0.014 off float64, on a CPU as well
@@ -608,7 +627,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        *("mimo v2 flash", "hy 4", "streams that are mixed"),
+        *("mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:

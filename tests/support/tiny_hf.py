@@ -18,6 +18,20 @@ from transformers.models.hy_v4 import modeling_hy_v4
 ROTATION_OF_HY_V4 = modeling_hy_v4.apply_rotary_pos_emb
 modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
+
+class Tower(transformers.PreTrainedModel):
+    """A matrix in place of the vision tower of Gemma 3n, which a package computes that is not installed."""
+
+    config_class = transformers.Gemma3nVisionConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.timm_model = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        self.post_init()
+
+
+transformers.AutoModel.register(transformers.Gemma3nVisionConfig, Tower, exist_ok=True)
+
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
@@ -27,6 +41,7 @@ CONFIGS: dict[str, Any] = {
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "gemma3n_text": transformers.Gemma3nTextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
@@ -113,6 +128,7 @@ CONFIGS: dict[str, Any] = {
     "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
     "gemma3": transformers.Gemma3Config,
+    "gemma3n": transformers.Gemma3nConfig,
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
     "mistral3": transformers.Mistral3Config,
@@ -210,6 +226,24 @@ AROUND: dict[str, dict[str, Any]] = {
         "boi_token_index": 98,
         "eoi_token_index": 99,
         "mm_tokens_per_image": 4,
+    },
+    "gemma3n": {
+        "vision_config": {"hidden_size": 32, "vocab_offset": 97, "vocab_size": 4},
+        "audio_config": {
+            "hidden_size": 32,
+            "vocab_offset": 101,
+            "vocab_size": 4,
+            "input_feat_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [8, 4],
+        },
+        "image_token_id": 97,
+        "audio_token_id": 101,
+        "boi_token_id": 98,
+        "eoi_token_id": 99,
+        "boa_token_id": 102,
+        "eoa_token_id": 103,
     },
     "gemma4": {
         "vision_config": {
@@ -546,6 +580,12 @@ SMALL: dict[str, Any] = {
 }
 # What the modeling code of a family needs and its configuration class does not derive.
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
+_GEMMA3N = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 97,
+    "laurel_rank": 8,
+}
 NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
@@ -573,6 +613,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "minimax_m3_vl_text": {"head_dim": 8, "rotary_dim": 8},
     "minimax_m3_vl": {"head_dim": 8, "rotary_dim": 8},
+    "gemma3n_text": _GEMMA3N,
+    "gemma3n": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_heads": 2, "layer_types": ["full_attention"] * 3},
@@ -916,6 +958,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3n": ("gemma3n_text", {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": True}),
+    "gemma3n-slices": (
+        "gemma3n_text",
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 61,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "intermediate_size": [80, 64, 96, 80, 96, 64],
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.8, 0.0],
+            "altup_num_inputs": 3,
+            "laurel_rank": 4,
+            "head_dim": 12,
+            "attention_bias": True,
+            "sliding_window": 4,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+            },
+        },
+    ),
     "gemma4": (
         "gemma4_text",
         {
@@ -1117,6 +1189,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
+    "gemma3n-vision": (
+        "gemma3n",
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 90,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4-vision": (
         "gemma4",
         {
@@ -2781,8 +2867,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
     if stated.get("head_dim", 0) is None or family in DERIVED_HEADS:
         stated.pop("head_dim", None)
-    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
-        if stated.get(name):  # of the model with the most layers; some tests make fewer
+    by_layer = ("layer_types", "layers_block_type", "mlp_layer_types", "activation_sparsity_pattern")
+    for name in (*by_layer, "intermediate_size"):
+        if isinstance(stated.get(name), list):  # of the model with the most layers; some tests make fewer
             stated[name] = stated[name][: stated["num_hidden_layers"]]
     if stated.get("kv_source_layers"):
         for name in ("kv_source_layers", "no_rope_layers", "indexer_types"):
@@ -2860,8 +2947,8 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith(("_bias", "_norm.weight"))):
                 parameter.copy_(parameter + 0.3 * noise)
-                if family.startswith("gemma4") and name.endswith("self_attn.q_norm.weight"):
-                    parameter.mul_(parameter.numel() ** -0.5)  # Gemma 4 has no other scale of its scores
+                if family.startswith(("gemma3n", "gemma4")) and name.endswith("self_attn.q_norm.weight"):
+                    parameter.mul_(parameter.numel() ** -0.5)  # these have no other scale of their scores
             else:
                 parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
         for name, buffer in model.named_buffers():

@@ -92,7 +92,8 @@ def tiny_source(**changes: Any) -> MemorySource:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(
             1 + 0.2 * noise
-            if ("norm" in name and "hyper" not in name) or name.endswith("layer_scalar")
+            if ("norm" in name and "hyper" not in name and "streams" not in name)
+            or name.endswith("layer_scalar")
             else 0.3 * noise
             if parameter.dim() == 1
             else noise * parameter.shape[1] ** -0.5

@@ -248,8 +248,14 @@ class Onnx:
             rules.append(
                 Rule("latent-attention", "attention has latents, and the graph has linears of q, k and v.")
             )
-        if arch.hyper is not None:
+        if arch.num_streams > 1:
             rules.append(Rule("streams", "the residual is several streams, and the graph has one."))
+        if arch.laurel_rank:
+            rules.append(
+                Rule("laurel", "a residual around attention is added, which the graph does not have.")
+            )
+        if any(layer.gate_sparsity is not None for layer in arch.layers):
+            rules.append(Rule("sparse-gates", "gates of FFNs are sparse, which the graph does not compute."))
         if arch.own_qk_norm:
             rules.append(
                 Rule("norms-of-heads", "heads have norms of their own, and the graph has one for all.")

@@ -23,8 +23,8 @@ from compress.calibrate.side_by_side import num_at_once, side_by_side
 from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
-from compress.models.decoder import SmoothingPair
 from compress.models.linear_groups import LinearGroup
+from compress.models.smoothing_pair import SmoothingPair
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
 from compress.quant.global_scale import with_one_global_scale

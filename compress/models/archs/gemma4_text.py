@@ -77,28 +77,34 @@ def _layer_embed_size(config: Fields) -> int:
 
 def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
     """Return the layers, the last of which read the keys and values of earlier ones."""
-    num_shared = config.integer("num_kv_shared_layers", 0, MAX_LAYERS, default=0)
-    num_own = len(layers) - num_shared
     factor = 2 if config.flag("use_double_wide_mlp", default=False) else 1
     if factor == 2 and any(layer.experts is not None for layer in layers):
         raise config.wrong("use_double_wide_mlp", True, "false in a model with experts")
-    sources = {layer.window: idx for idx, layer in enumerate(layers[: max(num_own, 0)])}
+    return tuple(
+        layer
+        if source is None
+        else replace(
+            layer,
+            kv_source=source,
+            keys_are_values=False,
+            intermediate_size=layer.intermediate_size * factor,
+        )
+        for layer, source in zip(layers, sources_of_keys(config, layers), strict=True)
+    )
+
+
+def sources_of_keys(config: Fields, layers: tuple[LayerShape, ...]) -> list[int | None]:
+    """Return for each layer the one whose keys and values it reads, None where they are its own."""
+    num_shared = config.integer("num_kv_shared_layers", 0, MAX_LAYERS, default=0)
+    num_own = max(len(layers) - num_shared, 0)
+    sources = {layer.window: idx for idx, layer in enumerate(layers[:num_own])}
     if any(layer.window not in sources for layer in layers):
         raise config.wrong(
             "num_kv_shared_layers",
             num_shared,
             f"at most as many as leave a layer of each type before them, of {len(layers)}",
         )
-    shared = (
-        replace(
-            layer,
-            kv_source=sources[layer.window],
-            keys_are_values=False,
-            intermediate_size=layer.intermediate_size * factor,
-        )
-        for layer in layers[num_own:]
-    )
-    return (*layers[:num_own], *shared)
+    return [None] * num_own + [sources[layer.window] for layer in layers[num_own:]]
 
 
 def _restated(arch: Arch) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     if spec.lora is not None and not is_read_later:
         spec.lora.check_rank(student, "distill", is_trained=lambda _: True)
     width = 4 if facts.device == "cpu" else 2
-    table = student.vocab_size * student.num_layers * student.layer_embed_size
+    table = student.layer_embed_rows * student.num_layers * student.layer_embed_size
     num_trained = student.num_params - table
     frozen = 4 * table
     if spec.lora is not None:

@@ -291,8 +291,9 @@ class Prune(Spec):
             raise UsageError(f"depth: {of_layers}")
         reason = why_heads_stay(arch)
         if "heads" in self.axes and reason is not None:
-            others = "`ffn` and `depth`" if of_layers is None else "`ffn`"
-            raise UsageError(f"heads: {reason} Prune {others}.")
+            stays = {"`ffn`": why_channels_stay(arch), "`depth`": of_layers}
+            others = " and ".join(axis for axis, why in stays.items() if why is None)
+            raise UsageError(f"heads: {reason}{f' Prune {others}.' if others else ''}")
         compensation = cast(Compensation, self.compensate)
         of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
         without = [

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import dense_layer_params
 from compress.models.overrides import decide, overridden
 from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import Scheme
@@ -137,9 +138,9 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
 
 
 def outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int = 2) -> int:
-    """Return the bytes on disk of embeddings, of the head, and of the narrow linears that read embeddings for
-    each layer; all have numbers of `itemsize` bytes, unless the head has a scheme."""
-    dense_bytes = itemsize * (arch.num_outer_params + arch.num_layer_embed_params)
+    """Return the bytes on disk of embeddings, of the head, and of the linears of layers that no
+    scheme quantizes; all have numbers of `itemsize` bytes, unless the head has a scheme."""
+    dense_bytes = itemsize * (arch.num_outer_params + dense_layer_params(arch))
     if arch.tied_head:
         return dense_bytes
     shape = arch.vocab_size, arch.hidden_size

@@ -129,13 +129,17 @@ def of_whole_graph(
     return inputs, gradients
 
 
+OF_NO_SCHEME = ("layer_embed.", "altup.", "laurel.")
+
+
 def linears_of(decoder: Decoder) -> dict[tuple[int, str], torch.nn.Module]:
-    """All linears of all layers but those of the embeddings for layers, found by their type."""
+    """All linears of all layers but those of the embeddings for layers and of the residual, found by their
+    type."""
     return {
         (idx, name): module
         for idx, layer in enumerate(decoder.layers)
         for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.startswith("layer_embed.")
+        if isinstance(module, torch.nn.Linear) and not name.startswith(OF_NO_SCHEME)
     }
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from compress.calibrate.stats import AbsMean, InputStats, SecondMoment
 from compress.methods.quantize.awq import Awq, rounding_loss
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, SmoothingPair
+from compress.models.decoder import DecoderLayer
+from compress.models.smoothing_pair import SmoothingPair
 from compress.models.surgery import fold_
 from compress.quant.scheme import Scheme
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder

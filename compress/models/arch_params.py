@@ -1,0 +1,52 @@
+"""Numbers of parameters of a model, from its facts."""
+
+import math
+from typing import TYPE_CHECKING
+
+from compress.models.layer_shape import XIELU
+from compress.models.xielu import PARAMETERS
+
+if TYPE_CHECKING:
+    from compress.models.arch import Arch
+
+
+def num_params_of(arch: "Arch") -> int:
+    """Return the number of all parameters; a tied head counts once. Biases and norms included."""
+    norm_size = 0 if arch.unit_norms else (1 + arch.norm_bias) * arch.hidden_size
+    total = arch.num_outer_params + norm_size + arch.num_linear_params
+    total += dense_layer_params(arch) + arch.head_bias * arch.vocab_size
+    if arch.hyper is not None:
+        halves = sum(layer.has_mixer + layer.has_ffn for layer in arch.layers)
+        total += arch.hyper.num_params(arch.hidden_size, halves)
+    for layer in arch.layers:
+        total += arch.num_norms(layer) * norm_size
+        if arch.qk_norm and layer.attends:
+            total += sum(arch.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
+        total += sum(layer.latent_norm_sizes.values())
+        total += sum(map(math.prod, layer.dense_shapes(arch.hidden_size).values()))
+        if arch.has_sinks(layer):
+            total += layer.num_heads
+        if arch.learned_growth and layer.attends:
+            total += 2 * layer.num_heads
+        total += arch.layer_scalar
+        if arch.activation == XIELU and layer.has_ffn:
+            total += len(PARAMETERS)
+        for name in layer.linears:
+            total += layer.linear_shape(name, arch.hidden_size)[0] if arch.has_bias(name) else 0
+    return total
+
+
+def dense_layer_params(arch: "Arch") -> int:
+    """Return the number of parameters in layers that no scheme quantizes because of facts of the model: those
+    that read embeddings for each layer, with the norm outside of the layers, those of AltUp, and those of
+    LAuReL."""
+    hidden_size = arch.hidden_size
+    of_layer = 0
+    if arch.layer_embed_size:
+        of_layer += (2 * arch.layer_embed_size + 1) * hidden_size
+    if arch.altup_streams:
+        n = arch.altup_streams
+        of_layer += (n + 2) * hidden_size + n**3 + n**2
+    if arch.laurel_rank:
+        of_layer += (2 * arch.laurel_rank + 1) * hidden_size
+    return arch.layer_embed_size + arch.num_layers * of_layer
