@@ -82,6 +82,7 @@ UNKNOWN = {
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
     "nanochat": "it knows no model_type nanochat",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
+    "qwen3_omni_moe_thinker": "it has no class for the thinker of Qwen3-Omni alone",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "step3p7": "no export of Step 3.7 was tested with it",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",

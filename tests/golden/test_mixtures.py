@@ -115,6 +115,7 @@ IN_MEMORY = (
 RENAMED = (
     "laguna",
     "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
     "kimi_linear",
     "phimoe",
     "aria",

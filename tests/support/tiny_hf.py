@@ -142,6 +142,7 @@ CONFIGS: dict[str, Any] = {
     "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
     "granite4_vision": transformers.Granite4VisionConfig,
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
+    "qwen3_omni_moe_thinker": transformers.Qwen3OmniMoeThinkerConfig,
     "vipllava": transformers.VipLlavaConfig,
     "llava_next_video": transformers.LlavaNextVideoConfig,
     "video_llava": transformers.VideoLlavaConfig,
@@ -198,6 +199,20 @@ _QWEN_IDS = {
     "video_token_id": 98,
     "vision_start_token_id": 99,
     "vision_end_token_id": 100,
+}
+_THINKER = {
+    "vision_config": _QWEN3_VISION,
+    "audio_config": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "downsample_hidden_size": 16,
+        "num_mel_bins": 16,
+    },
+    "image_token_id": 97,
+    "video_token_id": 98,
+    "audio_token_id": 99,
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
@@ -334,20 +349,8 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         **_QWEN_IDS,
     },
-    "qwen3_omni_moe": {
-        "vision_config": _QWEN3_VISION,
-        "audio_config": {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 32,
-            "downsample_hidden_size": 16,
-            "num_mel_bins": 16,
-        },
-        "image_token_id": 97,
-        "video_token_id": 98,
-        "audio_token_id": 99,
-    },
+    "qwen3_omni_moe": _THINKER,
+    "qwen3_omni_moe_thinker": _THINKER,
     "vipllava": {
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -2660,6 +2663,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     ),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        {**EXPERTS, "head_dim": 8, "tie_word_embeddings": True},
+    ),
     "qwen3_omni_moe-some-dense": (
         "qwen3_omni_moe",
         {
@@ -2723,6 +2730,8 @@ FLAT = ("phi4_multimodal",)
 """Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
+HEARS_AS_WIDE = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+"""Families whose audio tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
 """Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, or sections in
 another order."""
@@ -2772,8 +2781,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         sections = [num_pairs // 4] * 3
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         rope["mrope_section"] = [*sections, num_pairs - sum(sections)]
-    if family in OF_THINKERS:
+    if family in HEARS_AS_WIDE:
         around["audio_config"]["output_dim"] = stated["hidden_size"]
+    if family in OF_THINKERS:
         thinker = {"text_config": stated, **around}
         return CONFIGS[family](thinker_config=thinker, enable_audio_output=False)
     return CONFIGS[family](text_config=stated, **around)
