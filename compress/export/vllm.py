@@ -85,6 +85,8 @@ UNKNOWN = {
     "qwen3_omni_moe_thinker": "it has no class for the thinker of Qwen3-Omni alone",
     "qianfan_ocr": "no export of Qianfan-OCR was tested with it",
     "step3p7": "no export of Step 3.7 was tested with it",
+    "nemotron_h_omni": "no export of Nemotron 3 Nano Omni was tested with it",
+    "NemotronH_Nano_Omni_Reasoning_V3": "it knows this model_type by the code of a checkpoint only",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "flint": "it knows no model_type flint",
     "kolibri1": "it knows no model_type kolibri1",

@@ -143,6 +143,7 @@ CONFIGS: dict[str, Any] = {
     "granite4_vision": transformers.Granite4VisionConfig,
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
     "qwen3_omni_moe_thinker": transformers.Qwen3OmniMoeThinkerConfig,
+    "nemotron_h_omni": transformers.NemotronH_Omni_Reasoning_V3_Config,
     "vipllava": transformers.VipLlavaConfig,
     "llava_next_video": transformers.LlavaNextVideoConfig,
     "video_llava": transformers.VideoLlavaConfig,
@@ -351,6 +352,31 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "qwen3_omni_moe": _THINKER,
     "qwen3_omni_moe_thinker": _THINKER,
+    "nemotron_h_omni": {
+        "vision_config": {
+            "model_type": "radio",
+            **_VISION,
+            "max_img_size": 56,
+            "mlp_ratio": 2.0,
+            "video_temporal_patch_size": 2,
+        },
+        "audio_config": {
+            "model_type": "parakeet_encoder",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 16,
+            "subsampling_conv_channels": 8,
+            "projection_hidden_size": 32,
+            "projection_bias": False,
+        },
+        "projector_hidden_size": 32,
+        "vision_hidden_size": 32,
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "audio_token_id": 99,
+    },
     "vipllava": {
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -528,7 +554,12 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
     },
 }
-BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
+BY_ANOTHER_NAME = {
+    "vlm": "hyperclovax_vision_v2",
+    "kimi_k2": "deepseek_v3",
+    "phi4mm": "phi4_multimodal",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
+}
 """What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -2661,6 +2692,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4_multimodal-longrope": (
         "phi4_multimodal",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h_omni",
+        {
+            **NEMOTRON,
+            **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            "moe_shared_expert_intermediate_size": 72,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "nemotron_h_omni-dense": (
+        "nemotron_h_omni",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     ),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
     "qwen3_omni_moe_thinker": (
