@@ -88,6 +88,8 @@ REFUSED = {
         "qwen3_5",
         "vision",
         "vl",
+        "perception_lm",
+        "video_llama_3",
         "mistral3-",
         "llava",
         "glm4v",

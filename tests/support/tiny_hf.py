@@ -144,6 +144,9 @@ CONFIGS: dict[str, Any] = {
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
     "qwen3_omni_moe_thinker": transformers.Qwen3OmniMoeThinkerConfig,
     "nemotron_h_omni": transformers.NemotronH_Omni_Reasoning_V3_Config,
+    "perception_lm": transformers.PerceptionLMConfig,
+    "fast_vlm": transformers.FastVlmConfig,
+    "video_llama_3": transformers.VideoLlama3Config,
     "vipllava": transformers.VipLlavaConfig,
     "llava_next_video": transformers.LlavaNextVideoConfig,
     "video_llava": transformers.VideoLlavaConfig,
@@ -376,6 +379,25 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_id": 97,
         "video_token_id": 98,
         "audio_token_id": 99,
+    },
+    # The towers of these two are of timm, which is not installed; those of SigLIP stand in for them.
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            **_VISION,
+            "model_args": {"embed_dim": 32},
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+    },
+    "fast_vlm": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_index": 97,
+    },
+    "video_llama_3": {
+        "vision_config": {name: size for name, size in _VISION.items() if name != "image_size"},
+        "image_token_id": 97,
+        "video_token_id": 98,
     },
     "vipllava": {
         "vision_config": {
@@ -2693,6 +2715,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi4_multimodal",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     ),
+    "perception_lm": ("perception_lm", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "fast_vlm": ("fast_vlm", {}),
+    "fast_vlm-tied": ("fast_vlm", {"tie_word_embeddings": True}),
+    "video_llama_3": ("video_llama_3", {"tie_word_embeddings": True}),
     "nemotron_h_omni": (
         "nemotron_h_omni",
         {
