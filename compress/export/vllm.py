@@ -88,6 +88,7 @@ UNKNOWN = {
     "perception_lm": "no export of Perception LM was tested with it",
     "fast_vlm": "no export of FastVLM was tested with it",
     "video_llama_3": "no export of VideoLLaMA 3 was tested with it",
+    "deepseek_ocr2": "no export of DeepSeek-OCR 2 was tested with it",
     "nemotron_h_omni": "no export of Nemotron 3 Nano Omni was tested with it",
     "NemotronH_Nano_Omni_Reasoning_V3": "it knows this model_type by the code of a checkpoint only",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",

@@ -116,6 +116,7 @@ RENAMED = (
     "laguna",
     "qwen3_omni_moe",
     "qwen3_omni_moe_thinker",
+    "deepseek_ocr2",
     "kimi_linear",
     "phimoe",
     "aria",

@@ -69,6 +69,7 @@ REFUSED = {
         "gemma4-experts",
         "hy_v3",
         "deepseek_v2",
+        "deepseek_ocr2",
         "deepseek_v3",
         "deepseek_v32",
         "glm_moe_dsa",

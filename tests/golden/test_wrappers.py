@@ -33,7 +33,7 @@ COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
 RENAMED = (
     *("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7"),
-    "nemotron_h_omni",
+    *("nemotron_h_omni", "deepseek_ocr2"),
 )
 """Families whose vision tower transformers has under other names."""
 NAMED_OTHERWISE = ("nemotron_h_omni",)

@@ -147,6 +147,7 @@ CONFIGS: dict[str, Any] = {
     "perception_lm": transformers.PerceptionLMConfig,
     "fast_vlm": transformers.FastVlmConfig,
     "video_llama_3": transformers.VideoLlama3Config,
+    "deepseek_ocr2": transformers.DeepseekOcr2Config,
     "vipllava": transformers.VipLlavaConfig,
     "llava_next_video": transformers.LlavaNextVideoConfig,
     "video_llava": transformers.VideoLlavaConfig,
@@ -394,6 +395,27 @@ AROUND: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_index": 97,
     },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {
+                **{name: size for name, size in _VISION.items() if name != "intermediate_size"},
+                "image_size": 64,
+                "patch_size": 16,
+                "output_channels": 16,
+                "window_size": 2,
+                "global_attn_indexes": [0],
+                "downsample_channels": [16, 32],
+            },
+            "encoder_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            },
+        },
+        "image_token_id": 97,
+    },
     "video_llama_3": {
         "vision_config": {name: size for name, size in _VISION.items() if name != "image_size"},
         "image_token_id": 97,
@@ -614,6 +636,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
+    "deepseek_ocr2": {
+        "head_dim": None,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "deepseek_v3": {"num_key_value_heads": 6},
     "deepseek_v32": {"num_key_value_heads": 6},
     "axk1": {"num_key_value_heads": 6},
@@ -2719,6 +2746,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_vlm": ("fast_vlm", {}),
     "fast_vlm-tied": ("fast_vlm", {"tie_word_embeddings": True}),
     "video_llama_3": ("video_llama_3", {"tie_word_embeddings": True}),
+    "deepseek_ocr2": (
+        "deepseek_ocr2",
+        {"n_routed_experts": 6, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    ),
+    "deepseek_ocr2-groups": (
+        "deepseek_ocr2",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "nemotron_h_omni": (
         "nemotron_h_omni",
         {
