@@ -79,7 +79,9 @@ class Embedding(nn.Embedding):
             self.streams = nn.ModuleList(stream_linears(arch))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        projections = [each.weight for each in self.streams] if self.arch.altup_streams else ()
+        projections: list[Tensor] = []
+        if self.arch.altup_streams:
+            projections = [each.weight for each in self.streams]
         return as_streams(self.arch, token_embeddings(self.arch, self.weight, tokens), projections)
 
 

@@ -41,6 +41,7 @@ FAILURES = (
 """What the classes of `transformers` raise for values that nobody tried there."""
 OTHERWISE = {
     ("nemotron_h", "time_step_min"),
+    ("nemotron_h_omni", "time_step_min"),
     ("phimoe", "original_max_position_embeddings"),
     ("aya_vision", "logit_scale"),
     ("cohere2_vision", "logit_scale"),

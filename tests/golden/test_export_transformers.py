@@ -179,6 +179,10 @@ EXPORTED = [
     ("lighton_ocr", "W4A16_G128"),
     ("hyperclovax_vision_v2", "W4A16_G128"),
     ("granite4_vision", "FP8_DYNAMIC"),
+    ("nemotron_h_omni-dense", "W4A16_G128"),
+    ("perception_lm", "FP8_DYNAMIC"),
+    ("fast_vlm", "W4A16_G128"),
+    ("video_llama_3", "FP8_DYNAMIC"),
     ("vipllava", "W4A16_G128"),
     ("llava_next_video", "FP8_DYNAMIC"),
     ("video_llava", "W4A16_G128"),
@@ -353,7 +357,7 @@ def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
     gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
     with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
-    with_and_without.add("mimo_v2_flash")
+    with_and_without |= {"mimo_v2_flash", "nemotron_h_omni"}
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
     exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2"}
     assert {CASES[case][0] for case, _ in EXPORTED} == exported

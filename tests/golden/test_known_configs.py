@@ -73,7 +73,7 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
     assert arch.config == without_layout(row["config"])
     written = family_of(row["config"]).write_config(arch)
     wholes = [each.get("thinker_config", each) for each in (written, row["config"])]
-    ours, theirs = (each.get("text_config", each) for each in wholes)
+    ours, theirs = (each.get("text_config", each.get("llm_config", each)) for each in wholes)
     assert {key: ours[key] for key in row["unread"]} == {key: theirs[key] for key in row["unread"]}
     assert family_of(written).read_config(written).replace(config={}) == arch.replace(config={})
 

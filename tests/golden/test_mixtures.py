@@ -115,6 +115,8 @@ IN_MEMORY = (
 RENAMED = (
     "laguna",
     "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
+    "deepseek_ocr2",
     "kimi_linear",
     "phimoe",
     "aria",

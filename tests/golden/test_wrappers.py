@@ -31,8 +31,13 @@ from tests.support.wrappers import WRAPPERS, Rounded, wide
 
 COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
-RENAMED = ("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7")
+RENAMED = (
+    *("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7"),
+    *("nemotron_h_omni", "deepseek_ocr2"),
+)
 """Families whose vision tower transformers has under other names."""
+NAMED_OTHERWISE = ("nemotron_h_omni",)
+"""Cases whose experts transformers has by names that no family reads."""
 IN_HALVES = ("ernie4_5_vl_moe", "ernie4_5_vl_moe-dense-in-the-middle")
 """Cases whose experts transformers gathers from tensors of each by an operation that reads no scales."""
 NOT_GATHERED = (
@@ -131,7 +136,7 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED, *STACKED)]
+    "case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED, *STACKED, *NAMED_OTHERWISE)]
 )
 @pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
@@ -212,6 +217,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
+    if source.arch.has_recurrence("mamba") and form == "fp8":
+        pytest.skip("the rows of steps of time end within a block, which no such checkpoint holds")
     quantize: dict[str, Any] = {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}}
     quantize["overrides"] = dense_experts(source, form)
     (tmp_path / "model/preprocessor_config.json").write_text('{"size": 28}')

@@ -161,6 +161,12 @@ CONFIGS: dict[str, Any] = {
     "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
     "granite4_vision": transformers.Granite4VisionConfig,
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
+    "qwen3_omni_moe_thinker": transformers.Qwen3OmniMoeThinkerConfig,
+    "nemotron_h_omni": transformers.NemotronH_Omni_Reasoning_V3_Config,
+    "perception_lm": transformers.PerceptionLMConfig,
+    "fast_vlm": transformers.FastVlmConfig,
+    "video_llama_3": transformers.VideoLlama3Config,
+    "deepseek_ocr2": transformers.DeepseekOcr2Config,
     "vipllava": transformers.VipLlavaConfig,
     "llava_next_video": transformers.LlavaNextVideoConfig,
     "video_llava": transformers.VideoLlavaConfig,
@@ -217,6 +223,20 @@ _QWEN_IDS = {
     "video_token_id": 98,
     "vision_start_token_id": 99,
     "vision_end_token_id": 100,
+}
+_THINKER = {
+    "vision_config": _QWEN3_VISION,
+    "audio_config": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "downsample_hidden_size": 16,
+        "num_mel_bins": 16,
+    },
+    "image_token_id": 97,
+    "video_token_id": 98,
+    "audio_token_id": 99,
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
@@ -371,19 +391,72 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         **_QWEN_IDS,
     },
-    "qwen3_omni_moe": {
-        "vision_config": _QWEN3_VISION,
-        "audio_config": {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 32,
-            "downsample_hidden_size": 16,
-            "num_mel_bins": 16,
+    "qwen3_omni_moe": _THINKER,
+    "qwen3_omni_moe_thinker": _THINKER,
+    "nemotron_h_omni": {
+        "vision_config": {
+            "model_type": "radio",
+            **_VISION,
+            "max_img_size": 56,
+            "mlp_ratio": 2.0,
+            "video_temporal_patch_size": 2,
         },
+        "audio_config": {
+            "model_type": "parakeet_encoder",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 16,
+            "subsampling_conv_channels": 8,
+            "projection_hidden_size": 32,
+            "projection_bias": False,
+        },
+        "projector_hidden_size": 32,
+        "vision_hidden_size": 32,
         "image_token_id": 97,
         "video_token_id": 98,
         "audio_token_id": 99,
+    },
+    # The towers of these two are of timm, which is not installed; those of SigLIP stand in for them.
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            **_VISION,
+            "model_args": {"embed_dim": 32},
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+    },
+    "fast_vlm": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_index": 97,
+    },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {
+                **{name: size for name, size in _VISION.items() if name != "intermediate_size"},
+                "image_size": 64,
+                "patch_size": 16,
+                "output_channels": 16,
+                "window_size": 2,
+                "global_attn_indexes": [0],
+                "downsample_channels": [16, 32],
+            },
+            "encoder_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            },
+        },
+        "image_token_id": 97,
+    },
+    "video_llama_3": {
+        "vision_config": {name: size for name, size in _VISION.items() if name != "image_size"},
+        "image_token_id": 97,
+        "video_token_id": 98,
     },
     "vipllava": {
         "vision_config": {
@@ -562,7 +635,12 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [1],
     },
 }
-BY_ANOTHER_NAME = {"vlm": "hyperclovax_vision_v2", "kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
+BY_ANOTHER_NAME = {
+    "vlm": "hyperclovax_vision_v2",
+    "kimi_k2": "deepseek_v3",
+    "phi4mm": "phi4_multimodal",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
+}
 """What transformers calls a family that has another name in checkpoints with their own code."""
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -604,6 +682,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
+    "deepseek_ocr2": {
+        "head_dim": None,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "deepseek_v3": {"num_key_value_heads": 6},
     "deepseek_v32": {"num_key_value_heads": 6},
     "axk1": {"num_key_value_heads": 6},
@@ -2784,7 +2867,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi4_multimodal",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     ),
+    "perception_lm": ("perception_lm", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "fast_vlm": ("fast_vlm", {}),
+    "fast_vlm-tied": ("fast_vlm", {"tie_word_embeddings": True}),
+    "video_llama_3": ("video_llama_3", {"tie_word_embeddings": True}),
+    "deepseek_ocr2": (
+        "deepseek_ocr2",
+        {"n_routed_experts": 6, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    ),
+    "deepseek_ocr2-groups": (
+        "deepseek_ocr2",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h_omni",
+        {
+            **NEMOTRON,
+            **{name: value for name, value in ROUTED.items() if name != "partial_rotary_factor"},
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            "moe_shared_expert_intermediate_size": 72,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "nemotron_h_omni-dense": (
+        "nemotron_h_omni",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    ),
     "qwen3_omni_moe": ("qwen3_omni_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        {**EXPERTS, "head_dim": 8, "tie_word_embeddings": True},
+    ),
     "qwen3_omni_moe-some-dense": (
         "qwen3_omni_moe",
         {
@@ -2849,6 +2973,8 @@ FLAT = ("phi4_multimodal",)
 """Wrappers whose config holds the fields of the text model among its own."""
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
+HEARS_AS_WIDE = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+"""Families whose audio tower has outputs as wide as the text model."""
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
 """Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, or sections in
 another order."""
@@ -2899,8 +3025,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         sections = [num_pairs // 4] * 3
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         rope["mrope_section"] = [*sections, num_pairs - sum(sections)]
-    if family in OF_THINKERS:
+    if family in HEARS_AS_WIDE:
         around["audio_config"]["output_dim"] = stated["hidden_size"]
+    if family in OF_THINKERS:
         thinker = {"text_config": stated, **around}
         return CONFIGS[family](thinker_config=thinker, enable_audio_output=False)
     return CONFIGS[family](text_config=stated, **around)

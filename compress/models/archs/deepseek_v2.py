@@ -55,63 +55,63 @@ def _groups(config: Fields) -> dict[str, int]:
     return {}
 
 
-FAMILIES.add(
-    "deepseek_v2",
-    Family(
-        model_type="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        heads_divide_hidden=True,
-        latent=latent_of(True),
-        implied=implies_own_code("DeepseekV2Config", "DeepseekV2Model", "DeepseekV2ForCausalLM"),
-        mixture=Mixture(
-            _FIELDS,
-            is_sparse=sparse_after_first,
-            state_sparse=state_first,
-            read_more=_more,
-        ),
-        layer_modules={
-            **LAYER_MODULES,
-            **LATENT_MODULES,
-            **{name: disk for name, disk in MIXTURE_MODULES.items() if name != "moe.selection_bias"},
-        },
-        expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
-        known_fields=frozenset(
-            {
-                *_FIELDS.values(),
-                "n_shared_experts",
-                "first_k_dense_replace",
-                "n_group",
-                "topk_group",
-                "topk_method",
-                "attention_bias",
-                "auto_map",
-            }
-        ),
-        fixed_fields={
-            "mlp_bias": False,
-            "moe_layer_freq": 1,
-            "norm_topk_prob": False,
-            "scoring_func": "softmax",
-        },
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 1407,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 0,
-        },
-    ),
+V2_MIXTURE = Mixture(
+    _FIELDS,
+    is_sparse=sparse_after_first,
+    state_sparse=state_first,
+    read_more=_more,
 )
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    heads_divide_hidden=True,
+    latent=latent_of(True),
+    implied=implies_own_code("DeepseekV2Config", "DeepseekV2Model", "DeepseekV2ForCausalLM"),
+    mixture=V2_MIXTURE,
+    layer_modules={
+        **LAYER_MODULES,
+        **LATENT_MODULES,
+        **{name: disk for name, disk in MIXTURE_MODULES.items() if name != "moe.selection_bias"},
+    },
+    expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+    known_fields=frozenset(
+        {
+            *_FIELDS.values(),
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "n_group",
+            "topk_group",
+            "topk_method",
+            "attention_bias",
+            "auto_map",
+        }
+    ),
+    fixed_fields={
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+    },
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+    },
+)
+
+FAMILIES.add("deepseek_v2", DEEPSEEK_V2)

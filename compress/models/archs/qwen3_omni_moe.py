@@ -11,7 +11,7 @@ from compress.models.rope_config import rope_of_text
 from compress.models.wrapper import wrapper
 
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
-_TEXT = replace(
+TEXT = replace(
     QWEN3_MOE,
     model_type="qwen3_omni_moe_text",
     windows=no_window,
@@ -32,7 +32,7 @@ FAMILIES.add(
     wrapper(
         "qwen3_omni_moe",
         "Qwen3OmniMoeForConditionalGeneration",
-        _TEXT,
+        TEXT,
         text_paths=(("thinker_config", "text_config"),),
         layers_are_numbered=True,
         untouched_elsewhere=("visual", "audio_tower"),
