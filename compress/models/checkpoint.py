@@ -150,6 +150,11 @@ class Checkpoint:
             check_untouched(whole)
         return whole
 
+    def dense_head(self) -> Tensor | None:
+        """Return the matrix of logits [V, D], None where it is in codes."""
+        weight = self._stored.read("embed.weight" if self._arch.tied_head else "head.weight", {})
+        return weight if isinstance(weight, Tensor) else None
+
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         return self._stored.layer(layer_idx)
 

@@ -51,10 +51,11 @@ def arch_of_head(target: Arch, shape: LayerShape) -> Arch:
     """Return the facts of a head over a model: those of the model, with one layer of this shape.
 
     Raises:
-        UsageError: embeddings, the residual or logits of the model are scaled, or several.
+        UsageError: embeddings, the residual or logits of the model are scaled or several, or the head has a
+            bias.
     """
     scaled = target.embed_scale * target.residual_scale * target.logit_scale != 1
-    if target.hyper is not None or target.layer_embed_size or scaled:
+    if target.hyper is not None or target.layer_embed_size or target.head_bias or scaled:
         raise UsageError(
             f"the layer that predicts a further token is not read of this {target.family} model; draft with "
             "a smaller model, an EAGLE-3 head or by n-grams instead."
@@ -105,10 +106,12 @@ class MtpDecoder(nn.Module):
 @dataclass(frozen=True)
 class MtpHead:
     """A head as it is stored: the facts of its layer, and the parameters of `MtpDecoder` by name, perhaps
-    quantized."""
+    quantized. `target_head_VD` is the target's matrix of logits where that is dense, of which a runtime may
+    draft with a copy in fewer bits."""
 
     arch: Arch
     weights: Weights
+    target_head_VD: Tensor | None = None
 
     def layer(self, layer_idx: int) -> Weights:
         """Return the parameters of its layer, names relative to it."""

@@ -68,7 +68,7 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
     )
     _check_others(checkpoint, table, {*stored.check()})
     layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
-    return MtpHead(arch, {**stored.outer(), **layer})
+    return MtpHead(arch, {**stored.outer(), **layer}, checkpoint.dense_head())
 
 
 def mtp_table(family: Family, num_layers: int) -> Family:

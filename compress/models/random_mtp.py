@@ -13,7 +13,8 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 def random_mtp(
     target: Arch, *, device: torch.device, dtype: torch.dtype, scheme: Scheme | None = None, seed: int = 0
 ) -> MtpHead:
-    """Return a head over a model, with `scheme` for the linears of its layer (None: dense).
+    """Return a head over a model with a dense matrix of logits, with `scheme` for the linears of the head's
+    layer (None: dense).
 
     Raises:
         UsageError: the model can have none.
@@ -29,4 +30,6 @@ def random_mtp(
             weights[name] = random_weight((shape[0], shape[1]), None, dtype=dtype, generator=generator)
         else:
             weights[name] = torch.full(shape, 1.0 - arch.norm_offset, dtype=dtype, device=device)
-    return MtpHead(arch, weights)
+    matrix = random_weight((target.vocab_size, target.hidden_size), None, dtype=dtype, generator=generator)
+    assert isinstance(matrix, Tensor)
+    return MtpHead(arch, weights, matrix)
