@@ -21,6 +21,7 @@ from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
 from compress.export import FORMATS, GraphFormat, open_weights
 from compress.export.format_writer import write_format
+from compress.export.mtp import exported_mtp
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import QuantizedWeight
 from compress.registry.model_source import ModelSource
 
-CONVERT_VERSION = 2
+CONVERT_VERSION = 3
 
 
 def convert(source: ModelSource, name: str, directory: Path, *, progress: Progress | None = None) -> Artifact:
@@ -55,7 +56,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     kv_cache = _cache_facts(weights, artifact)
 
     def build(out: ArtifactWriter) -> None:
-        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
+        mtp = None if isinstance(form, GraphFormat) else exported_mtp(weights, weights.arch)
+        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme, mtp=mtp)
         source.copy_text_files(out.path)
         source.copy_documents(out.path)
         arch, layers = described(weights.arch, scheme)

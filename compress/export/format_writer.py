@@ -79,7 +79,7 @@ def write_format(
         quantization_config=config,
         fields=restated_fields(source.arch),
         more=() if mtp is None else mtp.tensors(),
-        instead=None if mtp is None else mtp.instead,
+        without=() if mtp is None else mtp.prefixes,
         max_shard_bytes=max_shard_bytes,
     )
     if isinstance(form, GraphFormat):

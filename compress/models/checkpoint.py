@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import UnsupportedArch, UnsupportedFormat
+from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.config_fields import MAX_NAMED, listed
 from compress.models.config_file import read_config
@@ -192,12 +192,7 @@ class Checkpoint:
                     f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does "
                     "not know."
                 )
-        for name, shape in expected.items():
-            if shape is not None and not self.files.holds_dense(name):
-                raise UnsupportedFormat(
-                    f"{self.path}: tensor '{name}' is {self.files.header(name).dtype}, and its config names "
-                    "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
-                )
+        self._stored.check_dense(expected)
         if tied in self.files and not torch.equal(self.files.get(tied), self.files.get(self._disk_embed())):
             raise UnsupportedArch(
                 f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is "

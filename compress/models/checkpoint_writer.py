@@ -102,12 +102,12 @@ def write_checkpoint(
     quantization_config: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
     more: Iterable[tuple[str, Tensor]] = (),
-    instead: Mapping[str, Tensor] | None = None,
+    without: tuple[str, ...] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
     memory. `fields` are added to the config of the language model, and `more` tensors to its files by the
-    names that they have there; `instead` are those that take the place of untouched ones.
+    names that they have there. Untouched tensors whose names begin as one of `without` are left out.
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.
@@ -118,8 +118,8 @@ def write_checkpoint(
     add = TensorWriter(family, arch, shards.add, codec).add
     config = family.changed(family.write_config(arch), **(fields or {}))
     for name, value in source.outer().items():
-        other = (instead or {}).get(name.removeprefix(UNTOUCHED)) if name.startswith(UNTOUCHED) else None
-        add(name, value if other is None else other)
+        if not (name.startswith(UNTOUCHED) and name.removeprefix(UNTOUCHED).startswith(without)):
+            add(name, value)
     kv_scales: dict[int, Weights] = {}
     for idx, shape in enumerate(arch.layers):
         weights = source.layer(idx)

@@ -16,7 +16,7 @@ the names of `MtpDecoder`; its facts are in the manifest then.
 Shapes: B batch, S sequence, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,15 @@ def arch_of_head(target: Arch, shape: LayerShape) -> Arch:
     """Return the facts of a head over a model: those of the model, with one layer of this shape.
 
     Raises:
-        UsageError: embeddings, the residual or logits of the model are scaled or several, or the head has a
-            bias.
+        UsageError: embeddings, the residual or logits of the model are more than one plain vector each.
     """
-    scaled = target.embed_scale * target.residual_scale * target.logit_scale != 1
-    if target.hyper is not None or target.layer_embed_size or target.head_bias or scaled:
+    plain = {
+        **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale"), 1),
+        **dict.fromkeys(("layer_embed_size", "altup_streams", "laurel_rank"), 0),
+        **dict.fromkeys(("hyper", "logit_softcap", "position_offset"), None),
+        **dict.fromkeys(("embed_norm", "head_bias", "layer_scalar"), False),
+    }
+    if any(getattr(target, name) != value for name, value in plain.items()):
         raise UsageError(
             f"the layer that predicts a further token is not read of this {target.family} model; draft with "
             "a smaller model, an EAGLE-3 head or by n-grams instead."
@@ -103,15 +107,19 @@ class MtpDecoder(nn.Module):
         return out
 
 
+def _nothing() -> None:
+    """Return no matrix."""
+
+
 @dataclass(frozen=True)
 class MtpHead:
     """A head as it is stored: the facts of its layer, and the parameters of `MtpDecoder` by name, perhaps
-    quantized. `target_head_VD` is the target's matrix of logits where that is dense, of which a runtime may
-    draft with a copy in fewer bits."""
+    quantized. `target_head` reads the target's matrix of logits [V, D], of which a runtime may draft with a
+    copy in fewer bits; None where it is in codes, or not at hand."""
 
     arch: Arch
     weights: Weights
-    target_head_VD: Tensor | None = None
+    target_head: Callable[[], Tensor | None] = _nothing
 
     def layer(self, layer_idx: int) -> Weights:
         """Return the parameters of its layer, names relative to it."""
@@ -146,7 +154,7 @@ def checked_head(arch: Arch, weights: Weights, *, where: str) -> MtpHead:
         name = min(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         raise UnsupportedFormat(
             f"{where} is not the MTP head that its facts describe: {name} is {found.get(name, 'absent')}, "
-            f"expected {expected.get(name, 'nothing')}."
+            f"expected {expected.get(name, 'nothing')}; make the draft again."
         )
     return MtpHead(arch, weights)
 

@@ -19,7 +19,10 @@ def last_attention_layer(target: Arch) -> LayerShape:
         layer for layer in target.layers if layer.attends and layer.kv_source is None and not layer.only_half
     ]
     if not having:
-        raise UsageError(f"no layer of this {target.family} model has attention as an MTP head has.")
+        raise UsageError(
+            f"no layer of this {target.family} model has attention as an MTP head has; draft with a smaller "
+            "model or by n-grams instead."
+        )
     return having[-1]
 
 

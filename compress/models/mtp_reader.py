@@ -8,7 +8,7 @@ from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import read_config
-from compress.models.family import Family
+from compress.models.family import Family, family_of_arch
 from compress.models.mtp import LAYER, MtpHead, arch_of_head, parameter_shapes
 from compress.models.quantization_config import codec_of, schemes_of
 from compress.models.stored_tensors import as_stored
@@ -23,7 +23,16 @@ def has_mtp(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint stores an MTP head of which the names are known."""
     if checkpoint.family.mtp is None:
         return False
-    return _fc(mtp_table(checkpoint.family, checkpoint.arch.num_layers)) in checkpoint.files
+    return _stores(checkpoint, mtp_table(checkpoint.family, checkpoint.arch.num_layers))
+
+
+def check_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> Arch:
+    """Return the facts of the MTP head of a checkpoint without reading its tensors.
+
+    Raises:
+        UsageError, UnsupportedArch, UnsupportedFormat: as `read_mtp`.
+    """
+    return _opened(checkpoint, codecs)[0]
 
 
 def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpHead:
@@ -35,6 +44,13 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
         UnsupportedArch: a tensor is missing or misshapen, or the layer has one that is not read.
         UnsupportedFormat: codes that are not read.
     """
+    arch, stored = _opened(checkpoint, codecs)
+    layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
+    return MtpHead(arch, {**stored.outer(), **layer}, checkpoint.dense_head)
+
+
+def _opened(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple[Arch, StoredWeights]:
+    """Return the facts of a head and its parameters, none of which is read yet."""
     family = checkpoint.family
     if family.mtp is None:
         raise UsageError(
@@ -43,13 +59,13 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
         )
     files = checkpoint.files
     table = mtp_table(family, checkpoint.arch.num_layers)
-    if _fc(table) not in files:
+    if not _stores(checkpoint, table):
         raise UsageError(
-            f"{checkpoint.path} stores no layer that predicts a further token (no tensor '{_fc(table)}'): "
-            f"take a checkpoint with one, or {NO_HEAD}"
+            f"{checkpoint.path} stores no layer that predicts a further token (no tensor "
+            f"'{table.tensor('fc.weight')}'): take a checkpoint with one, or {NO_HEAD}"
         )
     arch = arch_of_head(checkpoint.arch, family.mtp.shape(checkpoint.arch))
-    table = as_stored(table, arch, {name: files.shape(name) for name in files.names()})
+    table = layout_of_head(table, arch, checkpoint)
     config = read_config(checkpoint.path)
     codec = codec_of(config, codecs)
     wide = [*dense_in_codes(arch, table, files.names()), table.to_disk("fc")]
@@ -66,9 +82,19 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
         wide=frozenset(coded if is_layout(config) else wide),
         powers_of_two=is_layout(config),
     )
-    _check_others(checkpoint, table, {*stored.check()})
-    layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
-    return MtpHead(arch, {**stored.outer(), **layer}, checkpoint.dense_head())
+    expected = stored.check()
+    _check_others(checkpoint, table, {*expected})
+    stored.check_dense(expected)
+    return arch, stored
+
+
+def layout_of_head(table: Family, arch: Arch, checkpoint: Checkpoint) -> Family:
+    """Return the table of a head with the layout in which its experts are stored, which may be another one
+    than that of the model's layers."""
+    files = checkpoint.files
+    layouts = family_of_arch(checkpoint.arch).expert_layouts
+    shapes = {name: files.shape(name) for name in files.names()}
+    return as_stored(replace(table, expert_layouts=layouts), arch, shapes)
 
 
 def mtp_table(family: Family, num_layers: int) -> Family:
@@ -108,10 +134,11 @@ def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> 
         )
 
 
-def _fc(table: Family) -> str:
-    """Return the name of the tensor that joins a hidden state and an embedding, in codes or dense: every head
-    has it."""
-    return table.tensor("fc.weight")
+def _stores(checkpoint: Checkpoint, table: Family) -> bool:
+    """Return whether a checkpoint stores what joins a hidden state and an embedding, in codes or dense: every
+    head has it."""
+    fc = f"{table.to_disk('fc')}."
+    return any(name.startswith(fc) for name in checkpoint.files.names())
 
 
 def _names(arch: Arch) -> tuple[Shapes, list[Shapes]]:

@@ -12,9 +12,9 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import TensorWriter
 from compress.models.mtp import MtpHead
-from compress.models.mtp_reader import has_mtp, mtp_table
+from compress.models.mtp_names import MtpNames
+from compress.models.mtp_reader import has_mtp, layout_of_head, mtp_table
 from compress.models.passed_over import prefixes_of_predictors
-from compress.models.stored_tensors import as_stored
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import SCHEMES
 
@@ -25,22 +25,25 @@ _BLOCKS = "_scale_inv"
 @dataclass(frozen=True)
 class MtpTensors:
     """`names` maps the tensors of a checkpoint to their names in an export; `modules` are those of the
-    export that are dense with all inside."""
+    export that are dense with all inside. There are none where `reason` states why they are left out.
+    `prefixes` are those of their names, also where they are among the untouched parts of a model."""
 
     checkpoint: Checkpoint
+    prefixes: tuple[str, ...]
     names: dict[str, str]
     modules: tuple[str, ...]
     block_codec: ForeignCodec = field(repr=False)
+    reason: str | None = None
     trained: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Tensors of a head that was trained, by their names in the export, which go there instead."""
 
     def with_head(self, head: MtpHead, num_layers: int) -> "MtpTensors":
         """Return the tensors with those of a head that was trained, of a model of so many layers."""
         table = mtp_table(self.checkpoint.family, num_layers)
-        files = self.checkpoint.files
         stored = mtp_table(self.checkpoint.family, self.checkpoint.arch.num_layers)
-        stored = as_stored(stored, head.arch, {name: files.shape(name) for name in files.names()})
-        table = replace(table, expert_layouts=stored.expert_layouts)
+        table = replace(
+            table, expert_layouts=layout_of_head(stored, head.arch, self.checkpoint).expert_layouts
+        )
         trained: dict[str, Tensor] = {}
         writer = TensorWriter(table, head.arch, trained.__setitem__)
         for name, value in head.weights.items():
@@ -48,67 +51,55 @@ class MtpTensors:
                 writer.add(name, value)
         return replace(self, trained=trained)
 
-    @property
-    def instead(self) -> dict[str, Tensor]:
-        """The trained tensors that are among the untouched parts of the model."""
-        own = {*self.names.values()}
-        return {name: each for name, each in self.trained.items() if name not in own}
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by their names in the export, without those of untouched parts; codes are widened
-        to the dtype of the model."""
+        """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
         files = self.checkpoint.files
         for name, exported in self.names.items():
             scales = f"{name}{_BLOCKS}"
             if exported in self.trained:
                 yield exported, self.trained[exported]
-                continue
-            if scales not in files:
+            elif scales in files:
+                leaves = {"weight": files.get(name), f"weight{_BLOCKS}": files.get(scales)}
+                weight = self.block_codec.decode(leaves, SCHEMES["FP8_BLOCK"])
+                yield exported, weight.dequantize().to(self.checkpoint.dtype)
+            else:
                 yield exported, files.get(name)
-                continue
-            leaves = {"weight": files.get(name), f"weight{_BLOCKS}": files.get(scales)}
-            weight = self.block_codec.decode(leaves, SCHEMES["FP8_BLOCK"])
-            yield exported, weight.dequantize().to(self.checkpoint.dtype)
 
 
 def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec) -> MtpTensors | None:
-    """Return the layers that predict further tokens for exports of a model that was made of a checkpoint;
-    `block_codec` reads weights in blocks of FP8. None where there are none, where the model has other widths
-    than the layers, or where they are in codes of another kind. Those among its untouched parts have no names
-    here.
+    """Return the layers that predict further tokens for exports of a model that was made of a checkpoint,
+    None where it stores none whose names are known; `block_codec` reads weights in blocks of FP8. They are
+    left out where the model has other widths, and where they are in codes of another kind.
     """
     family = checkpoint.family
     source = checkpoint.arch
     files = checkpoint.files
-    if family.mtp is None:
+    if family.mtp is None or not has_mtp(checkpoint):
         return None
+    prefixes = _prefixes(checkpoint, family.mtp)
+    stored = [name for name in files.names() if name.startswith(prefixes) and not name.endswith(_BLOCKS)]
+
+    def left_out(reason: str) -> MtpTensors:
+        return MtpTensors(checkpoint, prefixes, {}, (), block_codec, reason)
+
     sizes = [(arch.hidden_size, arch.vocab_size, family.mtp.shape(arch)) for arch in (source, target)]
     if sizes[0] != sizes[1]:
-        return None
-    prefixes = _prefixes(checkpoint)
+        return left_out("the layer that predicts a further token has other widths than the pruned model")
+    for name in stored:
+        if not files.holds_dense(name) and f"{name}{_BLOCKS}" not in files:
+            return left_out(f"'{name}' of the layer that predicts a further token is in codes")
     shift = target.num_layers - source.num_layers
     layer = re.compile(rf"^{re.escape(family.layer_prefix)}(\d+)\.")
 
     def moved(name: str) -> str:
         return layer.sub(lambda found: f"{family.layer_prefix}{int(found[1]) + shift}.", name)
 
-    names = {}
-    for name in files.names():
-        if not name.startswith(prefixes) or family.is_untouched(name) or name.endswith(_BLOCKS):
-            continue
-        if not files.holds_dense(name) and f"{name}{_BLOCKS}" not in files:
-            return None
-        names[name] = moved(name)
     modules = tuple(sorted(moved(each).removesuffix(".") for each in prefixes))
-    if not names:
-        return MtpTensors(checkpoint, {}, (), block_codec) if has_mtp(checkpoint) else None
-    return MtpTensors(checkpoint, names, modules, block_codec)
+    return MtpTensors(checkpoint, prefixes, {name: moved(name) for name in stored}, modules, block_codec)
 
 
-def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _prefixes(checkpoint: Checkpoint, names: MtpNames) -> tuple[str, ...]:
     """Return how the names of tensors of these layers begin."""
-    names = checkpoint.family.mtp
-    assert names is not None
     if names.layer_prefix is None:
         return prefixes_of_predictors(checkpoint.family, checkpoint.arch, checkpoint.files.names())
     return (names.layer_prefix.removesuffix("layers."),)

@@ -17,11 +17,11 @@ def prefixes_of_predictors(names: DiskNames, arch: Arch, stored: Iterable[str]) 
     """Return how the names of tensors begin that are of layers after the last, each of which joins a hidden
     state and the next token to predict the one after (arXiv 2412.19437), and which the decoder does not
     read."""
-    joins = ".eh_proj.weight"
+    joins = ".eh_proj."
     indices = {
-        name.removeprefix(names.layer_prefix).removesuffix(joins)
+        name.removeprefix(names.layer_prefix).partition(joins)[0]
         for name in stored
-        if name.startswith(names.layer_prefix) and name.endswith(joins)
+        if name.startswith(names.layer_prefix) and joins in name
     }
     after = (idx for idx in indices if idx.isdecimal() and int(idx) >= arch.num_layers)
     return tuple(f"{names.layer_prefix}{idx}." for idx in after)

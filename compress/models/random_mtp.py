@@ -32,4 +32,4 @@ def random_mtp(
             weights[name] = torch.full(shape, 1.0 - arch.norm_offset, dtype=dtype, device=device)
     matrix = random_weight((target.vocab_size, target.hidden_size), None, dtype=dtype, generator=generator)
     assert isinstance(matrix, Tensor)
-    return MtpHead(arch, weights, matrix)
+    return MtpHead(arch, weights, lambda: matrix)

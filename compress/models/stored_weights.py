@@ -189,6 +189,19 @@ class StoredWeights:
                 )
         return expected
 
+    def check_dense(self, expected: Mapping[str, tuple[int, ...] | None]) -> None:
+        """Check that tensors with a shape in `expected` hold weights as they are.
+
+        Raises:
+            UnsupportedFormat: one holds codes.
+        """
+        for name, shape in expected.items():
+            if shape is not None and not self._files.holds_dense(name):
+                raise UnsupportedFormat(
+                    f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
+                    "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
+                )
+
     def expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its
         codec checks, and for the scales of a cache, which their reader does. A scalar may be [] or [1]."""

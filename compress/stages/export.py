@@ -26,17 +26,16 @@ from compress.export import (
     open_weights,
 )
 from compress.export.format_writer import GRAPH_SHARD_BYTES, write_format
+from compress.export.mtp import check_place_of_head, exported_mtp
 from compress.export.refusals import TAKE_ONE_SCALE, check_rules
 from compress.export.speculators import write_speculators
 from compress.methods.quantize import Rounder
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
-from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of_arch
 from compress.models.mtp import KIND, mtp_of_draft
-from compress.models.mtp_tensors import mtp_tensors
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec, checked_by, list_to_tuple
@@ -172,13 +171,13 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
     scheme = store.scheme
-    source = open_weights(inputs.source.path)
-    blocks = FORMATS.get("fp8").codec
-    mtp = mtp_tensors(source, store.arch, blocks) if isinstance(source, Checkpoint) else None
+    mtp = exported_mtp(open_weights(inputs.source.path), store.arch)
     draft = open_artifact(inputs[Port.DRAFT].path) if Port.DRAFT in inputs.ports else None
-    if mtp is not None and draft is not None and draft.manifest.facts["draft"]["kind"] == KIND:
-        mtp = mtp.with_head(mtp_of_draft(draft), store.arch.num_layers)
     name, *others = spec.formats
+    if draft is not None and draft.manifest.facts["draft"]["kind"] == KIND:
+        check_place_of_head(mtp, name)
+        assert mtp is not None
+        mtp = mtp.with_head(mtp_of_draft(draft), store.arch.num_layers)
     for idx, each in enumerate(spec.formats):
         ctx.boundary(idx, len(spec.formats), f"writing {each}")
         directory = out.path if each == name else out.path / FORMATS_FOLDER / each
@@ -188,6 +187,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
         inputs.source.copy_documents(directory)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
+    if mtp is not None and mtp.reason is not None:
+        facts["without_mtp"] = mtp.reason
     if others:
         facts["formats"] = {each: f"{FORMATS_FOLDER}/{each}" for each in others}
     if draft is not None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compress.errors import UnsupportedArch, UsageError
+from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import codecs, open_checkpoint
 from compress.export.draft import open_mtp
 from compress.models.attention import FullAttention
@@ -62,7 +62,7 @@ def in_blocks_of_fp8(path: Path, *, of_head: bool) -> None:
     tensors = tensors_of(path)
     config = json.loads((path / "config.json").read_text())
     head = f"layers.{config['num_hidden_layers']}."
-    linears = [name for name in tensors if name.endswith("_proj.weight")]
+    linears = [name for name in tensors if name.endswith(("_proj.weight", "_qkvz.weight"))]
     for name in (each for each in linears if not each.endswith("eh_proj.weight")):
         if of_head or head not in name:
             weight = nearest_weight(tensors[name], SCHEMES.get("FP8_BLOCK"), torch.float32)
@@ -123,6 +123,15 @@ def test_a_tensor_of_the_layer_that_is_not_read_is_refused(tmp_path: Path) -> No
     name = next(each for each in tensors if each.endswith("eh_proj.weight")).replace("eh_proj", "gate_proj")
     rewrite(tmp_path, tensors | {name: torch.ones(3)})
     with pytest.raises(UnsupportedArch, match=r"holds the tensor .*gate_proj\.weight', which an MTP head"):
+        open_mtp(tmp_path)
+
+
+def test_codes_that_no_config_explains_are_refused(tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path, "qwen3_5_text")
+    tensors = tensors_of(tmp_path)
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)
+    rewrite(tmp_path, tensors)
+    with pytest.raises(UnsupportedFormat, match=r"'mtp\.fc\.weight' is .*names no quantization"):
         open_mtp(tmp_path)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.export import FORMATS, codecs, open_checkpoint
 from compress.export.format_writer import write_format
 from compress.models.checkpoint import Checkpoint
-from compress.models.mtp_reader import read_mtp
+from compress.models.mtp_reader import has_mtp, read_mtp
 from compress.models.mtp_tensors import mtp_tensors
 from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
@@ -96,10 +97,78 @@ def test_a_head_follows_the_last_of_the_layers_that_are_left(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("changes", [{"num_heads": 2}, {"experts": None}])
-def test_a_head_of_other_widths_than_the_model_is_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
-    saved_with_mtp(tmp_path, "glm4-moe")
-    source = open_checkpoint(tmp_path)
-    *before, last = source.arch.layers
-    other = source.arch.replace(layers=(*before, replace(last, **changes)))
-    assert mtp_tensors(source, other, BLOCKS) is None
-    assert mtp_tensors(source, source.arch, BLOCKS) is not None
+@pytest.mark.parametrize("case", ["glm4-moe", "qwen3_next"])
+def test_a_head_of_other_widths_than_the_model_is_left_out(
+    case: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where it is among the untouched parts, which come from the source as they are."""
+    saved_with_mtp(tmp_path / "source", case)
+    source = open_checkpoint(tmp_path / "source")
+    other = source.arch.replace(layers=tuple(replace(each, **changes) for each in source.arch.layers))
+    left_out = mtp_tensors(source, other, BLOCKS)
+    assert left_out is not None
+    assert left_out.reason is not None
+    assert "other widths" in left_out.reason
+    assert not left_out.names
+    (tmp_path / "out").mkdir()
+    write_format("compressed-tensors", tmp_path / "out", source, None, mtp=left_out)
+    assert not of_head(case, tmp_path / "out")
+    assert not has_mtp(open_checkpoint(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("case", ["glm4-moe", "qwen3_5_moe_text"])
+def test_experts_of_a_head_may_be_stored_otherwise_than_those_of_the_layers(
+    case: str, tmp_path: Path
+) -> None:
+    """Exports have the experts of layers apart and the head as the source has it."""
+    saved_with_mtp(tmp_path / "source", case)
+    tensors = tensors_of(tmp_path / "source")
+    stacked = _with_stacked_experts(tensors)
+    assert stacked.keys() != tensors.keys()
+    wanted = read_mtp(open_checkpoint(tmp_path / "source"), codecs())
+    save_file(stacked, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    source = open_checkpoint(tmp_path / "source")
+    path = exported(tmp_path / "out", source, "compressed-tensors", "FP8_DYNAMIC")
+    for each in (source, open_checkpoint(path)):
+        found = read_mtp(each, codecs())
+        assert found.weights.keys() == wanted.weights.keys()
+        assert all(
+            torch.equal(dense(value), dense(found.weights[name])) for name, value in wanted.weights.items()
+        )
+
+
+def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint with those of all experts of a layer in one, as modules have
+    them."""
+    parts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    others = {}
+    for name, each in tensors.items():
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if found is None:
+            others[name] = each
+        else:
+            parts.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = each
+    for module, experts in parts.items():
+        of_all = [experts[idx] for idx in sorted(experts)]
+        others[f"{module}.gate_up_proj"] = torch.stack(
+            [torch.cat((each["gate"], each["up"])) for each in of_all]
+        )
+        others[f"{module}.down_proj"] = torch.stack([each["down"] for each in of_all])
+    return others
+
+
+def test_an_untouched_head_in_blocks_of_fp8_is_exported_dense(tmp_path: Path) -> None:
+    """Other programs take the codes of an untouched part for weights."""
+    widths = {**WIDTHS, "shared_expert_intermediate_size": 128}
+    widths |= {"linear_num_value_heads": 4, "linear_value_head_dim": 32}
+    saved_with_mtp(tmp_path / "source", "qwen3_next", **widths)
+    wanted = of_head("qwen3_next", tmp_path / "source")
+    in_blocks_of_fp8(tmp_path / "source", of_head=True)
+    source = open_checkpoint(tmp_path / "source")
+    found = mtp_tensors(source, source.arch, BLOCKS)
+    assert found is not None
+    after = dict(found.tensors())
+    assert after.keys() == wanted.keys()
+    for name, each in after.items():
+        assert each.dtype == torch.float32
+        assert float((each - wanted[name]).abs().max()) <= 0.07 * float(wanted[name].abs().max()), name

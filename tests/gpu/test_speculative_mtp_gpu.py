@@ -87,7 +87,7 @@ def test_most_first_proposals_are_those_of_the_module(name: str) -> None:
     source = source_of(name, None)
     outer = source.outer()
     matrix = dense(outer["embed.weight" if source.arch.tied_head else "head.weight"])
-    head = replace(head_of(source), target_head_VD=matrix)
+    head = replace(head_of(source), target_head=lambda: matrix)
     # `sync`: the host's tokens are those of the state.
     engine = Engine(
         source,

@@ -31,6 +31,12 @@ MTP_CASES = (
     "mimo_v2_flash",
     "deepseek_v32",
     "glm_moe_dsa",
+    "axk1",
+    "glm4v_moe",
+    "kimi_k25",
+    "solar_open",
+    "minicpmv4_6",
+    "minicpm_ocr",
 )
 DENSE = ("exaone_moe", "mimo_v2_flash")
 """Families whose head has a dense FFN."""

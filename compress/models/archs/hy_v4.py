@@ -90,6 +90,7 @@ FAMILIES.add(
         shapes=_shapes,
         computed_otherwise="Dimensions that rotate do so as pairs of neighbours, as in the published model "
         "and vLLM; the class of transformers 5.23 rotates halves.",
+        mtp=None,
         mixture=replace(
             SIGMOID_MIXTURE,
             facts={**SIGMOID_MIXTURE.facts, "caps_first": True},

@@ -96,13 +96,14 @@ def load_mtp(head: MtpHead, deployment: Deployment) -> MtpWeights:
         fc=fuse(("fc",), head.weights, deployment),
         layer=load_layer(head, 0, deployment),
         norm=norm("norm"),
-        head=_copy(head.target_head_VD, deployment),
+        head=_copy_of_head(head, deployment),
     )
 
 
-def _copy(head_VD: Tensor | None, deployment: Deployment) -> FusedLinear | None:
+def _copy_of_head(head: MtpHead, deployment: Deployment) -> FusedLinear | None:
     """Return a copy of the target's head in fewer bits, None where the target's own is read."""
-    if head_VD is None or deployment.device.type == "cpu":
+    head_VD = None if deployment.device.type == "cpu" else head.target_head()
+    if head_VD is None:
         return None
     weight = nearest_weight(deployment.placed(head_VD), SCHEMES["FP8_DYNAMIC"], deployment.dtype)
     return fuse(("head",), {"head.weight": weight}, deployment)

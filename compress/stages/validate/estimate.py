@@ -7,6 +7,7 @@ from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError, did_you_mean
+from compress.export.mtp import checkpoint_with_mtp, exported_mtp
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
@@ -56,6 +57,13 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
         )
 
 
+def _exports_mtp(facts: PlanFacts) -> bool:
+    """Return whether the candidate has an MTP head to draft with, as far as that can be foreseen."""
+    source = checkpoint_with_mtp(facts.source) if "export" in facts.specs else None
+    found = None if source is None else exported_mtp(source, facts.arch)
+    return found is not None and bool(found.names)
+
+
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     """Return the peak of all models at once and their float32 logits, and the work: 2 FLOPs a weight and
     token.
@@ -69,7 +77,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     arch = facts.arch
     source_arch = facts.source_arch or facts.arch
     own = spec.speculative
-    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram")
+    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram" or _exports_mtp(facts))
     for each in (arch, source_arch):
         check_lengths(spec, each, speculates=speculates)
     check_at_hand(load_card(spec.data))
@@ -79,8 +87,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     elif named := [name for name in spec.gates if name in SPECULATIVE]:
         raise UsageError(
             f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} "
-            "before export, or speculative: "
-            "{kind: ngram}."
+            "before export, a checkpoint with an MTP head, or speculative: {kind: ngram}."
         )
     for kv_format in spec.kv_formats():
         kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit

@@ -12,12 +12,14 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
-from compress.export import DRAFT_FOLDER, open_weights
-from compress.export.draft import kind_of_draft, open_draft, open_mtp
+from compress.export import DRAFT_FOLDER, codecs
+from compress.export.draft import kind_of_draft, open_draft
+from compress.export.mtp import OF_VLLM, checkpoint_with_mtp
 from compress.models.checkpoint import Checkpoint
-from compress.models.mtp_reader import has_mtp
+from compress.models.mtp_reader import read_mtp
 from compress.models.weights import WeightSource
 from compress.runtime.engine import Engine
+from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
@@ -51,9 +53,11 @@ def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
 
 def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
     """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
+    if spec is None:
+        return {}
     path = draft_path(inputs)
-    mtp = _checkpoint_with_mtp(inputs)
-    if spec is None or (path is None and mtp is None and spec.kind == "draft"):
+    mtp = _with_mtp(inputs)
+    if path is None and mtp is None and spec.kind == "draft":
         return {}
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
     drafts: dict[str, ProposerOptions] = {}
@@ -61,24 +65,23 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
         kind = kind_of_draft(path)
         drafts["draft" if kind == "draft_model" else kind] = open_draft(path)
     if mtp is not None:
-        drafts["mtp"] = open_mtp(mtp)
+        drafts["mtp"] = Mtp(read_mtp(mtp, codecs()))
     return drafts | lookup if spec.kind == "draft" else lookup | drafts
 
 
-def _checkpoint_with_mtp(inputs: Inputs) -> Path | None:
+def _with_mtp(inputs: Inputs) -> Checkpoint | None:
     """Return the candidate's checkpoint if it stores an MTP head that is read."""
-    if Port.CHECKPOINT not in inputs.ports:
-        return None
-    path = inputs[Port.CHECKPOINT].path
-    checkpoint = open_weights(path)
-    return path if isinstance(checkpoint, Checkpoint) and has_mtp(checkpoint) else None
+    ports = inputs.ports
+    return checkpoint_with_mtp(ports[Port.CHECKPOINT].path if Port.CHECKPOINT in ports else None)
 
 
 def draft_method(inputs: Inputs) -> str | None:
-    """Return vLLM's name for the kind of draft that the candidate has."""
+    """Return vLLM's name for the kind of draft that the candidate has, None where it has none or vLLM drafts
+    with none of its kind."""
     path = draft_path(inputs)
     if path is None:
-        return None if _checkpoint_with_mtp(inputs) is None else "mtp"
+        mtp = _with_mtp(inputs)
+        return "mtp" if mtp is not None and mtp.family.model_type in OF_VLLM else None
     return kind_of_draft(path)
 
 

@@ -112,7 +112,7 @@ def test_keys_and_values_of_a_cache_are_measured_on_what_attention_reads(
     part = KeysValues.from_weights(source.arch, 0, source.layer(0), dtype=torch.float32, device=CPU)
     layer = build_layer(source.arch, 0, source.layer(0), dtype=torch.float32, device=CPU)
     attention = FullAttention()
-    x_BSE = decoder_of(source).embedded(tokens_NS.long(), attention)
+    x_BSE = decoder_of(source).embedded(tokens_NS.long(), torch.arange(tokens_NS.shape[1]), attention)
     seen: dict[str, Tensor] = {}
     part(x_BSE, positions, attention, seen.__setitem__)
     read: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def test_tokens_beyond_the_table_have_the_embeddings_of_the_first(tmp_path: Path
     source = tiny_source(**FACTS["like gemma 3n"])
     decoder = decoder_of(source)
     attention = FullAttention()
-    decoder.embedded(torch.tensor([[0, 60, 59, 100]]), attention)
+    decoder.embedded(torch.tensor([[0, 60, 59, 100]]), torch.arange(4), attention)
     table = decoder.layer_embeds.table.weight
     assert len(table) == 60
     plain_BSP = attention.layer_inputs[1] * 2**0.5

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from compress.distill.eagle3 import Target
 from torch import Tensor
 
 from compress.calibrate.expert_scores import add_scores_, expert_scores
 from compress.calibrate.residual import walk
 from compress.context import Context
+from compress.distill.draft_head import Target
 from compress.distill.student import Shape, sliced_decoder, student_arch
 from compress.errors import StorageError, UnsupportedArch
 from compress.models.arch import Arch

@@ -15,11 +15,12 @@ from compress.context import Context
 from compress.distill.draft_head import Target
 from compress.errors import UsageError
 from compress.export import codecs, open_weights
+from compress.export.mtp import check_place_of_head, exported_mtp
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of_arch
 from compress.models.mtp import KIND, MtpDecoder, MtpHead, arch_of_head, facts_of, parameter_shapes, save_mtp
-from compress.models.mtp_reader import read_mtp
+from compress.models.mtp_reader import check_mtp, read_mtp
 from compress.models.weights import stored_as, without_codes
 from compress.recipe import Spec
 from compress.stages import Estimate, PlanFacts
@@ -69,7 +70,11 @@ class Mtp(Spec):
             )
         head = self.arch(facts.arch)
         if facts.source is not None:
-            _stored_head(facts.source, head)
+            source = _checkpoint(facts.source)
+            _check_widths(check_mtp(source, codecs()), head)
+            export = facts.specs.get("export")
+            forms = getattr(export, "formats", ())
+            check_place_of_head(exported_mtp(source, facts.arch), forms[0] if forms else "compressed-tensors")
         num_params = _num_params(head)
         steps = head.replace(layers=head.layers * self.steps)
         found = training_estimate(spec, steps, facts.arch, facts, num_trained=num_params, frozen_bytes=0)
@@ -83,8 +88,7 @@ class Mtp(Spec):
 
     def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
         arch = self.arch(without_codes(task.target.weights.arch))
-        stored = _stored_head(task.source.path, arch)
-        head = stored.decoder(dtype=torch.float32, device=task.device)
+        head = _stored_head(task.source.path, arch, task.device)
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(not name.startswith("target_norm."))
         words_W = torch.arange(arch.vocab_size)
@@ -107,22 +111,33 @@ class Mtp(Spec):
         return TrainedDraft(curve, facts, partial(_write, trained))
 
 
-def _stored_head(path: Path, arch: Arch) -> MtpHead:
-    """Return the head that a checkpoint stores.
+def _checkpoint(path: Path) -> Checkpoint:
+    source = open_weights(path)
+    if not isinstance(source, Checkpoint):
+        raise UsageError(
+            f"draft: {path} is no checkpoint, and MTP heads are read from those; take "
+            "`init: {kind: eagle3}` or a smaller model."
+        )
+    return source
+
+
+def _check_widths(found: Arch, wanted: Arch) -> None:
+    if found.layers != wanted.layers or found.hidden_size != wanted.hidden_size:
+        raise UsageError(
+            "draft: the MTP head of the checkpoint has other widths than the model has after pruning; take "
+            "`init: {kind: eagle3}` or a smaller model."
+        )
+
+
+def _stored_head(path: Path, arch: Arch, device: torch.device) -> MtpDecoder:
+    """Return the head that a checkpoint stores, in float32.
 
     Raises:
         UsageError: it stores none, or one of other widths than those of the compressed model.
     """
-    source = open_weights(path)
-    if not isinstance(source, Checkpoint):
-        raise UsageError(f"draft: {path} is no checkpoint, and MTP heads are read from those.")
-    head = read_mtp(source, codecs())
-    if head.arch.layers != arch.layers or head.arch.hidden_size != arch.hidden_size:
-        raise UsageError(
-            "draft: the MTP head of the checkpoint has other widths than the pruned model; take "
-            "`init: {kind: eagle3}` or a smaller model."
-        )
-    return head
+    head = read_mtp(_checkpoint(path), codecs())
+    _check_widths(head.arch, arch)
+    return head.decoder(dtype=torch.float32, device=device)
 
 
 def _as_stored(head: MtpDecoder, arch: Arch) -> MtpHead:
