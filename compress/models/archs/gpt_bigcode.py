@@ -30,7 +30,7 @@ def _restated(arch: Arch) -> dict[str, Any]:
     if first.num_kv_heads not in (1, first.num_heads):
         raise UnsupportedArch(
             f"this {arch.family} model has {first.num_kv_heads} heads of keys for {first.num_heads} of "
-            "queries, and its config has a field for one or for as many alone."
+            "queries, and a config of this family states one or as many as queries: keep all heads of keys."
         )
     return {_ONE_HEAD: first.num_kv_heads == 1}
 

@@ -25,17 +25,15 @@ def _facts(config: Fields) -> dict[str, Any]:
     """
     if not config.flag("do_layer_norm_before"):
         raise UnsupportedArch(
-            f"{config.where} has do_layer_norm_before = false: the sum of the stream and of a half of a "
-            "layer is normed, as in OPT-350M alone; norms before the halves are supported, as in every other "
-            "OPT."
+            f"{config.where} has do_layer_norm_before = false, norms after each half of a layer as in "
+            "OPT-350M, which are not supported; take another OPT."
         )
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     width = config.integer("word_embed_proj_dim", 1, MAX_SIZE, default=hidden_size)
     if width != hidden_size:
         raise UnsupportedArch(
             f"{config.where} has embeddings of {width} numbers (word_embed_proj_dim), which a linear turns "
-            f"into {hidden_size}, as in OPT-350M alone; embeddings of the hidden size are supported, as in "
-            "every other OPT."
+            f"into {hidden_size}, as in OPT-350M, which is not supported; take another OPT."
         )
     has_weights = config.flag("layer_norm_elementwise_affine")
     norms = {"norm_bias": True} if has_weights else {"unit_norms": True}

@@ -1,4 +1,5 @@
-"""Qwen3.5 with its vision tower and the layers that predict further tokens, both of which are untouched."""
+"""Qwen3.5 with its vision tower, which is untouched, and the layer that predicts a further token, which is
+untouched but where it drafts (`mtp.py`)."""
 
 from compress.models.archs.qwen3_5_text import QWEN3_5
 from compress.models.family import FAMILIES

@@ -1,5 +1,5 @@
-"""Qwen3.5 mixtures of experts with their vision tower and the layers that predict further tokens, both of
-which are untouched."""
+"""Qwen3.5 mixtures of experts with their vision tower, which is untouched, and the layer that predicts a
+further token, which is untouched but where it drafts (`mtp.py`)."""
 
 from compress.models.archs.qwen3_5_moe_text import QWEN3_5_MOE
 from compress.models.family import FAMILIES

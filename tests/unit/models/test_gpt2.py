@@ -116,7 +116,7 @@ def test_scores_of_gpt2_have_the_factor_that_its_config_states(stated: bool, sca
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (OPT, {"do_layer_norm_before": False}, "do_layer_norm_before = false: the sum of the stream"),
+        (OPT, {"do_layer_norm_before": False}, "do_layer_norm_before = false, norms after each half"),
         (OPT, {"word_embed_proj_dim": 32}, r"embeddings of 32 numbers .*into 64, as in OPT-350M"),
         (OPT, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         (OPT, {"num_attention_heads": 3}, "num_attention_heads"),
