@@ -23,6 +23,9 @@ from compress.quant.scheme import Scheme
 GRAPH_SHARD_BYTES = 1_000_000_000
 """Largest shard of a checkpoint with a graph, and so the memory that writing takes; a larger tensor has its
 own."""
+WHOLE_NAMES = ("fp8",)
+"""Formats in whose list of dense modules vLLM (0.32) looks up linears by their whole names, and the experts
+of a layer as one. Dense linears inside of a listed module it would read as codes, without an error."""
 
 
 def write_format(
@@ -60,6 +63,7 @@ def write_format(
         def config_names(module: str) -> tuple[str, ...]:
             return family.names_in_memory(family.to_disk(module))
 
+        whole_names = form.quant_method in WHOLE_NAMES
         linears = [name for linear in linear_names(source.arch) for name in config_names(linear)]
         coded = form.quantization_config(
             with_dense_matrices(scheme, source.arch).renamed(config_names),
@@ -68,6 +72,7 @@ def write_format(
             untouched=[
                 *family.untouched_modules,
                 *(() if mtp is None else map(family.to_memory, mtp.modules)),
+                *(map(family.to_memory, mtp.matrices) if mtp is not None and whole_names else ()),
                 *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
             ],
         )

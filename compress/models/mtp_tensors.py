@@ -51,6 +51,13 @@ class MtpTensors:
                 writer.add(name, value)
         return replace(self, trained=trained)
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The modules of matrices by their names in an export, with the experts of a layer as one module."""
+        files = self.checkpoint.files
+        matrices = [exported for name, exported in self.names.items() if len(files.shape(name)) > 1]
+        return tuple(dict.fromkeys(map(_module_of, matrices)))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
         files = self.checkpoint.files
@@ -103,3 +110,10 @@ def _prefixes(checkpoint: Checkpoint, names: MtpNames) -> tuple[str, ...]:
     if names.layer_prefix is None:
         return prefixes_of_predictors(checkpoint.family, checkpoint.arch, checkpoint.files.names())
     return (names.layer_prefix.removesuffix("layers."),)
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a matrix, given the name of its tensor: of one of an expert, that of all experts
+    of the layer."""
+    block, of_expert, _ = name.partition(".experts.")
+    return f"{block}.experts" if of_expert else name.rpartition(".")[0]

@@ -33,6 +33,15 @@ OF_HEAD = {
     "qwen3_next": r"^mtp\.",
 }
 """The names of tensors of the head of a case."""
+_WITH_DELTA_NETS = {
+    **WIDTHS,
+    "shared_expert_intermediate_size": 128,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+OF_BLOCKS = {"glm4-moe": WIDTHS, "qwen3_next": _WITH_DELTA_NETS, "qwen3_5_moe": _WITH_DELTA_NETS}
+"""Cases whose head has experts, and whole blocks of FP8 in each linear."""
 
 
 def exported(path: Path, source: Checkpoint, form: str, scheme: str) -> Path:
@@ -82,6 +91,23 @@ def test_a_head_in_blocks_of_fp8_is_exported_dense(form: str, tmp_path: Path) ->
     assert wanted.weights.keys() == found.weights.keys()
     for name, each in wanted.weights.items():
         assert torch.equal(dense(each), dense(found.weights[name])), name
+
+
+@pytest.mark.parametrize("case", OF_BLOCKS)
+def test_the_fp8_format_lists_each_matrix_of_a_head(case: str, tmp_path: Path) -> None:
+    """vLLM compares whole names there, and takes the experts of a layer for one module."""
+    saved_with_mtp(tmp_path / "source", case, **OF_BLOCKS[case])
+    source = open_checkpoint(tmp_path / "source")
+    path = exported(tmp_path / "out", source, "fp8", "FP8_BLOCK")
+    listed = json.loads((path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    head = re.compile(OF_HEAD.get(case, r"^mtp\."))
+    stored = {name: each for name, each in tensors_of(path).items() if head.match(name)}
+    matrices = {name.rpartition(".")[0] for name, each in stored.items() if each.ndim > 1}
+    experts = {f"{name.partition('.experts')[0]}.experts" for name in matrices if ".experts" in name}
+    assert {name for name in matrices if ".experts." not in name} | experts <= {*listed}
+    assert experts
+    heads = [read_mtp(open_checkpoint(each), codecs()).weights for each in (tmp_path / "source", path)]
+    assert all(torch.equal(dense(each), dense(heads[1][name])) for name, each in heads[0].items())
 
 
 def test_a_head_follows_the_last_of_the_layers_that_are_left(tmp_path: Path) -> None:
