@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
+from compress.errors import CompressError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import FORMATS, codecs, is_graph, open_weights
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
@@ -52,7 +52,7 @@ def checkpoint_with_mtp(path: Path | None) -> Checkpoint | None:
     named in a warning."""
     try:
         found = None if path is None else open_weights(path)
-    except UnsupportedArch:  # a model that is known by the names of its tensors alone
+    except CompressError:  # of a model that is known by the names of its tensors alone, or not here
         return None
     if not isinstance(found, Checkpoint) or not has_mtp(found):
         return None
