@@ -10,12 +10,12 @@ from compress.export.restated import restated_fields
 from compress.models.altup import ALTUP_LINEARS, stream_names
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
-from compress.models.family import family_of_arch
+from compress.models.family import Family, family_of_arch
 from compress.models.laurel import LAUREL_LINEARS
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
-from compress.models.mtp_tensors import MtpTensors
+from compress.models.mtp_tensors import MtpTensors, module_of_matrix
 from compress.models.overrides import linear_names
-from compress.models.weights import WeightSource
+from compress.models.weights import UNTOUCHED, WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
@@ -63,7 +63,9 @@ def write_format(
         def config_names(module: str) -> tuple[str, ...]:
             return family.names_in_memory(family.to_disk(module))
 
-        whole_names = form.quant_method in WHOLE_NAMES
+        by_whole_names: list[str] = []
+        if form.quant_method in WHOLE_NAMES:
+            by_whole_names = [*_untouched_matrices(source, family), *(() if mtp is None else mtp.matrices)]
         linears = [name for linear in linear_names(source.arch) for name in config_names(linear)]
         coded = form.quantization_config(
             with_dense_matrices(scheme, source.arch).renamed(config_names),
@@ -72,7 +74,7 @@ def write_format(
             untouched=[
                 *family.untouched_modules,
                 *(() if mtp is None else map(family.to_memory, mtp.modules)),
-                *(map(family.to_memory, mtp.matrices) if mtp is not None and whole_names else ()),
+                *dict.fromkeys(map(family.to_memory, by_whole_names)),
                 *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
             ],
         )
@@ -91,6 +93,14 @@ def write_format(
         form.write_graph(directory, source.arch, scheme)
     if isinstance(form, FormatWithFiles) and config is not None:
         form.write_files(directory, config)
+
+
+def _untouched_matrices(source: WeightSource, family: Family) -> list[str]:
+    """Return the modules of the matrices of the parts that are none of the language model's."""
+    parts = tuple(f"{UNTOUCHED}{part}." for part in family.untouched)
+    outer = source.outer() if parts else {}
+    matrices = [name for name, each in outer.items() if name.startswith(parts) and len(each.shape) > 1]
+    return list(dict.fromkeys(module_of_matrix(name.removeprefix(UNTOUCHED)) for name in matrices))
 
 
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:

@@ -56,7 +56,7 @@ class MtpTensors:
         """The modules of matrices by their names in an export, with the experts of a layer as one module."""
         files = self.checkpoint.files
         matrices = [exported for name, exported in self.names.items() if len(files.shape(name)) > 1]
-        return tuple(dict.fromkeys(map(_module_of, matrices)))
+        return tuple(dict.fromkeys(map(module_of_matrix, matrices)))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
@@ -112,7 +112,7 @@ def _prefixes(checkpoint: Checkpoint, names: MtpNames) -> tuple[str, ...]:
     return (names.layer_prefix.removesuffix("layers."),)
 
 
-def _module_of(name: str) -> str:
+def module_of_matrix(name: str) -> str:
     """Return the module of a matrix, given the name of its tensor: of one of an expert, that of all experts
     of the layer."""
     block, of_expert, _ = name.partition(".experts.")
