@@ -43,8 +43,6 @@ MTP_NAME = "mtp.safetensors"
 KIND = "mtp"
 """The name of this kind of draft in facts."""
 LAYER = "layers.0."
-OUTER = ("target_norm", "embed_norm", "hidden_norm", "fc", "norm")
-"""The modules of a head besides its layer."""
 
 
 def arch_of_head(target: Arch, shape: LayerShape) -> Arch:
