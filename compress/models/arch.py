@@ -6,7 +6,6 @@ artifact's manifest (`to_json` / `from_json` are inverse).
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,12 @@ from typing import Any
 
 from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
-from compress.models.arch_params import num_params_of
+from compress.models.arch_params import (
+    num_active_linear_params_of,
+    num_active_params_of,
+    num_linear_params_of,
+    num_params_of,
+)
 from compress.models.eos import NO_TOKEN, stated_eos
 from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
@@ -223,22 +227,13 @@ class Arch:
     @property
     def num_linear_params(self) -> int:
         """Weights of all decoder linears (those a weight-only scheme quantizes)."""
-        return sum(
-            math.prod(layer.linear_shape(name, self.hidden_size))
-            for layer in self.layers
-            for name in layer.linears
-        )
+        return num_linear_params_of(self)
 
     @property
     def num_active_linear_params(self) -> int:
         """Weights of the decoder linears that one token goes through, and of those around experts on
         latents."""
-        active = 0.0
-        for layer in self.layers:
-            active += layer.around_experts(self.hidden_size)
-            for name in layer.linears:
-                active += math.prod(layer.linear_shape(name, self.hidden_size)) * layer.token_frac(name)
-        return round(active)
+        return num_active_linear_params_of(self)
 
     @property
     def num_params(self) -> int:
@@ -263,12 +258,7 @@ class Arch:
     @property
     def num_active_params(self) -> int:
         """All parameters but those of the experts that a token is not routed to; embeddings included."""
-        idle = 0.0
-        for layer in self.layers:
-            for name in layer.linears:
-                rows, columns = layer.linear_shape(name, self.hidden_size)
-                idle += (1 - layer.token_frac(name)) * rows * (columns + self.has_bias(name))
-        return self.num_params - round(idle)
+        return num_active_params_of(self)
 
     def num_norms(self, layer: LayerShape) -> int:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""

@@ -36,6 +36,36 @@ def num_params_of(arch: "Arch") -> int:
     return total
 
 
+def num_linear_params_of(arch: "Arch") -> int:
+    """Return the number of weights of all decoder linears."""
+    return sum(
+        math.prod(layer.linear_shape(name, arch.hidden_size))
+        for layer in arch.layers
+        for name in layer.linears
+    )
+
+
+def num_active_linear_params_of(arch: "Arch") -> int:
+    """Return the number of weights of the decoder linears that one token goes through, and of those around
+    experts on latents."""
+    active = 0.0
+    for layer in arch.layers:
+        active += layer.around_experts(arch.hidden_size)
+        for name in layer.linears:
+            active += math.prod(layer.linear_shape(name, arch.hidden_size)) * layer.token_frac(name)
+    return round(active)
+
+
+def num_active_params_of(arch: "Arch") -> int:
+    """Return the number of all parameters but those of the experts that a token is not routed to."""
+    idle = 0.0
+    for layer in arch.layers:
+        for name in layer.linears:
+            rows, columns = layer.linear_shape(name, arch.hidden_size)
+            idle += (1 - layer.token_frac(name)) * rows * (columns + arch.has_bias(name))
+    return arch.num_params - round(idle)
+
+
 def dense_layer_params(arch: "Arch") -> int:
     """Return the number of parameters in layers that no scheme quantizes because of facts of the model: those
     that read embeddings for each layer, with the norm outside of the layers, those of AltUp, and those of

@@ -10,19 +10,16 @@
 
 A layer may have one of the two halves only, and an FFN without gates is down(act(up(norm(x)))).
 
-Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
-and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
-of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
-Where tokens have embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own.
-Where both halves read one input, it is normed once, or by a norm of each. The stream x may be a fraction of
-the hidden states (`loader.py`). Where it is several streams, a kernel joins them before each half and norms
-their mixture, and another adds the output of the half to each (`models/hyper_connection.py`); with AltUp a
-layer computes one stream, and the others follow (`altup.py`).
+Norms, the rows that linears read and additions to x are those of `stream_ops.py`. Where tokens have
+embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own. Where both halves
+read one input, it is normed once, or by a norm of each. The stream x may be a fraction of the hidden states
+(`loader.py`). Where it is several streams, each half reads a mixture of them and is added to each
+(`models/hyper_connection.py`); with AltUp a layer computes one stream, and the others follow (`altup.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
 
-Shapes: T rows, D hidden, F outputs of a fused linear, V vocabulary.
+Shapes: T rows, D hidden, F outputs of a fused linear.
 """
 
 from collections.abc import Callable
@@ -33,24 +30,23 @@ from typing import Any
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.rows import RawRows, RowNorm
-from compress.kernels.problem import Op, Phase
+from compress.kernels.problem import Phase
 from compress.models.altup import with_others_plus
 from compress.models.arch import Arch
 from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
-from compress.runtime.altup import LAUREL_SCALE, AltUpWeights, StreamLinears
+from compress.runtime.altup import LAUREL_SCALE, AltUpWeights
 from compress.runtime.deployment import Deployment
-from compress.runtime.ffn_halves import FfnHalves, Half
+from compress.runtime.ffn_halves import FfnHalves
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import JointKept, Kept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention, Projected, gates_of_heads, joint_output
 from compress.runtime.loader import LayerWeights
-from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader, same_quant
+from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
+from compress.runtime.stream_ops import StreamOps
 
 
 class LayerRunner:
@@ -72,30 +68,16 @@ class LayerRunner:
         attention = LatentAttention if arch.has_latents else LayerAttention
         self.attention = attention(arch, deployment, kv_format, max_model_len=max_model_len)
 
-        def bound(op: Op, n: int, k: int = 0) -> BoundKernel:
-            return BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
-
+        self.ops = StreamOps(arch, deployment)
         gated = [
             layer.linear_shape(linear, arch.hidden_size)[1]
             for layer in arch.layers
             for linear in layer.linears
             if linear.endswith(".down") or (layer.output_gate and linear == "attn.o")
         ]
-        self._ops = {
-            "rms_norm": bound("rms_norm", arch.hidden_size),
-            "act_mul": bound("act_mul", max(gated, default=arch.hidden_size)),
-        }
-        if any(map(arch.ends_in_norm, arch.layers)):
-            self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
-            self._post_norm = self._ops["post_norm"].kernel.fn
-        if arch.hyper is not None:
-            sizes = arch.hidden_size, arch.hyper.num_streams
-            self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
-            self._ops["hyper_spread"] = bound("hyper_spread", *sizes)
-        if arch.logit_softcap is not None:
-            self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
-        self._rms_norm = self._ops["rms_norm"].kernel.fn
-        self._act_mul = self._ops["act_mul"].kernel.fn
+        act_mul = deployment.kernel_device.problem("act_mul", n=max(gated, default=arch.hidden_size), k=0)
+        self._bound_act_mul = BoundKernel.of(act_mul)
+        self._act_mul = self._bound_act_mul.kernel.fn
         self._halves = FfnHalves(arch, self._act_mul)
 
     def layer(
@@ -118,9 +100,9 @@ class LayerRunner:
         """
         where = positions_T, slots_T, kv, attend
         if layer.altup is not None:
-            predicted_TE, first_TD = layer.altup.before(stream.x_TD, self.norm, phase)
+            predicted_TE, first_TD = layer.altup.before(stream.x_TD, self.ops.norm, phase)
             y_TD = self._one_stream(layer, Stream(first_TD), *where, phase, None, None).x_TD
-            streams_TE = layer.altup.after(predicted_TE, y_TD, self.norm, phase)
+            streams_TE = layer.altup.after(predicted_TE, y_TD, self.ops.norm, phase)
             return Stream(self._with_inputs(layer, layer.altup, streams_TE, input_TP, phase))
         return self._one_stream(layer, stream, *where, phase, reader, input_TP)
 
@@ -139,7 +121,7 @@ class LayerRunner:
             return streams_TE
         read_TD = streams_TE[:, : self._arch.hidden_size] * altup.scale_D
         return with_others_plus(
-            streams_TE, self.norm(self._halves.of_embed(embed, read_TD, input_TP, phase), embed.norm)
+            streams_TE, self.ops.norm(self._halves.of_embed(embed, read_TD, input_TP, phase), embed.norm)
         )
 
     def _one_stream(
@@ -159,13 +141,13 @@ class LayerRunner:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
         factors_TF = None
         if self._arch.shares_norm:
-            qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
+            qkv_rows, ffn_rows = self.ops.rows_of_both(layer, stream.x_TD, phase)
         elif self._arch.block == "parallel":
             qkv_rows, ffn_rows = (
-                self.rows(Stream(stream.x_TD), each(layer), phase) for each in (mixer_reader, ffn_reader)
+                self.ops.rows(Stream(stream.x_TD), each(layer), phase) for each in (mixer_reader, ffn_reader)
             )
         else:
-            qkv_rows, factors_TF = self._entered(stream, mixer_reader(layer), phase)
+            qkv_rows, factors_TF = self.ops.entered(stream, mixer_reader(layer), phase)
             ffn_rows = None
         qkv_TF = layer.qkv(qkv_rows, phase)
         joining = None
@@ -187,7 +169,7 @@ class LayerRunner:
         residual_TD = stream.x_TD
         if layer.laurel is not None:
             assert isinstance(qkv_rows, Tensor)
-            residual_TD = layer.laurel.residual(residual_TD, qkv_rows, self.norm, phase)
+            residual_TD = layer.laurel.residual(residual_TD, qkv_rows, self.ops.norm, phase)
         return self.after_qkv(
             layer,
             projected,
@@ -212,7 +194,7 @@ class LayerRunner:
     ) -> None:
         """Write the keys and values of rows before a layer with attention, and compute nothing else of it."""
         assert layer.qkv is not None
-        qkv_TF = layer.qkv(self.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
+        qkv_TF = layer.qkv(self.ops.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
         if layer.shape.output_gate:
             qkv_TF = qkv_TF[:, : -layer.shape.num_heads * layer.shape.value_dim]
         projected = Projected(qkv_TF, positions_T, slots_T, pages)
@@ -245,12 +227,12 @@ class LayerRunner:
         if joining is not None:
             half = partial(joint_output, layer, half, attend(layer, joining), phase)
         if not layer.shape.has_ffn:
-            return self._added(
+            return self.ops.added(
                 half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
             )
         norms = layer.branch_norms
         also = () if norms is None else (norms.experts, norms.router)
-        stream = self._added(
+        stream = self.ops.added(
             half,
             residual_TD,
             layer.attn_post_norm,
@@ -275,17 +257,17 @@ class LayerRunner:
         those of `after_qkv`."""
         factors_TF = None
         if ffn_rows is None:
-            ffn_rows, factors_TF = self._entered(stream, ffn_reader(layer), phase)
+            ffn_rows, factors_TF = self.ops.entered(stream, ffn_reader(layer), phase)
         ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase)
         embed = layer.layer_embed
         if embed is None or layer.altup is not None:
-            return self._added(
+            return self.ops.added(
                 ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
             )
         assert input_TP is not None
-        stream = self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
+        stream = self.ops.added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
         embed_half = partial(self._halves.of_embed, embed, stream.x_TD, input_TP, phase)
-        return self._added(embed_half, stream.x_TD, embed.norm, reader, scale=layer.scale)
+        return self.ops.added(embed_half, stream.x_TD, embed.norm, reader, scale=layer.scale)
 
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
         """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
@@ -302,92 +284,7 @@ class LayerRunner:
         rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
         return rows
 
-    def _added(
-        self,
-        half: Half,
-        residual_TD: Tensor,
-        post_norm: RowNorm | None,
-        reader: Reader | None,
-        *,
-        also: tuple[RowNorm, ...] = (),
-        scale: float = 1.0,
-        factors_TF: Tensor | None = None,
-    ) -> Stream:
-        """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
-        rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
-        residual is one stream."""
-        if factors_TF is not None:
-            return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
-        if post_norm is None:
-            sum_TD = half(residual=residual_TD)
-            assert isinstance(sum_TD, Tensor)
-            return Stream(sum_TD if scale == 1 else sum_TD * scale)
-        following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
-        return Stream(
-            *self._post_norm(half(), residual_TD, post_norm, following, quant, also=also, scale=scale)
-        )
-
-    def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
-        """Return the inputs of q, k, v and of gate, up, or of experts, where one norm serves both."""
-        norm = layer.attn_norm
-        assert norm is not None
-        qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, ffn_reader(layer).linear))
-        if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
-            return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
-        quant = qkv.quant if same_quant(qkv.quant, gate_up.quant) else None
-        rows: Rows = self._rms_norm(
-            x_TD, norm.weight, norm.eps, quant, centered=norm.centered, bias=norm.bias
-        )
-        return rows, rows
-
-    def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
-        """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
-
-        Where the kernel of the linear does both itself, the stream is returned raw, with the weights of the
-        norm.
-        """
-        return self._entered(stream, reader, phase)[0]
-
-    def _entered(self, stream: Stream, reader: Reader, phase: Phase) -> tuple[Rows, Tensor | None]:
-        """Return `rows`, and the factors by which the output of the half-layer is added to the residual where
-        that is several streams."""
-        if isinstance(reader.hyper, HyperWeights):
-            mix = self._ops["hyper_mix"].kernel.fn
-            rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)
-            return rows, factors_TF
-        if isinstance(reader.hyper, StreamLinears):
-            stream = Stream(reader.hyper.joined(stream.x_TD, phase))
-        elif reader.hyper is not None:
-            stream = Stream(reader.hyper(stream.x_TD))
-        return self._normed(stream, reader, phase), None
-
-    def _normed(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
-        norm = reader.norm
-        if stream.rows is not None or norm is None:
-            return stream.x_TD if stream.rows is None else stream.rows
-        if reader.prepares_input(phase):
-            return RawRows(stream.x_TD, norm.weight, norm.eps, reader.quant)
-        normed: Rows = self._rms_norm(
-            stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered, bias=norm.bias
-        )
-        return normed
-
-    def norm(self, x_TD: Tensor, norm: RowNorm) -> Tensor:
-        """Return x normalized, [T, D], without quantization."""
-        normed_TD: Tensor = self._rms_norm(
-            x_TD, norm.weight, norm.eps, None, centered=norm.centered, bias=norm.bias
-        )
-        return normed_TD
-
-    def capped(self, logits_TV: Tensor) -> Tensor:
-        """Return float32 logits with the cap of the model, which they may be overwritten by."""
-        cap = self._arch.logit_softcap
-        if cap is None:
-            return logits_TV
-        capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
-        return capped_TV
-
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
-        rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        rows = [*self.ops.kernel_report(), self._bound_act_mul.report(layer=None, linear="act_mul")]
         return rows + self.attention.kernel_report()

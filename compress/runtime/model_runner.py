@@ -243,12 +243,12 @@ class ModelRunner:
 
     def logits_of_normed(self, normed_TD: Tensor) -> Tensor:
         """Return float32 logits [T, V] of hidden states that are normed already."""
-        return self._layers.capped(self._weights.head(normed_TD, "decode", out_dtype=torch.float32))
+        return self._layers.ops.capped(self._weights.head(normed_TD, "decode", out_dtype=torch.float32))
 
     def _logits(self, stream: Stream, phase: Phase) -> Tensor:
         head = self._weights.head
-        rows = self._layers.rows(stream, Reader(self._weights.norm, head, self._weights.hyper), phase)
-        return self._layers.capped(head(rows, phase, out_dtype=torch.float32))
+        rows = self._layers.ops.rows(stream, Reader(self._weights.norm, head, self._weights.hyper), phase)
+        return self._layers.ops.capped(head(rows, phase, out_dtype=torch.float32))
 
 
 def _prefill_phase(short: bool) -> Phase:

@@ -144,8 +144,8 @@ class StreamedModel:
 
     def _logits(self, stream: Stream, head: Reader, length: int) -> Tensor:
         assert head.linear is not None
-        rows = self._layers.rows(stream, head, "prefill")
-        logits_TV = self._layers.capped(head.linear(rows, "prefill", out_dtype=torch.float32))
+        rows = self._layers.ops.rows(stream, head, "prefill")
+        logits_TV = self._layers.ops.capped(head.linear(rows, "prefill", out_dtype=torch.float32))
         return logits_TV.view(-1, length, logits_TV.shape[1])
 
     def _at_once(self, batch_BS: Tensor) -> tuple[Tensor, ...]:

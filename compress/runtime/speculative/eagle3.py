@@ -165,7 +165,7 @@ class LoadedEagle3:
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
         """Return q, k and v, concatenated, and the residual that the layer adds to."""
         weights = self._weights
-        norm = self._layers.norm
+        norm = self._layers.ops.norm
         embed_norm = weights.layer.attn_norm
         assert embed_norm is not None
         normed_TD = norm(hidden_TD, weights.hidden_norm)
@@ -177,5 +177,5 @@ class LoadedEagle3:
         """Return float32 logits [R, V] of the target's vocabulary, which the next call overwrites."""
         head = self._weights.head
         logits_RV = self._logits_SV[: len(hidden_RD)]
-        normed = self._layers.rows(Stream(hidden_RD), Reader(self._weights.norm, head), "decode")
+        normed = self._layers.ops.rows(Stream(hidden_RD), Reader(self._weights.norm, head), "decode")
         return logits_RV.index_copy_(1, self._vocabulary_W, head(normed, "decode", out_dtype=torch.float32))

@@ -136,7 +136,7 @@ class LoadedMtp:
 
     def fused(self, features_TE: Tensor, phase: Phase) -> Tensor:
         """Return f [T, D]: hidden states after the target's last layer, normed."""
-        return self._layers.norm(features_TE, self._weights.target_norm)
+        return self._layers.ops.norm(features_TE, self._weights.target_norm)
 
     def store(self, rows: PromptRows, cache: HeadCache, phase: Phase) -> None:
         """Write the keys and values of rows of prompts."""
@@ -152,19 +152,19 @@ class LoadedMtp:
         stream = Stream(self._joined(fed.tokens_T, hidden_TD, "decode"))
         where = fed.positions_T, fed.slots_T, cache.pages
         after = self._layers.layer(self._weights.layer, stream, *where, attend, "decode")
-        return self._layers.norm(after.x_TD, self._weights.norm)
+        return self._layers.ops.norm(after.x_TD, self._weights.norm)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V], by the target's head or a copy of it."""
         head = self._weights.head
         if head is None:
             return self._target.logits_of_normed(hidden_RD)
-        return self._layers.capped(head(hidden_RD, "decode", out_dtype=torch.float32))
+        return self._layers.ops.capped(head(hidden_RD, "decode", out_dtype=torch.float32))
 
     def _joined(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> Tensor:
         """Return the input [T, D] of the layer."""
         weights = self._weights
         embedded_TD = F.embedding(tokens_T, self._target.stream_embedding)
-        norm = self._layers.norm
+        norm = self._layers.ops.norm
         pair = torch.cat((norm(embedded_TD, weights.embed_norm), norm(hidden_TD, weights.hidden_norm)), dim=1)
         return weights.fc(pair, phase)

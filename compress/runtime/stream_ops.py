@@ -1,0 +1,142 @@
+"""The operations on the residual stream of a pass in serving: norms, the rows that linears read of it, and
+the addition of the output of a half-layer.
+
+Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
+and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
+of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
+Where the residual is several streams, a kernel joins them before each half and norms their mixture, and
+another adds the output of the half to each (`models/hyper_connection.py`).
+
+Shapes: T rows, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from compress.kernels.operands.hyper import HyperWeights
+from compress.kernels.operands.rows import RawRows, RowNorm
+from compress.kernels.problem import Op, Phase
+from compress.models.arch import Arch
+from compress.runtime.altup import StreamLinears
+from compress.runtime.deployment import Deployment
+from compress.runtime.ffn_halves import Half
+from compress.runtime.fused_linear import BoundKernel, Rows
+from compress.runtime.loader import LayerWeights
+from compress.runtime.stream import Reader, Stream, ffn_reader, same_quant
+
+
+class StreamOps:
+    """The kernels that read and write the residual stream of one architecture.
+
+    Raises:
+        EnvironmentUnfit: no kernel here serves one of them.
+    """
+
+    def __init__(self, arch: Arch, deployment: Deployment) -> None:
+        self._softcap = arch.logit_softcap
+
+        def bound(op: Op, n: int, k: int = 0) -> BoundKernel:
+            return BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
+
+        self._ops = {"rms_norm": bound("rms_norm", arch.hidden_size)}
+        if any(map(arch.ends_in_norm, arch.layers)):
+            self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
+        if arch.hyper is not None:
+            sizes = arch.hidden_size, arch.hyper.num_streams
+            self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
+            self._ops["hyper_spread"] = bound("hyper_spread", *sizes)
+        if arch.logit_softcap is not None:
+            self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
+        self._rms_norm = self._ops["rms_norm"].kernel.fn
+
+    def added(
+        self,
+        half: Half,
+        residual_TD: Tensor,
+        post_norm: RowNorm | None,
+        reader: Reader | None,
+        *,
+        also: tuple[RowNorm, ...] = (),
+        scale: float = 1.0,
+        factors_TF: Tensor | None = None,
+    ) -> Stream:
+        """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
+        rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
+        residual is one stream."""
+        if factors_TF is not None:
+            return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
+        if post_norm is None:
+            sum_TD = half(residual=residual_TD)
+            assert isinstance(sum_TD, Tensor)
+            return Stream(sum_TD if scale == 1 else sum_TD * scale)
+        following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
+        return Stream(
+            *self._ops["post_norm"].kernel.fn(
+                half(), residual_TD, post_norm, following, quant, also=also, scale=scale
+            )
+        )
+
+    def rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
+        """Return the inputs of q, k, v and of gate, up, or of experts, where one norm serves both."""
+        norm = layer.attn_norm
+        assert norm is not None
+        qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, ffn_reader(layer).linear))
+        if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
+            return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
+        quant = qkv.quant if same_quant(qkv.quant, gate_up.quant) else None
+        rows: Rows = self._rms_norm(
+            x_TD, norm.weight, norm.eps, quant, centered=norm.centered, bias=norm.bias
+        )
+        return rows, rows
+
+    def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
+        """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
+
+        Where the kernel of the linear does both itself, the stream is returned raw, with the weights of the
+        norm.
+        """
+        return self.entered(stream, reader, phase)[0]
+
+    def entered(self, stream: Stream, reader: Reader, phase: Phase) -> tuple[Rows, Tensor | None]:
+        """Return `rows`, and the factors by which the output of the half-layer is added to the residual where
+        that is several streams."""
+        if isinstance(reader.hyper, HyperWeights):
+            mix = self._ops["hyper_mix"].kernel.fn
+            rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)
+            return rows, factors_TF
+        if isinstance(reader.hyper, StreamLinears):
+            stream = Stream(reader.hyper.joined(stream.x_TD, phase))
+        elif reader.hyper is not None:
+            stream = Stream(reader.hyper(stream.x_TD))
+        return self._normed(stream, reader, phase), None
+
+    def _normed(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
+        norm = reader.norm
+        if stream.rows is not None or norm is None:
+            return stream.x_TD if stream.rows is None else stream.rows
+        if reader.prepares_input(phase):
+            return RawRows(stream.x_TD, norm.weight, norm.eps, reader.quant)
+        normed: Rows = self._rms_norm(
+            stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered, bias=norm.bias
+        )
+        return normed
+
+    def norm(self, x_TD: Tensor, norm: RowNorm) -> Tensor:
+        """Return x normalized, [T, D], without quantization."""
+        normed_TD: Tensor = self._rms_norm(
+            x_TD, norm.weight, norm.eps, None, centered=norm.centered, bias=norm.bias
+        )
+        return normed_TD
+
+    def capped(self, logits_TV: Tensor) -> Tensor:
+        """Return float32 logits with the cap of the model, which they may be overwritten by."""
+        cap = self._softcap
+        if cap is None:
+            return logits_TV
+        capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
+        return capped_TV
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`, one for each op."""
+        return [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
