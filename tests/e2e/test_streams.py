@@ -13,6 +13,7 @@ from compress.export import open_checkpoint
 from compress.models.hyper_connection import HYPER_PARAMETERS
 from tests.e2e.test_distill import DISTILL
 from tests.e2e.test_recover import RECOVER
+from tests.support.slow import slow
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE
 
@@ -47,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("streams"), **STATED)
 
 
-@pytest.mark.parametrize("true_sequential", [False, True])
+@pytest.mark.parametrize("true_sequential", [False, slow(True)])
 def test_several_streams_go_through_every_stage(
     recipe: Recipe, command: Command, work: Path, model_dir: Path, true_sequential: bool
 ) -> None:
@@ -93,7 +94,7 @@ STATED_GEMMA3N: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["W4A16_G32", "INT8_DYNAMIC"])
+@pytest.mark.parametrize("scheme", ["W4A16_G32", slow("INT8_DYNAMIC")])
 def test_streams_of_which_layers_compute_one_go_through_every_stage(
     recipe: Recipe, command: Command, work: Path, tmp_path: Path, scheme: str
 ) -> None:

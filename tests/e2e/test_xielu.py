@@ -35,6 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("apertus"), **facts)
 
 
+@pytest.mark.slow
 def test_pruned_distilled_quantized_recovered_exported_and_validated(
     recipe: Recipe, command: Command, work: Path
 ) -> None:

@@ -74,6 +74,7 @@ def dense_experts(source: Checkpoint, form: str) -> dict[str, Any]:
 
 
 @each_wrapper
+@pytest.mark.one_in(3)
 def test_names_that_some_versions_wrote_are_read_and_written_as_the_others(case: str, tmp_path: Path) -> None:
     family = family_of({"model_type": CASES[case][0]})
     saved(tmp_path / "source", *CASES[case])
@@ -125,6 +126,7 @@ def test_another_text_model_inside_is_refused(tmp_path: Path) -> None:
 
 
 @each_wrapper
+@pytest.mark.one_in(3)
 def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: Path) -> None:
     saved(tmp_path, *CASES[case])
     source = Checkpoint(tmp_path)
@@ -198,7 +200,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     ("scheme", "form"),
     [("W4A16_G128", "compressed-tensors"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "compressed-tensors")],
 )
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untouched(
     case: str,
     scheme: str,

@@ -1,5 +1,6 @@
 """Cases that repeat at other sizes what their neighbours show: `make test` leaves them out, and
-`make test-slow` runs them, or the part of them that the variable SLOW_PART names (2/4: the third of four).
+`make test-slow` runs them, or the part of them that the variable SLOW_PART names (2/4: the third of four),
+which `make test` then runs with its own.
 
 A case is marked by `slow`, a test by `pytest.mark.slow`, and of a test with many costly cases
 `pytest.mark.one_in(4)` leaves the first and about a quarter of the others to `make test`."""

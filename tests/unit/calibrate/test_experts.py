@@ -293,6 +293,7 @@ def test_an_expert_without_a_token_has_the_moment_of_latents(latent_source: Memo
 
 @pytest.mark.parametrize("method", ["gptq", "gptq-in-turn", "awq", "balanced"])
 @pytest.mark.parametrize("starved", ["shrink", "all_tokens"])
+@pytest.mark.one_in(4)
 def test_experts_that_act_on_latents_are_quantized_and_the_linears_around_them_are_not(
     method: str, starved: str, latent_source: MemorySource, tmp_path: Path
 ) -> None:
