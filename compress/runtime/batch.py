@@ -16,7 +16,7 @@ class PrefillBatch:
 
     `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] -
     1`. Block tables are padded with block 0. `wanted_rows` are the indices, among the T rows, of those whose
-    logits are wanted.
+    logits are wanted. `next_tokens` are the tokens after the chunks, None where a prompt ends.
     """
 
     tokens_T: Tensor
@@ -26,6 +26,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     wanted_rows_W: Tensor
+    next_tokens: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Engine:
             device=device,
         )
         self._decoding = decoding
-        self._launched = StepQueue(decoding, prefill, cache)
+        self._launched = StepQueue(decoding, prefill, cache, proposer)
         self._reader = TokenReader(self.arch.eos_token_ids)
         self._unfinished = Unfinished()
 

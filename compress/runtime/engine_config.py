@@ -46,8 +46,8 @@ class EngineConfig:
     - `speculative`: options of speculative decoding; None decodes plainly.
     - `prefix_cache`: keep the keys and values of sequences, and share them with requests that begin alike
       (`prefix_cache.py`). Of models with recurrences the states after some prefixes are kept as well
-      (`prefix_states.py`), unless a draft that keeps something of its own speculates. Logits are those of an
-      engine without it within the tolerance of a prefill in other chunks.
+      (`prefix_states.py`), unless a draft with recurrences speculates. Logits are those of an engine without
+      it within the tolerance of a prefill in other chunks.
     - `max_waiting`: requests that may wait; `add` refuses more. None: any number.
     - `order`: whose turn it is among requests of one priority: "arrival", or "shortest" (fewest tokens
       first).

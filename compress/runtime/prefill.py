@@ -130,12 +130,14 @@ class Prefill:
         positions: list[Tensor] = []
         slots: list[Tensor] = []
         wanted_rows: list[int] = []
+        next_tokens: list[int | None] = []
         tables: list[Tensor] = []
         for each in chunks:
             generation = each.generation
             start = generation.num_computed
             stop = start + each.num_tokens
             tokens += generation.tokens[start:stop]
+            next_tokens.append(None if each.is_last else generation.tokens[stop])
             positions.append(torch.arange(start, stop))
             tables.append(torch.tensor(generation.blocks))
             slots.append(slots_of(positions[-1], tables[-1], self._block_size))
@@ -151,6 +153,7 @@ class Prefill:
             query_lens=tuple(each.num_tokens for each in chunks),
             context_lens=tuple(each.generation.num_computed + each.num_tokens for each in chunks),
             wanted_rows_W=self._sent(torch.tensor(wanted_rows, dtype=torch.int64)),
+            next_tokens=tuple(next_tokens),
         )
 
     def _sent(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,11 @@ A block is cached from the step that is to compute it. Within that step a pass w
 all its rows before any row attends to them, layer by layer, so another request of the same pass may share
 it at once: a burst of prompts with one beginning computes it once. Long prompts of a step are one pass;
 others are not (`prefill.py`). Blocks of a model with states are cached otherwise (`prefix_states.py`).
+
+A head that speculates has a row of each token in the same block (`speculative/head_proposer.py`). That row
+depends on the token after it too, so the key of a block then covers the token after the block. Each step of
+the head writes the rows of the last `num_feature_rows` tokens of a sequence again, from hidden states that no
+block holds. These tokens are neither cached nor taken from the cache.
 """
 
 import hashlib
@@ -20,15 +25,17 @@ from compress.runtime.generation import Generation
 
 
 class PrefixCache:
-    """The cached blocks of a pool by the tokens of the sequences up to their ends.
+    """The cached blocks of a pool by the tokens of the sequences up to their ends, with `num_feature_rows` also
+    by the token after.
 
     `num_queried` and `num_hits` count the tokens of prompts that were looked up and found. `on_forget` is
     called with the key of each block that is evicted.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, salt: str) -> None:
+    def __init__(self, pool: BlockPool, *, block_size: int, salt: str, num_feature_rows: int = 0) -> None:
         self._pool = pool
         self._block_size = block_size
+        self._num_feature_rows = num_feature_rows
         self._salt = hashlib.sha256(salt.encode()).digest()
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, tuple[int, ...]]] = {}
@@ -42,15 +49,23 @@ class PrefixCache:
         """Note that the blocks cached so far are computed before any pass of the next step."""
         self._of_this_step.clear()
 
+    def num_cacheable(self, generation: Generation) -> int:
+        """Return how many of a sequence's tokens may be cached."""
+        return len(generation.tokens) - self._num_feature_rows
+
+    def num_findable(self, generation: Generation) -> int:
+        """Return how many of a sequence's tokens may be taken from the cache: without the last, which the model
+        must see to choose the next."""
+        return min(self.num_cacheable(generation), len(generation.tokens) - 1)
+
     def find(self, generation: Generation, *, long: bool) -> list[int]:
-        """Return the blocks that hold the beginning of a sequence, its last token left out: the model must
-        see it to choose the next.
+        """Return the blocks that hold the beginning of a sequence.
 
         Blocks of the step under way are found by long prompts only, and only where a long prompt computes
         them.
         """
         found: list[int] = []
-        for idx in range((len(generation.tokens) - 1) // self._block_size):
+        for idx in range(self.num_findable(generation) // self._block_size):
             block = self.block(generation, idx)
             if block is None:
                 break
@@ -65,10 +80,11 @@ class PrefixCache:
         self.num_hits += generation.cached_tokens
 
     def insert(self, generation: Generation, num_tokens: int, *, long: bool | None = None) -> None:
-        """Cache the full blocks of the first `num_tokens` tokens of a sequence.
+        """Cache the full blocks of the first `num_tokens` tokens of a sequence, as far as they may be cached.
 
         `long` is whether a long prompt of the step under way computes them; None: they are computed.
         """
+        num_tokens = min(num_tokens, self.num_cacheable(generation))
         for idx in range(generation.num_cached_blocks, num_tokens // self._block_size):
             generation.num_cached_blocks = idx + 1
             key = self.key(generation, idx)
@@ -100,8 +116,10 @@ class PrefixCache:
         return block
 
     def _tokens(self, generation: Generation, idx: int) -> tuple[int, ...]:
+        """Return the tokens that a block's key adds to that of the block before it."""
         start = idx * self._block_size
-        return tuple(generation.tokens[start : start + self._block_size])
+        num_after = int(self._num_feature_rows > 0)
+        return tuple(generation.tokens[start : start + self._block_size + num_after])
 
     def _forget(self, block: int) -> None:
         key, _ = self._entries.pop(block)

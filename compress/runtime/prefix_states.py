@@ -99,7 +99,7 @@ class PrefixStates:
     def awaits(self, first: Generation, found: list[int]) -> bool:
         """Return whether a waiting request, which finds these blocks, is to go on from a state that is yet to
         be saved of another one with the same prompt, or that its pass in this step saves."""
-        last = self._last(len(first.tokens))
+        last = self._last(first)
         is_coming = first.num_computed < last and self._is_far(first, last)
         return is_coming or first.saved_tokens > len(found) * self._block_size
 
@@ -117,10 +117,12 @@ class PrefixStates:
         block, or else that at the end of the chunk, and cache the blocks before it, where the prompt has come
         far enough since the last time and there is room.
         """
-        last = self._last(len(generation.tokens))
+        last = self._last(generation)
         is_within = generation.num_computed < last <= end
         num_tokens = last if is_within and self._is_far(generation, last) else end
         if num_tokens % self.multiple or not self._can_save(generation, num_tokens):
+            return
+        if num_tokens > self._prefixes.num_cacheable(generation):
             return
         idx = num_tokens // self._block_size - 1
         key = self._prefixes.key(generation, idx)
@@ -141,9 +143,9 @@ class PrefixStates:
             self._use(key)
         generation.saved_tokens = num_tokens
 
-    def _last(self, num_tokens: int) -> int:
-        """Return where the last full block of a prompt ends; the model must see its last token."""
-        return (num_tokens - 1) // self.multiple * self.multiple
+    def _last(self, generation: Generation) -> int:
+        """Return where the last full block of a prompt ends that may be found."""
+        return self._prefixes.num_findable(generation) // self.multiple * self.multiple
 
     def _can_save(self, generation: Generation, num_tokens: int) -> bool:
         """Return whether the next pass of a prompt can save the state after so many tokens, far enough from

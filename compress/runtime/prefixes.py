@@ -8,7 +8,6 @@ import math
 
 import torch
 
-from compress.errors import UsageError
 from compress.kernels.operands.recurrent_states import rows_of_chunks
 from compress.models.arch import Arch
 from compress.runtime.block_pool import BlockPool
@@ -123,18 +122,14 @@ def keep_prefixes(
     device: torch.device,
     short_prompt_tokens: int,
 ) -> Prefixes:
-    """Return the prefixes of an engine that keeps them, none of them cached yet.
-
-    Raises:
-        UsageError: the engine speculates with a head that needs the hidden states of the whole prompt.
-    """
-    if proposer is not None and proposer.feature_layers:
-        raise UsageError(
-            "an EAGLE-3 or MTP head reads the hidden states of every prompt token, which the prefix cache "
-            "does not keep; leave one of them out (prefix_cache: false, or no speculation with a head)."
-        )
+    """Return the prefixes of an engine that keeps them, none of them cached yet."""
     facts = (arch.family, arch.config, kv_format, plan.max_model_len)
-    cache = PrefixCache(pool, block_size=block_size, salt="\n".join(map(str, facts)))
+    cache = PrefixCache(
+        pool,
+        block_size=block_size,
+        salt="\n".join(map(str, facts)),
+        num_feature_rows=0 if proposer is None else proposer.num_feature_rows,
+    )
     states = None
     if plan.saves_states:
         chunk = rows_of_chunks(arch.has_recurrence("mamba"), device)

@@ -38,11 +38,15 @@ class LaunchedStep:
         return self.shows_likeliest or _show_likeliest(firsts)
 
 
-class Copies(Protocol):
-    """The copies of steps within a cache, and the states that passes save; the device keeps their order."""
+class BlockCopies(Protocol):
+    """The copies of steps within pages; the device keeps their order."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first block of each pair to the second."""
+
+
+class Copies(BlockCopies, Protocol):
+    """The copies of steps within a cache, and the states that passes save."""
 
     def restore_states(self, states: Sequence[SavedState]) -> None:
         """Copy saved states to the slots of sequences."""
@@ -52,12 +56,15 @@ class Copies(Protocol):
 
 
 class StepQueue:
-    """Launches steps, and returns them in that order."""
+    """Launches steps, and returns them in that order. A `proposer` has pages of the same blocks."""
 
-    def __init__(self, decoding: Decoding, prefill: Prefill, cache: Copies) -> None:
+    def __init__(
+        self, decoding: Decoding, prefill: Prefill, cache: Copies, proposer: BlockCopies | None = None
+    ) -> None:
         self._decoding = decoding
         self._prefill = prefill
         self._cache = cache
+        self._pages: tuple[BlockCopies, ...] = (cache,) if proposer is None else (cache, proposer)
         self._saves = False
         self._run: DecodeRun | None = None
         self._steps: deque[LaunchedStep] = deque()
@@ -94,12 +101,10 @@ class StepQueue:
         self._steps.append(step)
 
     def _copy(self, batch: Batch) -> None:
-        if batch.copies:
-            self._cache.copy_blocks(batch.copies)
+        self._copy_blocks(batch.copies)
         if batch.states is None:
             return
-        if batch.states.blocks:
-            self._cache.copy_blocks(batch.states.blocks)
+        self._copy_blocks(batch.states.blocks)
         if batch.states.restored:
             self._cache.restore_states(batch.states.restored)
 
@@ -111,8 +116,12 @@ class StepQueue:
         self._saves = bool(saved)
         step.prefilled = self._prefill.launch(step.deferred) if step.deferred else None
         step.deferred = ()
-        if step.states is not None and step.states.firsts:
-            self._cache.copy_blocks(step.states.firsts)
+        if step.states is not None:
+            self._copy_blocks(step.states.firsts)
+
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for pages in self._pages if pairs else ():
+            pages.copy_blocks(pairs)
 
     def launch_next(self, num_running: int) -> bool:
         """Launch the decodes of the last step once more, if they are all that runs now, none of them has all

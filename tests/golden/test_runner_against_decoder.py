@@ -962,7 +962,7 @@ def test_features_are_the_hidden_states(feature: str) -> None:
     depths = (0, 1, len(source.arch.layers))
     features = Features.empty(depths, 5, engine.runner.embedding)
     batch = PrefillBatch(
-        tokens, rows, rows + engine.config.block_size_on(CPU), rows[1:2].view(1, 1), (5,), (5,), rows
+        tokens, rows, rows + engine.config.block_size_on(CPU), rows[1:2].view(1, 1), (5,), (5,), rows, (None,)
     )
     engine.runner.prefill(batch, short=False, features=features)
     x = decoder.embedded(tokens.unsqueeze(0), rows, FullAttention())

@@ -32,6 +32,7 @@ class Scripted:
 class ScriptedProposer:
     weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
+    num_feature_rows = 0
     on_device = False
 
     def __init__(self, options: Scripted, k: int, vocab_size: int) -> None:
@@ -43,6 +44,8 @@ class ScriptedProposer:
         return []
 
     def begin(self, sizes: CacheSizes, target: ModelRunner) -> None: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None: ...
 

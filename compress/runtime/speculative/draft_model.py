@@ -62,6 +62,7 @@ class DraftModelProposer:
     """A loaded draft model. Its pages are allocated by `begin`."""
 
     feature_layers = ()
+    num_feature_rows = 0
     on_device = True
 
     def __init__(self, source: WeightSource, setting: ProposerSetting) -> None:
@@ -97,6 +98,7 @@ class DraftModelProposer:
             num_slots=sizes.num_slots,
             num_kept=self._num_kept,
         )
+        self._cache = cache
         self._runner = ModelRunner(self._weights, cache, max_model_len=sizes.max_model_len)
         self._graphs: Graphs[Tensor] = Graphs(device, self._setting.deployment.max_batch_size)
         self._probs_SKV: Tensor | None = None
@@ -107,6 +109,10 @@ class DraftModelProposer:
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
         return self._runner.kernel_report()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second, in the draft model's pages."""
+        self._cache.copy_blocks(pairs)
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Write the keys and values of the draft model, without logits."""

@@ -2,16 +2,17 @@
 all kinds of heads share.
 
 Row t of the head reads the hidden state of token t and the embedding of token t + 1, so a chunk of a prompt
-that feeds tokens s..e to the target gives the rows s - 1..e - 1. The head's keys and values have pages of
-their own, with the block numbers of the target's cache.
+gives the rows of its tokens, without the last of the prompt, whose next token is yet to be chosen. The head's
+keys and values have pages of their own, with the block numbers of the target's cache. So the prefix cache
+shares both, and rows of tokens that it holds need no hidden states (`prefix_cache.py`).
 
-What the head makes of the target's hidden states, f, is kept in a ring for the last positions of a request,
-at the number of the request's first block, which no other request has while it runs. A verification writes up
-to k + 1 of them. Those of rejected tokens are overwritten when their positions come again. A step first feeds
-the last k + 1 rows: the new ones among them replace keys and values that the head computed from its own
-hidden states. Then it feeds its own choice k - 1 times, with the hidden state that the choice was made from.
-If a sequence is shorter than k + 1, it also feeds positions after its end, whose results are never read. So
-all that a step needs of a request are its length, its last tokens and its blocks.
+What the head makes of the target's hidden states, f, is kept in a ring of each block for the last positions
+in it. A verification writes up to k + 1 of them. Those of rejected tokens are overwritten when their
+positions come again. A step first feeds the last k + 1 rows: the new ones among them replace keys and values
+that the head computed from its own hidden states. Then it feeds its own choice k - 1 times, with the hidden
+state that the choice was made from. If a sequence is shorter than k + 1, it also feeds positions after its
+end, whose results are never read. So all that a step needs of a request are its length, its last tokens and
+its blocks, and it reads and writes nothing of the blocks that a request found in the prefix cache.
 
 With the rule "coupled" a head draws with the target's noise of each token, and with "rejection" it returns
 whole distributions. On CUDA all k passes are one graph.
@@ -31,6 +32,7 @@ from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS, PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.problem import Phase
+from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
@@ -107,8 +109,9 @@ class HeadProposer:
         self._head = head
         self._setting = setting
         self._kv_format = DENSE_FORMATS[deployment.dtype]
+        self.num_feature_rows = setting.k + 1
         self._ring = 2 * (setting.k + 1)
-        """Positions in the ring of a request: a step reads the last k + 1, and up to k more follow them."""
+        """Positions in a ring: a step reads the last k + 1 of a request, and up to k more follow them."""
         self.weight_bytes = head.weight_bytes
         ring_bytes = self._ring * head.arch.hidden_size * deployment.dtype.itemsize
         self.kv_bytes_per_token = kv_bytes_per_token(head.arch, self._kv_format) + -(
@@ -129,13 +132,14 @@ class HeadProposer:
                 f"{sizes.max_model_len} tokens; set max_model_len to {arch.max_position} at most."
             )
         device = deployment.device
-        pages = KVCache(
+        self._kv_cache = KVCache(
             arch,
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             kv_format=self._kv_format,
             device=device,
-        ).layer(0)
+        )
+        pages = self._kv_cache.layer(0)
         assert isinstance(pages, (PagedKV, PagedLatents))
         self._cache = HeadCache(pages, sizes.block_size)
         self._max_rows = max(deployment.max_decode_rows, SHORT_PROMPT_ROWS)
@@ -154,30 +158,25 @@ class HeadProposer:
         """Return rows of `Engine.kernel_report`."""
         return self._head.kernel_report()
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second, in the head's pages. A request goes on after them,
+        so nobody reads what the rings keep of them."""
+        self._kv_cache.copy_blocks(pairs)
+
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Write the head's keys and values of the chunks, and to the rings what the next chunk or the first
-        step reads.
-        """
+        """Write the head's keys and values of the chunks, and to the rings what the first step reads."""
         assert features is not None
         phase: Phase = "decode" if short else "prefill"
-        starts = [
-            length - queries for queries, length in zip(batch.query_lens, batch.context_lens, strict=True)
-        ]
-        rows_T, sources_T, kept_L, owners_L = (
-            each.to(features.rows_TE.device) for each in _chunk_rows(starts, batch.query_lens, self._ring)
+        device = features.rows_TE.device
+        rows_T, next_T, kept_L, owners_L = (
+            sent(each, device) for each in _chunk_rows(batch.query_lens, batch.next_tokens, self._ring)
         )
         fused_TD = self._head.fused(features.rows_TE, phase)
-        before_R1 = torch.tensor(starts, device=fused_TD.device).sub(1).clamp(min=0).unsqueeze(1)
-        before_RD = self._rings_ND[self._ring_slots(batch.block_table_RB, before_R1).flatten()]
-        block_size = self._cache.block_size
-        blocks_R1 = batch.block_table_RB.gather(1, before_R1 // block_size)
-        before_slots_R = (blocks_R1 * block_size + before_R1 % block_size).flatten()
         if len(rows_T):
-            hidden_TD = torch.cat((before_RD, fused_TD))[sources_T]
-            positions_T = torch.cat((before_R1.flatten(), batch.positions_T))[sources_T]
-            slots_T = torch.cat((before_slots_R, batch.slots_T))[sources_T]
-            rows = PromptRows(batch.tokens_T[rows_T], hidden_TD, positions_T, slots_T)
-            self._head.store(rows, self._cache, phase)
+            after_R = sent(torch.tensor([each or 0 for each in batch.next_tokens]), device)
+            tokens_T = torch.cat((batch.tokens_T, after_R))[next_T]
+            where = batch.positions_T[rows_T], batch.slots_T[rows_T]
+            self._head.store(PromptRows(tokens_T, fused_TD[rows_T], *where), self._cache, phase)
         kept_slots_L1 = self._ring_slots(
             batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1)
         )
@@ -248,31 +247,33 @@ class HeadProposer:
 
     def _ring_slots(self, table_RB: Tensor, positions_RQ: Tensor) -> Tensor:
         """Return the slots [R, Q] of these positions in the rings."""
-        return table_RB[:, :1] * self._ring + positions_RQ % self._ring
+        blocks_RQ = table_RB.gather(1, positions_RQ // self._cache.block_size)
+        return blocks_RQ * self._ring + positions_RQ % self._ring
 
 
 def _chunk_rows(
-    starts: Sequence[int], query_lens: Sequence[int], ring: int
+    query_lens: Sequence[int], next_tokens: Sequence[int | None], ring: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the indices that prefill reads and keeps, for ragged chunks that begin at `starts`.
+    """Return the indices that prefill reads and keeps, for ragged chunks.
 
-    `rows_T` are the tokens that give a row of the head: all but the first of a sequence. `sources_T` are
-    their hidden states, among R of the positions before the chunks and then those of the chunks. `kept_L` are
-    the last tokens of each chunk, which the rings keep, and `owners_L` their sequences.
+    `rows_T` are the tokens that give a row of the head: all whose next token is known. `next_T` are their
+    next tokens, among the tokens of the chunks and then the R after the chunks. `kept_L` are the last tokens
+    of each chunk, which the rings keep, and `owners_L` their sequences.
     """
     rows = list[int]()
-    sources = list[int]()
+    after = list[int]()
     kept = list[int]()
     owners = list[int]()
+    num_tokens = sum(query_lens)
     first = 0
-    for idx, (start, queries) in enumerate(zip(starts, query_lens, strict=True)):
+    for idx, (queries, next_token) in enumerate(zip(query_lens, next_tokens, strict=True)):
         chunk = range(first, first + queries)
-        rows += chunk if start else chunk[1:]
-        sources += [*([idx] if start else []), *(len(starts) + row for row in chunk[:-1])]
+        rows += chunk if next_token is not None else chunk[:-1]
+        after += [*chunk[1:], *([num_tokens + idx] if next_token is not None else [])]
         kept += chunk[-ring:]
         owners += [idx] * len(chunk[-ring:])
         first = chunk.stop
-    rows_T, sources_T, kept_L, owners_L = (
-        torch.tensor(each, dtype=torch.int64) for each in (rows, sources, kept, owners)
+    rows_T, next_T, kept_L, owners_L = (
+        torch.tensor(each, dtype=torch.int64) for each in (rows, after, kept, owners)
     )
-    return rows_T, sources_T, kept_L, owners_L
+    return rows_T, next_T, kept_L, owners_L

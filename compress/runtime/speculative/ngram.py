@@ -53,6 +53,7 @@ class NGramProposer:
 
     weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
+    num_feature_rows = 0
     on_device = False
 
     def __init__(self, options: NGram, k: int) -> None:
@@ -65,6 +66,9 @@ class NGramProposer:
 
     def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
         """Allocate nothing."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy nothing."""
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Keep nothing."""

@@ -85,6 +85,10 @@ class Proposer(Protocol):
         """
 
     @property
+    def num_feature_rows(self) -> int:
+        """The number of last tokens of a sequence whose hidden states a step reads; 0 if it reads none."""
+
+    @property
     def on_device(self) -> bool: ...
 
     def kernel_report(self) -> list[dict[str, Any]]:
@@ -94,6 +98,9 @@ class Proposer(Protocol):
         """Allocate its pages. Called once, when the size of the model's cache is known, with the runner
         of the model.
         """
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second, in its own pages."""
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Read chunks of prompts that the model has prefilled, with their hidden states if it reads any."""

@@ -51,7 +51,12 @@ def test_lists_in_place_are_the_lists_and_entries_that_do_nothing() -> None:
 
 def test_what_fills_a_pass_up_is_a_sequence_in_the_padding_block() -> None:
     batch = PrefillBatch(
-        *(torch.arange(20) for _ in range(3)), torch.tensor([[3], [4]]), (15, 5), (15, 5), torch.tensor([14])
+        *(torch.arange(20) for _ in range(3)),
+        torch.tensor([[3], [4]]),
+        (15, 5),
+        (15, 5),
+        torch.tensor([14]),
+        (None, 20),
     )
     filled = filled_up(batch, 4)
     assert filled.query_lens == filled.context_lens == (15, 5, 12)
@@ -161,6 +166,7 @@ def test_rows_of_features_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
             (length,),
             (length,),
             torch.tensor([length - 1]),
+            (None,),
         )
         runner.prefill(batch, short=False, features=features)
         return features.rows_TE
