@@ -4,7 +4,7 @@ prefix cache, and the model's tokens and logits stay as they are."""
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from compress.runtime.generation import Generation
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.prefix_cache import PrefixCache
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.draft_model import DraftModel, DraftModelProposer
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.ngram import NGram
@@ -122,8 +122,7 @@ def prompts_of(layers: str) -> list[tuple[int, ...]]:
     return LONG_PROMPTS if layers in WITH_STATES else PROMPTS
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
-@pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     ("kind", "layers"),
     [
         ("eagle3", "full"),
@@ -131,25 +130,40 @@ def prompts_of(layers: str) -> list[tuple[int, ...]]:
         ("mtp", "latents"),
         ("mtp", "windows"),
         ("mtp", "delta nets"),
-        ("eagle3", "delta nets"),
+        slow("eagle3", "delta nets"),
         slow("mtp", "mamba"),
     ],
 )
-def test_a_head_proposes_what_its_module_says_after_prefixes_too(
-    kind: str, layers: str, together: bool
-) -> None:
+
+
+@EACH
+def test_a_head_proposes_what_its_module_says_after_prefixes_too(kind: str, layers: str) -> None:
     source = source_of(layers)
     options, continuation = head_of(kind, source)
     requests = [request(idx, prompt, 4) for idx, prompt in enumerate(prompts_of(layers))]
     engine = engine_of(source, options, max_step_tokens=400)
-    groups = [requests] if together else [[each] for each in requests]
-    for group in groups:
-        assert checked_proposals(engine, continuation, group, K) > 0
+    assert checked_proposals(engine, continuation, requests, K) > 0
     hits = engine.counts.prefix_hits
     assert hits > 0
     assert checked_proposals(engine, continuation, requests, K) > 0  # with more in the cache
     assert engine.counts.prefix_hits > 2 * hits or layers in WITH_STATES
-    assert engine.counts.reserved_positions == 0
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
+@EACH
+def test_a_head_has_the_keys_and_values_that_it_has_without_the_cache(
+    kind: str, layers: str, together: bool
+) -> None:
+    source = source_of(layers)
+    head, _ = head_of(kind, source)
+    requests = [request(idx, prompt, 4) for idx, prompt in enumerate(prompts_of(layers))]
+    _, expected = served(engine_of(source, head, prefix_cache=False), requests, 0)
+    engine = engine_of(source, head, max_step_tokens=400)
+    for group in [requests] if together else [[each] for each in requests]:
+        assert compare(served(engine, group, 0)[1], expected) > 0
+    hits = engine.counts.prefix_hits
+    assert compare(served(engine, requests, 1)[1], expected) > 2 * len(requests)
+    assert engine.counts.prefix_hits > 2 * hits > 0 or layers in WITH_STATES
 
 
 def test_the_last_tokens_that_a_head_reads_again_are_never_taken_from_the_cache() -> None:
@@ -212,23 +226,39 @@ def test_with_states_tokens_and_logits_have_the_bits_of_other_speculation(layers
     assert head.counts.prefix_hits > 1000
 
 
-Proposed = dict[tuple[str, int], list[int]]
-"""What was proposed after so many tokens of a request."""
+@dataclass(frozen=True)
+class Proposed:
+    """What was proposed after the tokens of a request, and the keys and values by which."""
+
+    tokens: list[int]
+    pages: list[torch.Tensor]
+
+
+Steps = dict[tuple[str, int], Proposed]
+"""By the request and the number of its tokens."""
+
+
+def pages_of(proposer: Any, generation: Generation) -> list[torch.Tensor]:
+    """Return the keys and values, or latents, of all tokens but the last, whose next one is not known."""
+    cache = proposer._cache if isinstance(proposer, DraftModelProposer) else proposer._kv_cache
+    num_layers = len(cache._layers)
+    pages = [tensor for idx in range(num_layers) for tensor in cache.layer(idx).tensors]
+    return [each[:, generation.blocks].flatten(1, 2)[:, : len(generation.tokens) - 1] for each in pages]
 
 
 def served(
     engine: Engine, requests: Sequence[Request], seed: int, *, cancelled: str = ""
-) -> tuple[dict[str, Finished], Proposed]:
+) -> tuple[dict[str, Finished], Steps]:
     """What came of requests that arrive between steps; one is cancelled when it has two tokens."""
     assert engine._speculation is not None
     proposer = engine._speculation._proposer
     propose = proposer.propose
-    proposed: Proposed = {}
+    proposed: Steps = {}
 
     def noted(generations: Sequence[Generation], state: Any) -> Any:
         drafts = propose(generations, state)
         for each, tokens in zip(generations, drafts.tokens_RK.tolist(), strict=True):
-            proposed[each.request.id, len(each.tokens)] = tokens
+            proposed[each.request.id, len(each.tokens)] = Proposed(tokens, pages_of(proposer, each))
         return drafts
 
     proposer.propose = noted  # type: ignore[method-assign]
@@ -244,6 +274,16 @@ def served(
     proposer.propose = propose  # type: ignore[method-assign]
     assert engine.counts.reserved_positions == engine.counts.live_tokens == 0
     return {each.id: each for each in finished}, proposed
+
+
+def compare(found: Steps, expected: Steps, *, atol: float = 1e-4) -> int:
+    """Return how many steps both have; these have the same proposals, of the same keys and values."""
+    both = found.keys() & expected.keys()
+    assert {key: found[key].tokens for key in both} == {key: expected[key].tokens for key in both}
+    for key in both:
+        for own, other in zip(found[key].pages, expected[key].pages, strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+    return len(both)
 
 
 def workload(seed: int, *, with_states: bool) -> list[Request]:
@@ -300,9 +340,8 @@ def test_any_workload_has_the_tokens_and_the_proposals_that_it_has_without_the_c
         (plain, expected), (found, proposed) = results
         assert plain.keys() == found.keys()
         assert all(each.tokens == found[name].tokens for name, each in plain.items())
-        both = expected.keys() & proposed.keys()
-        assert {key: proposed[key] for key in both} == {key: expected[key] for key in both}
-        common += len(both)
+        # A code of the model's cache may be the next one where a prompt is computed in other chunks.
+        common += compare(proposed, expected, atol=0.5 if "kv_format" in changes else 1e-4)
         hits += engine.counts.prefix_hits
         evictions += engine.counts.evictions
     assert common > 50
@@ -338,6 +377,23 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_and_what_the_head_has_
     assert engine.counts.prefix_hits == 112  # of 120 tokens; those that a step may write again are not kept
 
 
+def test_kept_proposals_of_an_answer_leave_the_rows_of_the_models_hidden_states() -> None:
+    """Several tokens of a step are kept, and the next turn finds what the head has made of them."""
+    source = source_of("full")
+    head, _ = head_of("mtp", source)
+    config = EngineConfig(prefix_cache=True, speculative=Speculative(head, k=K, forced_rate=0.7))
+    for length in (38, 40, 45):
+        engine = Engine(source, device=CPU, config=config)
+        (first,) = engine.generate([request(0, SHARED, length)])
+        assert acceptance_of(engine).acceptance_length > 1.5
+        turn = [request(1, SHARED + first.tokens + ids(9, 22), 1 + K)]
+        _, found = served(engine, turn, 0)
+        _, expected = served(engine_of(source, head, prefix_cache=False), turn, 0)
+        assert engine.counts.prefix_hits == (80 + length - K - 2) // SIZE * SIZE
+        key = "1", len(turn[0].prompt) + 1
+        assert compare({key: found[key]}, expected) == 1
+
+
 def test_a_preempted_request_goes_on_from_what_it_had() -> None:
     source = source_of("full")
     head, continuation = head_of("eagle3", source)
@@ -363,7 +419,7 @@ def test_a_draft_without_states_proposes_for_a_model_with_saved_states() -> None
         assert (engine.counts.prefix_hits > 1000) is prefix_cache
     for (plain, expected), (found, proposed) in zip(*results, strict=True):
         assert [each.tokens for each in found.values()] == [each.tokens for each in plain.values()]
-        assert proposed == expected
+        assert compare(proposed, expected) == len(expected) > 0
 
 
 def test_a_block_with_rows_of_a_head_is_found_by_its_tokens_and_the_next() -> None:

@@ -3,7 +3,9 @@ every row attends to the keys and values of its own sequence. Steps begin before
 read, requests end by length or by a token that is seen late, and groups of them share a prompt.
 
 A cache without a model stands for the real one: a position holds the digest of all tokens up to it, written
-when its row is computed. What a row reads must be the digests of its own sequence, whoever wrote them.
+when its row is computed. What a row reads must be the digests of its own sequence, whoever wrote them. With
+a head, a position also holds the digest of the tokens up to the one after it. Steps write the last of these
+again, which is never in a block that is cached.
 """
 
 from collections import deque
@@ -43,6 +45,7 @@ class Cells:
 
     def __init__(self, num_slots: int) -> None:
         self.cells: dict[tuple[int, int], int] = {}
+        self.head_rows: dict[tuple[int, int], int] = {}
         self.sequences: dict[Generation, list[int]] = {}
         """The tokens of each request as the device knows them: the host has read the first of them."""
         self.states: dict[int, int] = {}
@@ -55,6 +58,25 @@ class Cells:
     def write(self, generation: Generation, start: int, end: int) -> None:
         for position in range(start, end):
             self.cells[self._place(generation, position)] = self._digest(generation, position)
+
+    def write_head(self, generation: Generation, start: int, end: int) -> None:
+        """Write the head's rows of these positions whose next token is known to the host."""
+        for position in range(start, min(end, len(generation.tokens) - 1)):
+            self.head_rows[self._place(generation, position)] = self._digest(generation, position + 1)
+
+    def propose(self, generation: Generation, pool: BlockPool, num_feature_rows: int) -> None:
+        """Write the rows of the last tokens again, read all, and write rows of tokens that are proposed."""
+        length = len(self.sequences[generation])
+        for position in range(max(0, length - 1 - num_feature_rows), length - 1):
+            place = self._place(generation, position)
+            assert place[0] not in pool._cached
+            self.head_rows[place] = self._digest(generation, position + 1)
+        for position in range(length - 1):
+            assert self.head_rows[self._place(generation, position)] == self._digest(generation, position + 1)
+        for position in range(length - 1, min(length + num_feature_rows - 3, len(generation.blocks) * BLOCK)):
+            place = self._place(generation, position)
+            assert place[0] not in pool._cached
+            self.head_rows[place] = -1
 
     def advance(self, generation: Generation, start: int, end: int) -> None:
         """Take the state of a sequence on; it must be that after the first `start` tokens."""
@@ -80,12 +102,13 @@ class Cells:
             assert self.cells[self._place(generation, position)] == self._digest(generation, position)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        contents = [[self.cells.get((block, idx)) for idx in range(BLOCK)] for block, _ in copies]
-        for (_, block), content in zip(copies, contents, strict=True):
-            for idx, cell in enumerate(content):
-                self.cells.pop((block, idx), None)
-                if cell is not None:
-                    self.cells[block, idx] = cell
+        for cells in (self.cells, self.head_rows):
+            contents = [[cells.get((block, idx)) for idx in range(BLOCK)] for block, _ in copies]
+            for (_, block), content in zip(copies, contents, strict=True):
+                for idx, cell in enumerate(content):
+                    cells.pop((block, idx), None)
+                    if cell is not None:
+                        cells[block, idx] = cell
 
     def _place(self, generation: Generation, position: int) -> tuple[int, int]:
         return generation.blocks[position // BLOCK], position % BLOCK
@@ -129,6 +152,7 @@ class ClearingPool(BlockPool):
             self.cells.states.pop(block, None)
         for place in [(block, idx) for block in blocks for idx in range(BLOCK)]:
             self.cells.cells.pop(place, None)
+            self.cells.head_rows.pop(place, None)
         return blocks
 
 
@@ -137,6 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     num_restored = 0
     """States that were restored in all runs."""
+    num_hits = 0
+    """Tokens of prompts that were found with a head's rows of them in all runs."""
 
     @initialize(
         num_blocks=st.integers(8, 16),
@@ -148,6 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([0, 3, 50]),
         num_saved=st.sampled_from([None, None, 0, 1, 4]),
         multiple=st.sampled_from([BLOCK, 2 * BLOCK]),
+        num_feature_rows=st.sampled_from([0, 0, 2, 4]),
     )
     def begin(
         self,
@@ -160,15 +187,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots: int,
         num_saved: int | None,
         multiple: int,
+        num_feature_rows: int,
     ) -> None:
         self.has_states = has_states = num_saved is not None
         self.num_first = num_first = batch_size if has_states else 0
-        num_slots = 0 if has_states else num_slots
+        self.num_feature_rows = num_feature_rows
+        num_slots = 0 if has_states or num_feature_rows else num_slots
         self.num_blocks = num_blocks
         self.pool = ClearingPool(num_blocks + num_first + 1, num_first=num_first)
         self.pool.cells = self.cells = Cells(num_slots)
         self.batching = Batching(batch_size, policy=policy, delay_s=3.0)  # type: ignore[arg-type]
-        self.prefixes = PrefixCache(self.pool, block_size=BLOCK, salt="") if prefixes else None
+        self.prefixes = (
+            PrefixCache(self.pool, block_size=BLOCK, salt="", num_feature_rows=num_feature_rows)
+            if prefixes
+            else None
+        )
         self.num_saved = num_saved
         self.states = states = None
         if num_saved is not None and self.prefixes is not None:
@@ -189,8 +222,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_tokens=max(budget, batch_size),
             batching=self.batching,
             prefixes=Prefixes(self.prefixes, states, short_prompt_tokens=SHORT),
+            num_unsure=num_feature_rows,
             swap=self.cells if num_slots else None,
-            shares_prompts=not has_states,
+            shares_prompts=not has_states and not num_feature_rows,
             chunk_multiple=1 if states is None else multiple,
         )
         self.now_s = 0.0
@@ -263,6 +297,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.has_states:
                 self.cells.advance(generation, length - 1, length)
             self.cells.check(generation, length)
+            if self.num_feature_rows:
+                self.cells.propose(generation, self.pool, self.num_feature_rows)
             generation.num_computed += 1
         short = [each for each in batch.prefills if len(each.generation.request.prompt) <= SHORT]
         firsts: list[Generation] = []
@@ -291,6 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(each.num_computed == start for each in generations)
             assert all(each.blocks == generations[0].blocks for each in generations)
             self.cells.write(generations[0], start, start + count)
+            self.cells.write_head(generations[0], start, start + count)
             if self.has_states:
                 self.cells.advance(generations[0], start, start + count)
         for generations, start, count, _ in spans:
@@ -340,6 +377,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.num_done == self.num_arrived
         assert self.pool.num_free == self.num_blocks
         assert self.cells.num_used == 0
+        if self.num_feature_rows and self.prefixes is not None:
+            SchedulerMachine.num_hits += self.prefixes.num_hits
 
 
 def test_any_order_of_arrivals_steps_and_cancellations() -> None:
@@ -353,3 +392,4 @@ def test_any_order_of_arrivals_steps_and_cancellations() -> None:
         ),
     )
     assert SchedulerMachine.num_restored > 0
+    assert SchedulerMachine.num_hits > 0
