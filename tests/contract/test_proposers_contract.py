@@ -103,6 +103,32 @@ def test_what_comes_out_is_what_plain_decoding_gives(name: str, temperature: flo
 
 
 @each_proposer
+def test_with_the_prefix_cache_come_the_same_tokens_and_proposals(name: str) -> None:
+    found = []
+    for prefix_cache in (False, True):
+        config = EngineConfig(
+            max_batch_size=4, prefix_cache=prefix_cache, speculative=Speculative(options(name), k=K)
+        )
+        served = Engine(source(), device=CPU, config=config)
+        assert served._speculation is not None
+        propose = served._speculation._proposer.propose
+        proposed: dict[tuple[str, int], list[int]] = {}
+
+        def noted(generations: Any, state: Any, propose: Any = propose, proposed: Any = proposed) -> Drafts:
+            drafts: Drafts = propose(generations, state)
+            for each, tokens in zip(generations, drafts.tokens_RK.tolist(), strict=True):
+                proposed[each.request.id, len(each.tokens)] = tokens
+            return drafts
+
+        served._speculation._proposer.propose = noted  # type: ignore[method-assign]
+        tokens = [[each.tokens for each in served.generate(requests(0.8))] for _ in range(2)]
+        assert tokens[0] == tokens[1]
+        assert (served.counts.prefix_hits > 0) is prefix_cache
+        found.append((tokens, proposed))
+    assert found[0] == found[1]
+
+
+@each_proposer
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_proposals_are_tokens_within_limits_and_distributions_sum_to_one(name: str, rule: str) -> None:
     served = engine(name, rule=rule)

@@ -100,7 +100,7 @@ PROMPTS = [
     SHARED + ids(40, 2),
     SHARED[: 3 * SIZE] + ids(20, 3),  # departs at the end of a block
     SHARED,
-    SHARED + ids(2, 4),
+    SHARED + ids(7, 1)[:2],  # fewer than K + 1 tokens follow its last full block
     ids(50, 5),
     SHARED + ids(7, 1),
     SHARED[: 3 * SIZE + 5] + ids(90, 6),
@@ -113,6 +113,7 @@ LONG_PROMPTS = [
     LONG + ids(9, 11),
     LONG + ids(300, 8) + ids(7, 12),
     LONG,
+    LONG[: 20 * SIZE + 2],
     LONG[: 20 * SIZE] + ids(50, 13),  # departs at the end of a block
 ]
 """Prompts of which states are saved."""
@@ -214,7 +215,7 @@ def test_tokens_and_logits_have_the_bits_of_plain_decoding_with_the_same_prefixe
 def test_with_states_tokens_and_logits_have_the_bits_of_other_speculation(layers: str) -> None:
     """More rows of prompts go one by one where states are kept for verifications."""
     source = source_of(layers)
-    requests = [request(idx, prompt) for idx, prompt in enumerate(LONG_PROMPTS[:-1])]
+    requests = [request(idx, prompt) for idx, prompt in enumerate(LONG_PROMPTS[:-2])]
     lookup, head = (engine_of(source, each) for each in (NGram(), head_of("mtp", source)[0]))
     for each in requests:
         expected, found = record(lookup, [each]), record(head, [each])
@@ -377,21 +378,27 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_and_what_the_head_has_
     assert engine.counts.prefix_hits == 112  # of 120 tokens; those that a step may write again are not kept
 
 
-def test_kept_proposals_of_an_answer_leave_the_rows_of_the_models_hidden_states() -> None:
-    """Several tokens of a step are kept, and the next turn finds what the head has made of them."""
+@pytest.mark.parametrize(
+    ("begin", "length", "rate"), [(80, 38, 0.7), (80, 45, 0.7), (83, 33, 1.0), (84, 33, 1.0)]
+)
+def test_kept_proposals_of_an_answer_leave_the_rows_of_the_models_hidden_states(
+    begin: int, length: int, rate: float
+) -> None:
+    """Several tokens of a step are kept, all of the last step's with a rate of 1. The next turn finds what the
+    head has made of those before."""
     source = source_of("full")
     head, _ = head_of("mtp", source)
-    config = EngineConfig(prefix_cache=True, speculative=Speculative(head, k=K, forced_rate=0.7))
-    for length in (38, 40, 45):
-        engine = Engine(source, device=CPU, config=config)
-        (first,) = engine.generate([request(0, SHARED, length)])
-        assert acceptance_of(engine).acceptance_length > 1.5
-        turn = [request(1, SHARED + first.tokens + ids(9, 22), 1 + K)]
-        _, found = served(engine, turn, 0)
-        _, expected = served(engine_of(source, head, prefix_cache=False), turn, 0)
-        assert engine.counts.prefix_hits == (80 + length - K - 2) // SIZE * SIZE
-        key = "1", len(turn[0].prompt) + 1
-        assert compare({key: found[key]}, expected) == 1
+    config = EngineConfig(prefix_cache=True, speculative=Speculative(head, k=K, forced_rate=rate))
+    engine = Engine(source, device=CPU, config=config)
+    prompt = ids(begin, 0)
+    (first,) = engine.generate([request(0, prompt, length)])
+    assert acceptance_of(engine).acceptance_length > 1.5
+    turn = [request(1, prompt + first.tokens + ids(9, 22), 1 + K)]
+    _, found = served(engine, turn, 0)
+    _, expected = served(engine_of(source, head, prefix_cache=False), turn, 0)
+    assert engine.counts.prefix_hits == (begin + length - K - 2) // SIZE * SIZE
+    key = "1", len(turn[0].prompt) + 1
+    assert compare({key: found[key]}, expected) == 1
 
 
 def test_a_preempted_request_goes_on_from_what_it_had() -> None:

@@ -221,7 +221,7 @@ def test_other_completions_of_a_prompt_go_on_from_the_state_of_the_first() -> No
         assert {name: found for name, found in tokens(finished).items() if name != "9"} == expected
 
 
-def test_a_draft_that_keeps_something_leaves_nothing_to_save() -> None:
+def test_a_draft_with_states_of_its_own_leaves_nothing_to_save() -> None:
     draft = Speculative(DraftModel(source_of("two kinds")), k=2)
     engine = engine_of(speculative=draft)
     assert [each.cached_tokens for each in alone(engine, REQUESTS[:1] * 2)] == [0, 0]

@@ -17,6 +17,7 @@ from compress.models.mtp_reader import read_mtp
 from compress.models.weights import WeightSource, build_decoder
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative import decoding, head_proposer
 from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.speculation import Speculative
@@ -39,8 +40,8 @@ SERVED = [
 ]
 
 
-def model(path: Path, case: str) -> tuple[WeightSource, MtpHead]:
-    saved_with_mtp(path, case, max_position_embeddings=256)
+def model(path: Path, case: str, *, max_position: int = 256) -> tuple[WeightSource, MtpHead]:
+    saved_with_mtp(path, case, max_position_embeddings=max_position)
     checkpoint = open_checkpoint(path)
     return checkpoint, read_mtp(checkpoint, codecs())
 
@@ -140,7 +141,23 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
         engine_of(other, speculative=Speculative(Mtp(wrong)))
 
 
-def test_a_prefix_cache_is_refused(tmp_path: Path) -> None:
-    source, head = model(tmp_path, "glm4-moe")
-    with pytest.raises(UsageError, match="MTP head reads the hidden states of every prompt token"):
-        engine_of(source, speculative=Speculative(Mtp(head)), prefix_cache=True)
+@pytest.mark.parametrize(
+    ("case", "num_prompts"),
+    [("glm4-moe", 6), ("deepseek_v3", 6), ("mimo_v2_flash", 6), slow("exaone_moe", 6), slow("qwen3_next", 2)],
+)
+def test_a_head_beside_the_prefix_cache_proposes_what_its_module_says(
+    case: str, num_prompts: int, tmp_path: Path
+) -> None:
+    """The prefixes of a model with states have more tokens."""
+    longer = 300 if case == "qwen3_next" else 40
+    source, head = model(tmp_path, case, max_position=512)
+    prompts = [tuple((torch.arange(longer + 9 * idx) % (7 + idx // 2)).tolist()) for idx in range(num_prompts)]
+    requests = [
+        Request(str(idx), prompt, SamplingParams(4, seed=idx, ignore_eos=True))
+        for idx, prompt in enumerate(prompts)
+    ]
+    config = EngineConfig(speculative=Speculative(Mtp(head), k=2), prefix_cache=True)
+    engine = Engine(source, device=CPU, config=config)
+    for _ in range(2):
+        assert checked_proposals(engine, Oracle(source, head).continuation, requests, 2) > num_prompts
+    assert engine.counts.prefix_hits >= num_prompts * longer // 16 * 16 // 2
