@@ -25,8 +25,8 @@ from compress.runtime.generation import Generation
 
 
 class PrefixCache:
-    """The cached blocks of a pool by the tokens of the sequences up to their ends, with `num_feature_rows` also
-    by the token after.
+    """The cached blocks of a pool by the tokens of the sequences up to their ends, with `num_feature_rows`
+    also by the token after.
 
     `num_queried` and `num_hits` count the tokens of prompts that were looked up and found. `on_forget` is
     called with the key of each block that is evicted.
@@ -54,8 +54,8 @@ class PrefixCache:
         return len(generation.tokens) - self._num_feature_rows
 
     def num_findable(self, generation: Generation) -> int:
-        """Return how many of a sequence's tokens may be taken from the cache: without the last, which the model
-        must see to choose the next."""
+        """Return how many of a sequence's tokens may be taken from the cache: without the last, which the
+        model must see to choose the next."""
         return min(self.num_cacheable(generation), len(generation.tokens) - 1)
 
     def find(self, generation: Generation, *, long: bool) -> list[int]:

@@ -80,7 +80,9 @@ def groups() -> list[list[Request]]:
                 Request(
                     f"{number}-{count}",
                     begin + ids(count, count),
-                    SamplingParams(20, temperature=0.8 * (count % 2), seed=count, ignore_eos=True, logprobs=True),
+                    SamplingParams(
+                        20, temperature=0.8 * (count % 2), seed=count, ignore_eos=True, logprobs=True
+                    ),
                 )
                 for count in group
             ]
@@ -150,7 +152,7 @@ def test_a_head_has_the_keys_and_values_that_it_has_without_the_prefix_cache(kin
         ]
         expected, found = pages(plain, greedy), pages(engine, greedy)
         for seed, length in expected.keys() & found.keys():
-            # Rounding may have decided a token since the prompt; rows of prompts are those of the same tokens.
+            # Rounding may have decided a token of the answer, but the prompt is the same.
             num_rows = len(next(each for each in group if each.params.seed == seed).prompt) - 1
             for own, other in zip(found[seed, length], expected[seed, length], strict=True):
                 error = (own - other)[:, :num_rows].norm(dim=(0, 2)) / other[:, :num_rows].norm(dim=(0, 2))

@@ -222,7 +222,9 @@ def test_with_states_tokens_and_logits_have_the_bits_of_other_speculation(layers
         assert found.finished[0].cached_tokens == expected.finished[0].cached_tokens
         assert found.results == expected.results
         common = found.rows.keys() & expected.rows.keys()
-        assert_same_bits({key: found.rows[key] for key in common}, {key: expected.rows[key] for key in common})
+        assert_same_bits(
+            {key: found.rows[key] for key in common}, {key: expected.rows[key] for key in common}
+        )
         assert len(common) >= 7
     assert head.counts.prefix_hits > 1000
 
@@ -241,7 +243,7 @@ Steps = dict[tuple[str, int], Proposed]
 
 def pages_of(proposer: Any, generation: Generation) -> list[torch.Tensor]:
     """Return the keys and values, or latents, of all tokens but the last, whose next one is not known."""
-    cache = proposer._cache if isinstance(proposer, DraftModelProposer) else proposer._kv_cache
+    cache: Any = proposer._cache if isinstance(proposer, DraftModelProposer) else proposer._kv_cache
     num_layers = len(cache._layers)
     pages = [tensor for idx in range(num_layers) for tensor in cache.layer(idx).tensors]
     return [each[:, generation.blocks].flatten(1, 2)[:, : len(generation.tokens) - 1] for each in pages]
@@ -283,7 +285,9 @@ def compare(found: Steps, expected: Steps, *, atol: float = 1e-4) -> int:
     assert {key: found[key].tokens for key in both} == {key: expected[key].tokens for key in both}
     for key in both:
         for own, other in zip(found[key].pages, expected[key].pages, strict=True):
-            torch.testing.assert_close(own, other, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                own, other, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
+            )
     return len(both)
 
 
@@ -384,8 +388,8 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_and_what_the_head_has_
 def test_kept_proposals_of_an_answer_leave_the_rows_of_the_models_hidden_states(
     begin: int, length: int, rate: float
 ) -> None:
-    """Several tokens of a step are kept, all of the last step's with a rate of 1. The next turn finds what the
-    head has made of those before."""
+    """Several tokens of a step are kept, all of the last step's with a rate of 1. The next turn finds what
+    the head has made of those before."""
     source = source_of("full")
     head, _ = head_of("mtp", source)
     config = EngineConfig(prefix_cache=True, speculative=Speculative(head, k=K, forced_rate=rate))
@@ -449,9 +453,7 @@ def test_a_block_with_rows_of_a_head_is_found_by_its_tokens_and_the_next() -> No
 def test_the_cache_counts_the_bytes_of_a_head_in_its_blocks() -> None:
     source = source_of("full")
     head, _ = head_of("mtp", source)
-    sizes = [
-        engine_of(source, each, kv_cache_bytes=1 << 20)._pool.num_free for each in (None, head)
-    ]
+    sizes = [engine_of(source, each, kv_cache_bytes=1 << 20)._pool.num_free for each in (None, head)]
     of_model, of_both = (
         kv_bytes_per_token(source.arch, "F32") + own
         for own in (0, kv_bytes_per_token(head.head.arch, "F32") + 2 * (K + 1) * 56 * 4 // SIZE)  # type: ignore[attr-defined]

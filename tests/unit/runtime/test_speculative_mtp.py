@@ -151,7 +151,9 @@ def test_a_head_beside_the_prefix_cache_proposes_what_its_module_says(
     """The prefixes of a model with states have more tokens."""
     longer = 300 if case == "qwen3_next" else 40
     source, head = model(tmp_path, case, max_position=512)
-    prompts = [tuple((torch.arange(longer + 9 * idx) % (7 + idx // 2)).tolist()) for idx in range(num_prompts)]
+    prompts = [
+        tuple((torch.arange(longer + 9 * idx) % (7 + idx // 2)).tolist()) for idx in range(num_prompts)
+    ]
     requests = [
         Request(str(idx), prompt, SamplingParams(4, seed=idx, ignore_eos=True))
         for idx, prompt in enumerate(prompts)
