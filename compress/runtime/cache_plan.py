@@ -55,7 +55,7 @@ def plan_cache(
     others_per_token = 0 if proposer is None else proposer.kv_bytes_per_token
     others_per_request = 0 if proposer is None else proposer.bytes_per_request
     state_bytes = slot_bytes(arch, config.num_kept) + others_per_request
-    # Of a draft's own states none are saved.
+    # Saved states are those of the model alone: a draft with recurrences could not go on from a prefix.
     saves_states = config.prefix_cache and arch.has_recurrences and not others_per_request
     max_model_len, num_blocks = config.size_cache(
         arch,

@@ -12,7 +12,7 @@ positions come again. A step first feeds the last k + 1 rows: the new ones among
 that the head computed from its own hidden states. Then it feeds its own choice k - 1 times, with the hidden
 state that the choice was made from. If a sequence is shorter than k + 1, it also feeds positions after its
 end, whose results are never read. So all that a step needs of a request are its length, its last tokens and
-its blocks, and it reads and writes nothing of the blocks that a request found in the prefix cache.
+its blocks. It writes to no block that is in the prefix cache, and reads no ring of such a block.
 
 With the rule "coupled" a head draws with the target's noise of each token, and with "rejection" it returns
 whole distributions. On CUDA all k passes are one graph.

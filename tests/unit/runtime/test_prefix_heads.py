@@ -405,6 +405,22 @@ def test_kept_proposals_of_an_answer_leave_the_rows_of_the_models_hidden_states(
     assert compare({key: found[key]}, expected) == 1
 
 
+@pytest.mark.parametrize("layers", ["full", "delta nets"])
+def test_completions_of_one_prompt_are_those_of_separate_requests(layers: str) -> None:
+    source = source_of(layers)
+    head, _ = head_of("mtp", source)
+    prompt = LONG + ids(50, 23)
+    requests = [request(idx, prompt, 9, temperature=0.8 * (idx > 0)) for idx in range(4)]
+    _, expected = served(engine_of(source, head, prefix_cache=False), requests, 0)
+    engine = engine_of(source, head, max_step_tokens=512)
+    finished, found = served(engine, [replace(each, group="one") for each in requests], 0)
+    assert compare(found, expected) == len(expected)
+    assert [finished[str(idx)].cached_tokens for idx in range(4)] == [
+        0,
+        *[368 if layers == "full" else 352] * 3,
+    ]
+
+
 def test_a_preempted_request_goes_on_from_what_it_had() -> None:
     source = source_of("full")
     head, continuation = head_of("eagle3", source)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from compress.api import load_engine
 from compress.errors import UsageError
 from compress.export import codecs, open_checkpoint
 from compress.models.attention import FullAttention
@@ -131,6 +132,15 @@ def test_rows_of_kept_proposals_are_made_anew_of_the_models_hidden_states(tmp_pa
     engine = engine_of(source, speculative=Speculative(Mtp(head), k=3, forced_rate=0.7))
     assert checked_proposals(engine, Oracle(source, head).continuation, requests, 3) > 15
     assert acceptance_of(engine).acceptance_length > 1.5
+
+
+def test_a_loaded_model_speculates_beside_the_prefix_cache(tmp_path: Path) -> None:
+    saved_with_mtp(tmp_path, "glm4-moe", max_position_embeddings=256)
+    engine = load_engine(tmp_path, EngineConfig(prefix_cache=True), device="cpu", speculative="mtp")
+    request = Request("0", tuple(range(40)), SamplingParams(6, ignore_eos=True))
+    first, second = (engine.generate([request])[0] for _ in range(2))
+    assert first.tokens == second.tokens
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
