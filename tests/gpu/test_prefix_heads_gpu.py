@@ -94,13 +94,18 @@ def facts(finished: Sequence[Finished]) -> list[tuple[Any, ...]]:
     return [(each.cached_tokens, each.tokens, each.logprobs) for each in finished]
 
 
-@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD", "FP8_ATTENTION", "INT4_TOKEN_HEAD"])
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name", "kv_format"),
+    [
+        *((*case, kv_format) for case in CASES for kv_format in (None, "FP8_TOKEN_HEAD")),
+        ("eagle3", "keys and values", "FP8_ATTENTION"),
+        ("eagle3", "four bits", "INT8_TOKEN_HEAD"),
+        ("mtp", "keys and values", "INT4_TOKEN_HEAD"),
+    ],
+)
 def test_a_head_beside_the_prefix_cache_changes_no_bit(kind: str, name: str, kv_format: str | None) -> None:
     """Where a model has states, more rows of prompts go one by one while it speculates, so the bits are those
     of lookup."""
-    if name == "latents" and kv_format not in (None, "FP8_TOKEN_HEAD"):
-        pytest.skip("latents have no such format")
     source = SOURCES[name]()
     lookup = NGram() if source.arch.has_recurrences else None
     plain = engine_of(source, lookup, kv_format=kv_format)
