@@ -13,7 +13,8 @@ them, so that every size of a prefill pass has its graph.
 
     workload_512  all requests at once: throughput, ITL and use of the cache, by policy and requests at once
     ttft          time to the first token of prompts of `prompt_tokens`, of which `prefix_tokens` are in the
-                  prefix cache from earlier requests; `burst` of them arrive at once
+                  prefix cache from earlier requests; `burst` of them arrive at once; with `--heads`, in
+                  engines that speculate with such a head of random weights, k = `--k`
     itl_mixed     requests decode, and three prompts of `long_tokens` arrive among them: the time between
                   tokens while a long prompt is prefilled, and the long prompts' time to the first token
     trace         arrivals and lengths of `--trace`; without one, the requests above arrive at `--trace-rate`
@@ -25,6 +26,7 @@ each launch.
 import argparse
 import contextlib
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -41,6 +43,7 @@ from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
+from compress.runtime.speculative.speculation import Speculative
 from compress.validate.load.arrivals import Traffic
 from compress.validate.load.compare import LoadRow, compare_load
 from compress.validate.load.engine_target import EngineTarget
@@ -60,9 +63,11 @@ from scripts.bench_setup import (
     schemes_of,
     write_results,
 )
+from scripts.random_heads import EAGLE3_SCHEME, random_head
 from scripts.slow_host import slow_host
 
 DENSE = "dense"
+NO_HEAD = "none"
 LAW_SEED = 20261122
 PROMPT_LAW = LengthLaw(256, 0.9, 16, 2048)
 OUTPUT_LAW = LengthLaw(160, 0.8, 8, 1024)
@@ -131,13 +136,14 @@ class Bench:
     def first_tokens(self, scheme: str) -> None:
         """The first token of prompts of which a part is cached, one at a time and in bursts."""
         longest = max(self.args.ttft_tokens) + 2
-        for prefix_frac in self.args.prefix_fracs:
+        for prefix_frac, head in itertools.product(self.args.prefix_fracs, self.args.heads):
             engine = self._engine(
                 scheme,
                 max(self.args.bursts),
                 longest,
                 self.args.max_step_tokens,
                 prefix_cache=prefix_frac > 0,
+                speculative=self._speculative(head, scheme),
             )
             for prompt_tokens in self.args.ttft_tokens:
                 prefix_tokens = int(prompt_tokens * prefix_frac)
@@ -148,6 +154,7 @@ class Bench:
                             "prompt_tokens": prompt_tokens,
                             "prefix_tokens": prefix_tokens,
                             "burst": burst,
+                            "head": head,
                         }
                         found = summary("ttft_ms_p50", values_ms) | {"cached_tokens": cached}
                         self._add("ttft", scheme, facts | {"host": each} | found)
@@ -233,6 +240,14 @@ class Bench:
             **options,
         )
         return Engine(source, device=self.device, config=config)
+
+    def _speculative(self, head: str, scheme: str) -> Speculative | None:
+        """Return how to speculate with a head; that of a dense model is dense, and so is every MTP head."""
+        if head == NO_HEAD:
+            return None
+        own = EAGLE3_SCHEME if head == "eagle3" and scheme != DENSE else DENSE
+        options = random_head(head, self.arch, own, device=self.device, dtype=self.dtype)
+        return Speculative(options, k=self.args.k)
 
     def _compare(self, engine: Engine, workload: Workload, host_name: str) -> LoadRow:
         target = EngineTarget(engine, self.name)
@@ -361,7 +376,10 @@ COLUMNS = {
         *("scheme", "max_running", "policy", "host", "req_s", "output_tok_s"),
         *("itl_ms_p50", "itl_ms_p99", "kv_utilization", "cached_tokens"),
     ),
-    "ttft": ("scheme", "prompt_tokens", "prefix_tokens", "burst", "host", "ttft_ms_p50", "cached_tokens"),
+    "ttft": (
+        *("scheme", "prompt_tokens", "prefix_tokens", "burst", "head", "host"),
+        *("ttft_ms_p50", "cached_tokens"),
+    ),
     "itl_mixed": (
         *("scheme", "policy", "step_tokens", "itl_ms_p50_alone", "itl_ms_p50", "itl_ms_max", "long_ttft_ms"),
     ),
@@ -413,6 +431,8 @@ def main() -> None:
     parser.add_argument("--ttft-tokens", nargs="+", type=int, default=[1088, 4096])
     parser.add_argument("--prefix-fracs", nargs="+", type=float, default=[0.0, 0.94])
     parser.add_argument("--bursts", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--heads", nargs="+", default=[NO_HEAD], choices=[NO_HEAD, "eagle3", "mtp"])
+    parser.add_argument("--k", type=int, default=3, help="proposals of a head a step")
     parser.add_argument("--ttft-repeats", type=int, default=8)
     parser.add_argument("--mixed-step-tokens", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument(

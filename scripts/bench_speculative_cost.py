@@ -27,15 +27,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from compress.models.fresh_eagle3 import random_eagle3
-from compress.models.random_mtp import random_mtp
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.mtp import Mtp
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.probed_proposer import ProbedOptions, ProposerProbe
@@ -50,6 +46,7 @@ from scripts.bench_setup import (
     schemes_of,
     write_results,
 )
+from scripts.random_heads import EAGLE3_SCHEME, EAGLE3_VOCAB, random_head
 from scripts.step_profile import drain, fill, queue
 
 DENSE = "dense"
@@ -77,24 +74,14 @@ class Bench:
         if "draft_model" in args.proposers:
             shape, draft = self._source(args.draft, args.draft_scheme)
             found["draft_model"] = f"{shape} {args.draft_scheme}", DraftModel(draft)
+        made = {"device": self.device, "dtype": model_dtype(self.device)}
         if "eagle3" in args.proposers:
-            body, outer = schemes_of(args.eagle3_scheme)
-            dtype = model_dtype(self.device)
             vocab = min(args.eagle3_vocab, self.target.arch.vocab_size)
-            head = random_eagle3(
-                self.target.arch,
-                device=self.device,
-                dtype=dtype,
-                draft_vocab_size=vocab,
-                scheme=body,
-                head_scheme=outer,
-            )
-            found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", Eagle3(head)
+            head = random_head("eagle3", self.target.arch, args.eagle3_scheme, vocab_size=vocab, **made)
+            found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", head
         if "mtp" in args.proposers:
-            body, _ = schemes_of(args.mtp_scheme)
-            dtype = model_dtype(self.device)
-            layer = random_mtp(self.target.arch, device=self.device, dtype=dtype, scheme=body)
-            found["mtp"] = f"a layer of the model, {args.mtp_scheme}", Mtp(layer)
+            head = random_head("mtp", self.target.arch, args.mtp_scheme, **made)
+            found["mtp"] = f"a layer of the model, {args.mtp_scheme}", head
         return found
 
     def engine(self, proposer: ProposerOptions | None, rate: float | None = None) -> Engine:
@@ -223,11 +210,11 @@ def main() -> None:
     )
     parser.add_argument(
         "--eagle3-scheme",
-        default="W4A16_G128+FP8_DYNAMIC",
+        default=EAGLE3_SCHEME,
         help="of the head's layer and of its own output head",
     )
     parser.add_argument(
-        "--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose"
+        "--eagle3-vocab", type=int, default=EAGLE3_VOCAB, help="tokens that an EAGLE-3 head may propose"
     )
     parser.add_argument("--mtp-scheme", type=scheme_text, default=DENSE, help="of the layer of an MTP head")
     parser.add_argument("--k", type=int, default=4)

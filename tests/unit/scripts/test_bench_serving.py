@@ -30,6 +30,7 @@ SMALL = [
     ),
     *("--max-running", 2, "--policies", "continuous", "static", "--max-step-tokens", 64),
     *("--ttft-tokens", 40, "--prefix-fracs", 0.0, 0.8, "--bursts", 2, "--ttft-repeats", 2),
+    *("--heads", "none", "eagle3", "--k", 2),
     *(
         "--mixed-step-tokens",
         16,
@@ -63,7 +64,7 @@ def test_every_experiment_has_rows_with_their_conditions(
     rows = {name: [row for row in document["rows"] if row["experiment"] == name] for name in EXPERIMENTS}
     assert {name: len(each) for name, each in rows.items()} == {
         "workload_512": 4,
-        "ttft": 4,
+        "ttft": 8,
         "itl_mixed": 2,
         "trace": 4,
     }
@@ -73,9 +74,11 @@ def test_every_experiment_has_rows_with_their_conditions(
         assert keys | {"itl_ms_p50", "itl_ms_p99", "kv_utilization"} <= row.keys()
         assert row["failed"] == 0
         assert row["req_s_least"] <= row["req_s"] <= row["req_s_largest"]
-    cold, warm = (row for row in rows["ttft"] if row["host"] == "plain")
-    assert (cold["prefix_tokens"], cold["cached_tokens"]) == (0, 0)
-    assert (warm["prefix_tokens"], warm["cached_tokens"]) == (32, 32)
+    # Prompts depart at the end of a block, whose rows of a head depend on the token after it.
+    for head, cached in (("none", 32), ("eagle3", 16)):
+        cold, warm = (row for row in rows["ttft"] if (row["host"], row["head"]) == ("plain", head))
+        assert (cold["prefix_tokens"], cold["cached_tokens"]) == (0, 0)
+        assert (warm["prefix_tokens"], warm["cached_tokens"]) == (32, cached)
     for row in rows["itl_mixed"]:
         assert {"scheme", "policy", "step_tokens", "itl_ms_p50", "itl_ms_max", "long_ttft_ms"} <= row.keys()
     assert {row["request_rate"] for row in rows["trace"]} == {200.0}
