@@ -421,6 +421,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    "axk2": {
+        "architectures": ["AXK2ForCausalLM"],
+        **_LATENT,
+        **_INDEXER,
+        "q_lora_rank": 128,
+        "gated_norm_rank": 16,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"],
         **_LATENT,

@@ -5,7 +5,12 @@ latents, which are narrower than all heads.
     k, v = kv_up(norm(c)),        c, r = kv_down(x)
 
 Each head of q and k has dimensions that do not rotate, and after them `rope_dim` that do; those of the keys
-are r, the same in all heads. A layer may attend to c and r of an earlier one (`LayerShape.kv_source`), by a
+are r, the same in all heads. Where latents are `gated`, `q_up` computes the gates of the outputs of a head
+after its query, and reads the latent once normed and once as it is (A.X K2):
+
+    q, g = q_up(norm(c'), c'),  c' = q_down(x),   and attention returns sigmoid(g) times the values
+
+A layer may attend to c and r of an earlier one (`LayerShape.kv_source`), by a
 `kv_up` of its own.
 
 Shapes: H heads, C head dimension, N = C - `rope_dim`, V value dimension.
@@ -46,6 +51,7 @@ class Latent:
         interleaved: neighbours rotate as a pair, and not dimensions half of `rope_dim` apart.
         indexer: what chooses the keys of a query, None where it attends to all, or where the layer before
             chooses them.
+        gated: `attn.q_up` computes gates of the outputs of attention, too.
     """
 
     q_rank: int
@@ -54,6 +60,20 @@ class Latent:
     value_dim: int
     interleaved: bool
     indexer: Indexer | None = None
+    gated: bool = False
+
+    def q_up_shape(self, num_heads: int, head_dim: int) -> tuple[int, int]:
+        """Return [O, I] of `attn.q_up`."""
+        if not self.gated:
+            return num_heads * head_dim, self.q_rank
+        return num_heads * (head_dim + self.value_dim), 2 * self.q_rank
+
+    def split_gates(self, q: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return the queries [..., H C] and the outputs of the gates [..., H V] of those of `attn.q_up`
+        [..., H (C + V)], where latents are gated."""
+        heads = q.unflatten(-1, (-1, head_dim + self.value_dim))
+        queries, gates = heads.split([head_dim, self.value_dim], dim=-1)
+        return queries.flatten(-2), gates.flatten(-2)
 
     def paired(self, rotated: Tensor) -> Tensor:
         """Return dimensions that rotate [..., `rope_dim`] as two halves that turn with one another."""
@@ -95,8 +115,8 @@ class Latent:
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
         facts = dataclasses.asdict(self)
-        if self.indexer is None:
-            del facts["indexer"]
+        if not self.gated:
+            del facts["gated"]
         return facts
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -119,4 +139,5 @@ class Latent:
             value_dim=stored.integer("value_dim", 1, MAX_RANK),
             interleaved=stored.flag("interleaved"),
             indexer=Indexer.from_json(stored.fields("indexer")) if stored.has("indexer") else None,
+            gated=stored.flag("gated", default=False),
         )

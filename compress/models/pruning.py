@@ -87,6 +87,8 @@ def keep_heads_(
         if shape.block_indexer is not None:
             rows["attn.indexer.q"] = kept_U.repeat_interleave(shape.block_indexer.head_dim)
     if shape.latent is not None:
+        if shape.latent.gated:
+            rows["attn.q_up"] = kept_H.repeat_interleave(shape.head_dim + shape.value_dim)
         of_head = shape.head_dim - shape.latent.rope_dim + shape.value_dim
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
     for linear, kept in rows.items():

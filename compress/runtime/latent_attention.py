@@ -219,10 +219,11 @@ class LatentAttention:
         return attended_THC
 
     def queries(self, layer: LayerWeights, projected: Projected, phase: Phase = "decode") -> Tensor:
-        """Return the rotated queries [T, H, C] and write what the cache stores of their positions."""
+        """Return the rotated queries [T, H, C] and write what the cache stores of their positions. Of gated
+        latents `projected` has the queries already (`with_gates`)."""
         linears = linears_of(layer)
         q_TF, latent_TF = linears.split(projected.qkv_TF)
-        if linears.q_up is not None:
+        if linears.q_up is not None and not linears.facts.gated:
             q_TF = linears.q_up(q_TF, phase, self._ops(layer)["rms_norm"].kernel.fn)
         if self._growth_P is not None and self._arch.queries_grow(layer.shape):
             q_TF = q_TF * self._growth_P[projected.positions_T].unsqueeze(1)
@@ -243,6 +244,13 @@ class LatentAttention:
             quant=linears.kv_quant,
         )
         return q_THC
+
+    def with_gates(self, layer: LayerWeights, first_TF: Tensor, phase: Phase) -> Tensor:
+        """Return what the first linears of a layer compute, with queries in place of their latents and the
+        outputs of gates last, where latents are gated (`LatentLinears.with_gates`)."""
+        if not latent_of(layer.shape).gated:
+            return first_TF
+        return linears_of(layer).with_gates(first_TF, phase, self._ops(layer)["rms_norm"].kernel.fn)
 
     def _ops(self, layer: LayerWeights) -> dict[Op, BoundKernel]:
         return self._kernels[_key_of(layer.shape)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
@@ -32,14 +33,18 @@ RmsNorm = Callable[..., Any]
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear and the norm of the latent that it reads."""
+    """A linear and the norm of the latent that it reads; where it is `joined`, it reads the latent as it is
+    after the normed one."""
 
     norm: RowNorm
     linear: FusedLinear
+    joined: bool = False
 
     def __call__(self, latent_TF: Tensor, phase: Phase, rms_norm: RmsNorm) -> Tensor:
         """Return the outputs [T, F] of the linear."""
-        return self.linear(rms_norm(latent_TF, self.norm.weight, self.norm.eps, self.linear.quant), phase)
+        quant = None if self.joined else self.linear.quant
+        rows = rms_norm(latent_TF, self.norm.weight, self.norm.eps, quant)
+        return self.linear(torch.cat((rows, latent_TF), dim=1) if self.joined else rows, phase)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,14 @@ class LatentLinears:
         if kv_quant is not None and isinstance(kv_up, QuantizedWeight):
             kv_up_FR = kv_up.dequantize(deployment.dtype)  # these codes are multiplied exactly
         heads_HFR = kv_up_FR.unflatten(0, (shape.num_heads, -1))
+        q_up = None
+        if shape.latent.q_rank:
+            q_up = NormedLinear(norm("q"), fuse("attn.q_up", weights), shape.latent.gated)
         k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
         return LatentLinears(
             shape.latent,
             shape.head_dim,
-            NormedLinear(norm("q"), fuse("attn.q_up", weights)) if shape.latent.q_rank else None,
+            q_up,
             norm("kv") if shape.kv_source is None else None,
             kv_quant,
             fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
@@ -110,6 +118,16 @@ class LatentLinears:
         width = self.facts.cached_width
         q_TF, latent_TF = first_TF.split([first_TF.shape[1] - width, width], dim=1)
         return q_TF, latent_TF
+
+    def with_gates(self, first_TF: Tensor, phase: Phase, rms_norm: RmsNorm) -> Tensor:
+        """Return the queries, the latents of keys and values with the dimensions that rotate, and the outputs
+        of the gates of attention side by side, in place of what the first linear computes; for latents that
+        are `gated`."""
+        assert self.q_up is not None
+        latent_TR, kv_TF = self.split(first_TF)
+        assert kv_TF is not None
+        q_TF, gates_TF = self.facts.split_gates(self.q_up(latent_TR, phase, rms_norm), self.head_dim)
+        return torch.cat((q_TF, kv_TF, gates_TF), dim=1)
 
     def absorb(self, q_THC: Tensor) -> Tensor:
         """Return queries [T, H, R] that latents are keys of."""

@@ -345,6 +345,7 @@ STATED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 64},
     "deepseek_v32": {"num_key_value_heads": 64},
     "axk1": {"num_key_value_heads": 64},
+    "axk2": {"num_key_value_heads": 64},
     "youtu": {"num_key_value_heads": 64},
     "minicpm3": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},

@@ -76,6 +76,7 @@ REFUSED = {
         "hy_v4",
         "afmoe",
         "axk1",
+        "axk2",
         "kolibri1",
         "hunyuan_v1_moe",
         "flint",

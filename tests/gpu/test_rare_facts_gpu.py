@@ -72,6 +72,11 @@ LATENT = replace(
     head_dim=256,
     latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
 )
+GATED = replace(
+    LATENT,
+    norm_gate_rank=16,
+    latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=True, gated=True),
+)
 TRAINED = replace(PLAIN_QUERIES, rope=Rope(10000.0, rotary_dim=64, exponents=(0.5, -0.25) * 16))
 UNROTATED = replace(
     PLAIN_QUERIES,
@@ -225,6 +230,13 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "a.x k1": {
         "layers": (LATENT, replace(LATENT, experts=replace(WHOLE_GROUPS, post_norm=True)), LATENT),
+    },
+    "a.x k2": {
+        "layers": (
+            GATED,
+            replace(GATED, experts=replace(WHOLE_GROUPS, num_groups=4, top_groups=2, zeroes_groups=True)),
+            GATED,
+        ),
     },
     "kolibri 1": {
         "block": "sandwich",
