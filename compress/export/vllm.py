@@ -82,6 +82,8 @@ UNKNOWN = {
     "gemma3n_text": "no export of Gemma 3n was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
     "axk2": "it knows no model_type axk2",
+    "dots3_note": "it knows no model_type dots3_note",
+    "dots3_note_text": "it knows no model_type dots3_note_text",
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",

@@ -116,6 +116,8 @@ def _why_rope_unfit(layer: LayerShape, rope: Rope) -> str | None:
 
 
 def _why_latent_unfit(layer: LayerShape, latent: Latent) -> str | None:
+    if latent.rope_norm and not latent.rope_dim:
+        return "the dimensions that its keys share are normed, and there are none."
     if latent.gated and not latent.q_rank:
         return "its latents of queries have gates, and it has no such latents."
     if not latent.rope_dim and layer.rope is not None:

@@ -161,7 +161,8 @@ class LatentAttention(Attention):
         super().__init__(arch, shape)
         self.latent = latent
         for name, size in shape.latent_norm_sizes.items():
-            self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps))
+            scale = latent.scale_of(name, arch.hidden_size)
+            self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps, scale=scale))
         if latent.indexer is not None:
             self.indexer = IndexerParameters(latent.dense_shapes(arch.hidden_size))
 
@@ -200,9 +201,11 @@ class LatentAttention(Attention):
 
     def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed latents of keys and values [B, S, R], and the dimensions that all keys share
-        [B, S, P], not rotated."""
+        [B, S, P], normed if they are, and not rotated."""
         sizes = [self.latent.kv_rank, self.latent.rope_dim]
         latent_BSR, rotated_BSP = self.kv_down(x_BSD).split(sizes, dim=-1)
+        if self.latent.rope_norm:
+            rotated_BSP = self.get_submodule("rope_norm")(rotated_BSP)
         return self.get_submodule("kv_latent_norm")(latent_BSR), rotated_BSP
 
     def _heads_of_latents(

@@ -20,7 +20,7 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, input_quant
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.latent import Latent
+from compress.models.latent import KV_NORM, Q_NORM, ROPE_NORM, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
@@ -48,9 +48,24 @@ class NormedLinear:
 
 
 @dataclass(frozen=True)
+class BoundNorm:
+    """A norm with its kernel."""
+
+    norm: RowNorm
+    kernel: BoundKernel
+
+    def of_last(self, x_TF: Tensor) -> Tensor:
+        """Return rows of which the last numbers, as many as the norm has weights, are normed."""
+        size = len(self.norm.weight)
+        last = x_TF[:, -size:].contiguous()
+        normed = self.kernel.kernel.fn(last, self.norm.weight, self.norm.eps, None)
+        return torch.cat((x_TF[:, :-size], normed), dim=1)
+
+
+@dataclass(frozen=True)
 class LatentLinears:
     """The linears of the latents of one layer; `q_up` is None where queries have no latent, and `kv_norm`
-    where those of keys and values are an earlier layer's."""
+    where those of keys and values are an earlier layer's. `rope_norm` is the norm of what keys share."""
 
     facts: Latent
     head_dim: int
@@ -60,23 +75,26 @@ class LatentLinears:
     kv_up: FusedLinear
     absorbed_k: BoundKernel
     absorbed_v: BoundKernel
+    rope_norm: BoundNorm | None = None
 
     @staticmethod
     def of(
         shape: LayerShape,
         fuse: Callable[[str, Weights], FusedLinear],
         weights: Weights,
-        eps: float,
+        arch: Arch,
         deployment: Deployment,
     ) -> "LatentLinears":
-        """Return the linears of a layer; `fuse` binds one of a name to its kernels, and `eps` is that of the
-        norms of latents."""
-        assert shape.latent is not None
+        """Return the linears of a layer; `fuse` binds one of a name to its kernels."""
+        latent = shape.latent
+        assert latent is not None
 
         def norm(name: str) -> RowNorm:
-            return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), eps)
+            weight = deployment.placed(dense(weights[f"{name}.weight"]))
+            scale = latent.scale_of(name, arch.hidden_size)
+            return RowNorm(weight if scale == 1 else weight.to(torch.float32) * scale, arch.latent_eps)
 
-        still_dim = shape.head_dim - shape.latent.rope_dim
+        still_dim = shape.head_dim - latent.rope_dim
         kv_up = weights["attn.kv_up.weight"]
         kv_quant = input_quant((kv_up,), deployment.device)
         kv_up_FR = dense(kv_up)
@@ -84,18 +102,23 @@ class LatentLinears:
             kv_up_FR = kv_up.dequantize(deployment.dtype)  # these codes are multiplied exactly
         heads_HFR = kv_up_FR.unflatten(0, (shape.num_heads, -1))
         q_up = None
-        if shape.latent.q_rank:
-            q_up = NormedLinear(norm("q"), fuse("attn.q_up", weights), shape.latent.gated)
-        k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
+        if latent.q_rank:
+            q_up = NormedLinear(norm(Q_NORM), fuse("attn.q_up", weights), latent.gated)
+        rope_norm = None
+        if ROPE_NORM in shape.latent_norm_sizes:
+            problem = deployment.kernel_device.problem("rms_norm", n=latent.rope_dim)
+            rope_norm = BoundNorm(norm(ROPE_NORM), BoundKernel.of(problem))
+        k_HNR, v_HVR = heads_HFR.split([still_dim, latent.value_dim], dim=1)
         return LatentLinears(
-            shape.latent,
+            latent,
             shape.head_dim,
             q_up,
-            norm("kv") if shape.kv_source is None else None,
+            norm(KV_NORM) if shape.kv_source is None else None,
             kv_quant,
             fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
             _head_linear(k_HNR.transpose(1, 2), deployment),
             _head_linear(v_HVR, deployment),
+            rope_norm,
         )
 
     @property

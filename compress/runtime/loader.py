@@ -341,7 +341,7 @@ def _latent(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deploym
     def one(name: str, of: Weights) -> FusedLinear:
         return fuse((name,), of, deployment)
 
-    return LatentLinears.of(shape, one, weights, arch.latent_eps, deployment)
+    return LatentLinears.of(shape, one, weights, arch, deployment)
 
 
 def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> DeltaLinears | None:

@@ -77,6 +77,7 @@ REFUSED = {
         "afmoe",
         "axk1",
         "axk2",
+        "dots3_note",
         "kolibri1",
         "hunyuan_v1_moe",
         "flint",
