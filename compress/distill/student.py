@@ -78,6 +78,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: layers of the teacher have attention or an FFN, and even choices of layers would part "
             "them; remove layers or channels of the FFN by `prune` instead."
         )
+    if any(layer.norm_gate_rank for layer in teacher.layers):
+        raise UsageError(
+            "student: norms of the teacher have gates, from which no student is cut; remove heads, layers or "
+            "channels of the FFN by `prune` instead."
+        )
     if (reason := why_layers_stay(teacher)) is not None:
         raise UsageError(f"student: {reason} No student is cut from it; name a smaller checkpoint.")
     first = teacher.layers[0]

@@ -36,6 +36,7 @@ SHARED_RENAMED = ("hy_v3",)
 GATHERED = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "the convolutions of delta nets"),
     "step3p7": "the gates and ups of experts",
+    "dots3_note": "the gates and ups of experts in its vision tower",
 }
 """Families -> what transformers gathers from tensors of each: the convolutions of q, k and v, or tensors
 with the gates and with the ups of all experts. Where experts, or other linears next to dense ones, have codes

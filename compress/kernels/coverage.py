@@ -126,11 +126,12 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
     rows += _recurrences(arch, device)
     layer = arch.layers[0]
-    has_gate = any(each.output_gate for each in arch.layers)
+    has_gate = any(each.has_output_gate for each in arch.layers)
     gated = ("down", "shared.down", "o") if has_gate else ("down", "shared.down")
     row_wise: list[tuple[Op, int]] = [
         ("rms_norm", arch.hidden_size),
         ("post_norm", arch.hidden_size),
+        *(("act_mul", arch.hidden_size) for each in arch.layers[:1] if each.norm_gate_rank),
         *dict.fromkeys(("act_mul", shape[1]) for name, shape in shapes if name in gated),
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),

@@ -52,7 +52,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        to pages of latents; nothing where latents and norm are None
     latent_heads       fn(kv_MF, rotated_MP, k_HMC, v_HMC, *, latent, head_dim)
                        writes keys and values of M positions
-    latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale, sinks_H=None)
+    latent_attention   fn(q_THR, q_THC, pages, block_table_RB, context_lens_R, *, q_len, scale, window=None,
+                          sinks_H=None)
                        -> [T, H, R], over pages of latents of R numbers; the last dimensions of q_THC rotate
     head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,

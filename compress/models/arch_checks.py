@@ -121,6 +121,8 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: its indexer chooses {layer.indexer.top_k} keys of up to {arch.max_position}; "
                 "the decoder computes contexts of which it chooses all."
             )
+        if layer.norm_gate_rank and (reason := _why_no_norm_gates(arch, layer)):
+            raise UnsupportedArch(f"layer {idx}: its norms have gates, and {reason}.")
         if layer.attends and (layer.latent is not None) != arch.has_latents:
             raise UnsupportedArch(f"layer {idx}: some layers have latent attention, and others do not.")
         if arch.activation not in (known := _activations_of(layer)):
@@ -186,6 +188,17 @@ def _why_no_post_norm(arch: "Arch") -> str | None:
         return f"the residual scale is {arch.residual_scale:g}; the runtime computes that norm where it is 1"
     if arch.unit_norms or arch.norm_bias:
         return "norms have no weights, or a bias; the decoder computes that norm with a weight alone"
+    return None
+
+
+def _why_no_norm_gates(arch: "Arch", layer: LayerShape) -> str | None:
+    """Return why the runtime does not compute gated norms, None where it does."""
+    if arch.block_of(layer) != "pre" or arch.norm != "rms" or arch.unit_norms:
+        return f"the block is '{arch.block}' or the norm no 'rms' with weights; gates are those of such norms"
+    if arch.num_streams > 1:
+        return "the residual is several streams; one kernel norms their mixture, without gates"
+    if any(layer.norms_experts for layer in arch.layers):
+        return "the outputs of experts are normed; one kernel computes that norm and the next, without gates"
     return None
 
 

@@ -35,6 +35,7 @@ from compress.models.attention import AttentionFn, FullAttention, layer_input_of
 from compress.models.delta_net import DeltaNet
 from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
+from compress.models.gated_norm import stream_norm_of
 from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
 from compress.models.hyper_connection import HyperConnection
 from compress.models.latent import KV_LATENT, Q_LATENT
@@ -78,11 +79,12 @@ class DecoderLayer(nn.Module):
         self.arch = arch
         self.shape = arch.layers[layer_idx]
         norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
+        ranks = dict.fromkeys(self.shape.gated_norms, self.shape.norm_gate_rank)
         has_pre = arch.block_of(self.shape) != "post"
         has_post = arch.norms_outputs(self.shape)
 
         def norm(name: str, exists: bool) -> nn.Module:
-            return norm_over_hidden(name) if exists else nn.Identity()
+            return stream_norm_of(arch, name, ranks.get(name, 0)) if exists else nn.Identity()
 
         if self.shape.has_mixer:
             self.attn_norm = norm("attn_norm", has_pre)
@@ -267,9 +269,10 @@ class DecoderLayer(nn.Module):
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-        heads, an indexer, or LAuReL."""
+        heads, an indexer, LAuReL, or gates of the norm."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
         is_shared = is_shared or self._has_indexer or self.arch.laurel_rank > 0
+        is_shared = is_shared or "attn_norm" in self.shape.gated_norms
         if is_shared or not self._scales_inputs or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
@@ -277,10 +280,11 @@ class DecoderLayer(nn.Module):
 
     def _latent_pairs(self) -> list[SmoothingPair]:
         """Return the pairs of latents: the norm of each and its linear. There is none for a latent that an
-        indexer or another layer reads, too, and none of the values with o, because those of all heads are
-        some rows of one linear."""
+        indexer or another layer reads, too, or that is read as it is, too, and none of the values with o,
+        because those of all heads are some rows of one linear."""
         is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
-        shared = {KV_LATENT: is_shared, Q_LATENT: self._has_indexer}
+        is_gated = self.shape.latent is not None and self.shape.latent.gated
+        shared = {KV_LATENT: is_shared, Q_LATENT: self._has_indexer or is_gated}
         return [
             SmoothingPair(f"attn.{group.tap}_norm", group.tap, group.linears)
             for group in self.shape.attention_groups[1:-1]

@@ -65,6 +65,8 @@ class Experts:
         num_groups, top_groups, group_best: consecutive experts form groups, and only those of the
             `top_groups` groups can be chosen whose `group_best` best scores have the largest sum: two (arXiv
             2412.19437) or one (arXiv 2405.04434).
+        zeroes_groups: experts of the other groups are compared with a score of 0, and chosen before one of
+            those groups whose score with its bias is negative, rather than after all of them (A.X K2).
         router_bias: the router adds a bias to its logits.
         selection_bias: a bias is added to scores where experts are chosen, and not to their weights (arXiv
             2408.15664).
@@ -111,6 +113,7 @@ class Experts:
     post_norm: bool = False
     caps_first: bool = False
     jitter: float = 0.0
+    zeroes_groups: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -130,6 +133,7 @@ class Experts:
         plain = not (self.renormalize or self.selection_bias or self.num_groups > 1)
         assert self.score != "sparsemixer" or (self.top_k == MIXED and plain)
         assert self.score == "sparsemixer" or not self.jitter
+        assert not self.zeroes_groups or (self.selection_bias and self.score == "sigmoid")
 
     @property
     def compares_logits(self) -> bool:
@@ -242,6 +246,7 @@ class Experts:
             "latent_bias",
             "post_norm",
             "caps_first",
+            "zeroes_groups",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
@@ -279,6 +284,8 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong(
             "score", facts.get("score"), "sigmoid, with a bias and no groups, where logits have it"
         )
+    if facts.get("zeroes_groups") and not is_biased:
+        raise stated.wrong("score", facts.get("score"), "sigmoid, with a bias, where other groups score 0")
     is_mixed = facts.get("score") == "sparsemixer"
     if is_mixed and top_k != MIXED:
         raise stated.wrong("top_k", top_k, f"{MIXED} where one expert is chosen after the other")

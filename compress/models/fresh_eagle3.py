@@ -87,7 +87,8 @@ def _without_heads_of(shape: LayerShape) -> tuple[str, ...]:
 def _norm_weight(target: Arch, weights: Weights, name: str) -> Tensor:
     """Return the factors of one of the target's norms, float32; ones where its layers do not have it, and
     those of the one norm of a layer whose halves run side by side."""
-    stored = weights.get(f"{name}.weight", weights.get("attn_norm.weight"))
+    found = (weights.get(each) for each in (f"{name}.weight", f"{name}.norm.weight", "attn_norm.weight"))
+    stored = next((each for each in found if each is not None), None)
     if stored is None:
         return torch.ones(target.hidden_size)
     return dense(stored).to(torch.float32) + target.offset_of(name)

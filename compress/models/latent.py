@@ -5,13 +5,19 @@ latents, which are narrower than all heads.
     k, v = kv_up(norm(c)),        c, r = kv_down(x)
 
 Each head of q and k has dimensions that do not rotate, and after them `rope_dim` that do; those of the keys
-are r, the same in all heads. A layer may attend to c and r of an earlier one (`LayerShape.kv_source`), by a
+are r, the same in all heads. Where latents are `gated`, `q_up` computes the gates of the outputs of a head
+after its query, and reads the latent once normed and once as it is (A.X K2):
+
+    q, g = q_up(norm(c'), c'),  c' = q_down(x),   and attention returns sigmoid(g) times the values
+
+A layer may attend to c and r of an earlier one (`LayerShape.kv_source`), by a
 `kv_up` of its own.
 
 Shapes: H heads, C head dimension, N = C - `rope_dim`, V value dimension.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +34,10 @@ the published code of the models and `transformers` leave it at this default."""
 Q_LATENT = "q_latent"
 KV_LATENT = "kv_latent"
 """The taps of what `attn.q_up` and `attn.kv_up` read."""
+Q_NORM = "attn.q_latent_norm"
+KV_NORM = "attn.kv_latent_norm"
+ROPE_NORM = "attn.rope_norm"
+"""The norms of latents, and of the dimensions that all keys share."""
 ABSORBED_GROUP = "kv_up"
 """The linear group that the runtime absorbs and multiplies by in 16 bits, whatever its scheme."""
 MAX_RANK = 1 << 24
@@ -46,6 +56,9 @@ class Latent:
         interleaved: neighbours rotate as a pair, and not dimensions half of `rope_dim` apart.
         indexer: what chooses the keys of a query, None where it attends to all, or where the layer before
             chooses them.
+        gated: `attn.q_up` computes gates of the outputs of attention, too.
+        rescaled: normed latents are multiplied by the root of the hidden size over their width.
+        rope_norm: the dimensions that all keys share are normed before they rotate, by a weight for each.
     """
 
     q_rank: int
@@ -54,6 +67,27 @@ class Latent:
     value_dim: int
     interleaved: bool
     indexer: Indexer | None = None
+    gated: bool = False
+    rescaled: bool = False
+    rope_norm: bool = False
+
+    def scale_of(self, norm: str, hidden_size: int) -> float:
+        """Return what the output of a norm (`norm_sizes`) is multiplied by."""
+        widths = {Q_NORM: self.q_rank, KV_NORM: self.kv_rank}
+        return math.sqrt(hidden_size / widths[norm]) if self.rescaled and norm in widths else 1.0
+
+    def q_up_shape(self, num_heads: int, head_dim: int) -> tuple[int, int]:
+        """Return [O, I] of `attn.q_up`."""
+        if not self.gated:
+            return num_heads * head_dim, self.q_rank
+        return num_heads * (head_dim + self.value_dim), 2 * self.q_rank
+
+    def split_gates(self, q: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return the queries [..., H C] and the outputs of the gates [..., H V] of those of `attn.q_up`
+        [..., H (C + V)], where latents are gated."""
+        heads = q.unflatten(-1, (-1, head_dim + self.value_dim))
+        queries, gates = heads.split([head_dim, self.value_dim], dim=-1)
+        return queries.flatten(-2), gates.flatten(-2)
 
     def paired(self, rotated: Tensor) -> Tensor:
         """Return dimensions that rotate [..., `rope_dim`] as two halves that turn with one another."""
@@ -84,19 +118,21 @@ class Latent:
         return self.whole_heads(still, shared), F.pad(values, (0, head_dim - self.value_dim))
 
     def norm_sizes(self, *, reads_anothers: bool) -> dict[str, int]:
-        """Return the norms of latents, by module, and how many numbers each spans; `reads_anothers`: those of
-        keys and values are an earlier layer's."""
+        """Return the norms of latents and of what keys share, by module, and how many numbers each spans;
+        `reads_anothers`: those of keys and values are an earlier layer's."""
         sizes = {
-            "attn.q_latent_norm": self.q_rank,
-            "attn.kv_latent_norm": 0 if reads_anothers else self.kv_rank,
+            Q_NORM: self.q_rank,
+            KV_NORM: 0 if reads_anothers else self.kv_rank,
+            ROPE_NORM: self.rope_dim if self.rope_norm and not reads_anothers else 0,
         }
         return {name: size for name, size in sizes.items() if size}
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
         facts = dataclasses.asdict(self)
-        if self.indexer is None:
-            del facts["indexer"]
+        for name in ("gated", "rescaled", "rope_norm"):
+            if not facts[name]:
+                del facts[name]
         return facts
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -119,4 +155,7 @@ class Latent:
             value_dim=stored.integer("value_dim", 1, MAX_RANK),
             interleaved=stored.flag("interleaved"),
             indexer=Indexer.from_json(stored.fields("indexer")) if stored.has("indexer") else None,
+            gated=stored.flag("gated", default=False),
+            rescaled=stored.flag("rescaled", default=False),
+            rope_norm=stored.flag("rope_norm", default=False),
         )

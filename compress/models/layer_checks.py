@@ -21,11 +21,12 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
     if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
         return reason
-    is_gated = layer.output_gate or layer.head_gate is not None
+    is_gated = layer.has_output_gate or layer.head_gate is not None
     if is_gated and layer.keys_are_values:
         return "attention has an output gate, and keys that are its values, too."
-    if layer.output_gate and layer.head_gate is not None:
-        return "attention has an output gate of each channel and one of each head."
+    kinds = (layer.output_gate, layer.head_gate is not None, layer.latent is not None and layer.latent.gated)
+    if sum(kinds) > 1:
+        return "attention has two of an output gate of each channel, one of each head and one of latents."
     own = is_gated or layer.recurrence is not None or layer.keys_are_values
     if layer.kv_source is not None and (own or layer.chunk or layer.query_rank):
         return (
@@ -115,6 +116,10 @@ def _why_rope_unfit(layer: LayerShape, rope: Rope) -> str | None:
 
 
 def _why_latent_unfit(layer: LayerShape, latent: Latent) -> str | None:
+    if latent.rope_norm and not latent.rope_dim:
+        return "the dimensions that its keys share are normed, and there are none."
+    if latent.gated and not latent.q_rank:
+        return "its latents of queries have gates, and it has no such latents."
     if not latent.rope_dim and layer.rope is not None:
         return "it has a rope, and its latents have no dimension that rotates."
     still_dim = layer.head_dim - latent.rope_dim

@@ -40,6 +40,7 @@ _RARE_FACTS = (
     "ffn_cap",
     "expert_cap",
     "gate_sparsity",
+    "norm_gate_rank",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -49,6 +50,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     layer = dataclasses.asdict(shape)
     if shape.experts is not None:
         layer["experts"] = shape.experts.to_json()
+    if shape.latent is not None:
+        layer["latent"] = shape.latent.to_json()
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
@@ -107,6 +110,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         ffn_cap=layer.number("ffn_cap", *CAPS) if layer.has("ffn_cap") else None,
         expert_cap=layer.number("expert_cap", *CAPS) if layer.has("expert_cap") else None,
         gate_sparsity=layer.number("gate_sparsity", *SPARSITIES) if layer.has("gate_sparsity") else None,
+        norm_gate_rank=layer.integer("norm_gate_rank", 0, MAX_SIZE, default=0),
     )
 
 

@@ -92,7 +92,8 @@ class LayerShape:
     -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`, which is that of
     gates before their activation with `Experts.caps_first`. With a `gate_sparsity`, the share of the outputs
     of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
-    of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`).
+    of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). The
+    norms before attention and before experts have gates of `norm_gate_rank`, 0 for none (`gated_norm.py`).
     """
 
     num_heads: int
@@ -117,6 +118,7 @@ class LayerShape:
     ffn_cap: float | None = None
     expert_cap: float | None = None
     gate_sparsity: float | None = None
+    norm_gate_rank: int = 0
 
     @property
     def has_mixer(self) -> bool:
@@ -132,6 +134,20 @@ class LayerShape:
     def norms_experts(self) -> bool:
         """Whether the layer has experts with a norm of what they add to the stream."""
         return self.experts is not None and self.experts.post_norm
+
+    @property
+    def gated_norms(self) -> tuple[str, ...]:
+        """The norms of the stream that have gates, by their canonical names."""
+        if not self.norm_gate_rank:
+            return ()
+        has_gates = {"attn_norm": self.has_mixer, "ffn_norm": self.experts is not None}
+        return tuple(name for name, has_gate in has_gates.items() if has_gate)
+
+    @property
+    def has_output_gate(self) -> bool:
+        """Whether each number that attention returns has a gate, from the input of attention or from the
+        latent of its queries."""
+        return self.output_gate or (self.latent is not None and self.latent.gated)
 
     def cap_of(self, module: str) -> float | None:
         """Return the cap of an FFN, or of an expert, by its canonical name."""
@@ -323,7 +339,7 @@ class LayerShape:
             still_dim = self.head_dim - self.latent.rope_dim
             shapes |= {
                 "attn.q_down": (self.latent.q_rank, hidden_size),
-                "attn.q_up": (q_size, self.latent.q_rank),
+                "attn.q_up": self.latent.q_up_shape(self.num_heads, self.head_dim),
                 "attn.kv_down": (self.latent.kv_rank + self.latent.rope_dim, hidden_size),
                 "attn.kv_up": (self.num_heads * (still_dim + self.value_dim), self.latent.kv_rank),
             }
@@ -336,6 +352,9 @@ class LayerShape:
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
+        for name in self.gated_norms:
+            shapes[f"{name}.gate_in.weight"] = (self.norm_gate_rank, hidden_size)
+            shapes[f"{name}.gate_out.weight"] = (hidden_size, self.norm_gate_rank)
         return shapes if self.block_indexer is None else shapes | self.block_indexer.dense_shapes(hidden_size)
 
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:

@@ -141,12 +141,14 @@ def best(scores_TE: Tensor, num: int) -> Tensor:
 
 
 def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
-    """Return the scores with those outside of the best groups at minus infinity."""
+    """Return the scores with those outside of the best groups at minus infinity, or at 0 with
+    `zeroes_groups`."""
     groups_TGE = choice_TE.unflatten(-1, (facts.num_groups, -1))
     score_TG = groups_TGE.topk(min(facts.group_best, groups_TGE.shape[-1]), dim=-1).values.sum(-1)
     kept_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     kept_TG.scatter_(1, best(score_TG, facts.top_groups), True)
-    return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    outside = 0.0 if facts.zeroes_groups else -torch.inf
+    return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), outside).flatten(1)
 
 
 class ExpertFfn(nn.Module, ABC):

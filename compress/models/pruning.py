@@ -87,6 +87,8 @@ def keep_heads_(
         if shape.block_indexer is not None:
             rows["attn.indexer.q"] = kept_U.repeat_interleave(shape.block_indexer.head_dim)
     if shape.latent is not None:
+        if shape.latent.gated:
+            rows["attn.q_up"] = kept_H.repeat_interleave(shape.head_dim + shape.value_dim)
         of_head = shape.head_dim - shape.latent.rope_dim + shape.value_dim
         rows["attn.kv_up"] = kept_H.repeat_interleave(of_head)
     for linear, kept in rows.items():
@@ -225,7 +227,8 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
-    if arch.has_latents and len({each.indexer is None for each in arch.layers if each.latent}) > 1:
+    whole = [each for each in arch.layers if each.latent is not None and each.window is None]
+    if arch.has_latents and len({each.indexer is None for each in whole}) > 1:
         return f"layers of this {arch.family} model attend to the keys that the indexers of others choose."
     return None
 

@@ -69,7 +69,8 @@ class Attention(TokenMixer):
         shape = self.shape
         leading = x_BSD.shape[:-1]
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        q_BSHC = self._rotated("q", self.queries(x_BSD, tap), cos_sin_SC)
+        queries_BSHC, gate_BSF = self.queries(x_BSD, tap)
+        q_BSHC = self._rotated("q", queries_BSHC, cos_sin_SC)
         if self.arch.queries_grow(shape):
             growth_S = query_growth(self.arch, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
@@ -92,12 +93,17 @@ class Attention(TokenMixer):
             gate_BSH = activation(shape.head_gate, self.head_gate(x_BSD).to(torch.float32))
             out_BSHC = out_BSHC * gate_BSH.to(out_BSHC.dtype).unsqueeze(-1)
         out_BSF = out_BSHC.reshape(*leading, -1)
-        return gated(OUTPUT_GATE, self.gate(x_BSD), out_BSF) if shape.output_gate else out_BSF
+        return out_BSF if gate_BSF is None else gated(OUTPUT_GATE, gate_BSF, out_BSF)
 
-    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
-        """Return the queries [B, S, H, C], normed where norms come first, and not rotated."""
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None]:
+        """Return the queries [B, S, H, C], normed where norms come first, and not rotated; and the output
+        gate [B, S, F] before its function, None where there is none."""
         del tap
-        return self._heads_of("q", self.q(x_BSD))
+        return self._heads_of("q", self.q(x_BSD)), self._output_gate(x_BSD)
+
+    def _output_gate(self, x_BSD: Tensor) -> Tensor | None:
+        """Return what `gate` computes of the input of attention."""
+        return self.gate(x_BSD) if self.shape.output_gate else None
 
     def attended(
         self,
@@ -155,16 +161,24 @@ class LatentAttention(Attention):
         super().__init__(arch, shape)
         self.latent = latent
         for name, size in shape.latent_norm_sizes.items():
-            self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps))
+            scale = latent.scale_of(name, arch.hidden_size)
+            self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps, scale=scale))
         if latent.indexer is not None:
             self.indexer = IndexerParameters(latent.dense_shapes(arch.hidden_size))
 
-    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> Tensor:
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None]:
+        head_dim = self.shape.head_dim
         if not self.latent.q_rank:
-            return self.latent.queries(self.q(x_BSD), self.shape.head_dim)
-        latent_BSR = self.get_submodule("q_latent_norm")(self.q_down(x_BSD))
-        tap(Q_LATENT, latent_BSR)
-        return self.latent.queries(self.q_up(latent_BSR), self.shape.head_dim)
+            return self.latent.queries(self.q(x_BSD), head_dim), self._output_gate(x_BSD)
+        latent_BSR = self.q_down(x_BSD)
+        read_BSR = self.get_submodule("q_latent_norm")(latent_BSR)
+        read_BSR = torch.cat((read_BSR, latent_BSR), dim=-1) if self.latent.gated else read_BSR
+        tap(Q_LATENT, read_BSR)
+        q_BSF = self.q_up(read_BSR)
+        if not self.latent.gated:
+            return self.latent.queries(q_BSF, head_dim), self._output_gate(x_BSD)
+        q_BSF, gate_BSF = self.latent.split_gates(q_BSF, head_dim)
+        return self.latent.queries(q_BSF, head_dim), gate_BSF
 
     def keys_values(
         self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
@@ -187,9 +201,11 @@ class LatentAttention(Attention):
 
     def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normed latents of keys and values [B, S, R], and the dimensions that all keys share
-        [B, S, P], not rotated."""
+        [B, S, P], normed if they are, and not rotated."""
         sizes = [self.latent.kv_rank, self.latent.rope_dim]
         latent_BSR, rotated_BSP = self.kv_down(x_BSD).split(sizes, dim=-1)
+        if self.latent.rope_norm:
+            rotated_BSP = self.get_submodule("rope_norm")(rotated_BSP)
         return self.get_submodule("kv_latent_norm")(latent_BSR), rotated_BSP
 
     def _heads_of_latents(

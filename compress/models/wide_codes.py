@@ -61,8 +61,8 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
-    indexers, gates of heads, the linears around experts that act on latents, and those of delta nets whose
-    decays are by channel. Their codes are widened in any case."""
+    indexers, gates of heads and of norms, the linears around experts that act on latents, and those of delta
+    nets whose decays are by channel. Their codes are widened in any case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
@@ -71,6 +71,12 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
     ]
     inner += [
         f"layers.{idx}.attn.head_gate" for idx, layer in enumerate(arch.layers) if layer.head_gate is not None
+    ]
+    inner += [
+        f"layers.{idx}.{name}.{linear}"
+        for idx, layer in enumerate(arch.layers)
+        for name in layer.gated_norms
+        for linear in ("gate_in", "gate_out")
     ]
     inner += [
         f"layers.{idx}.moe.{name}"

@@ -17,10 +17,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.fusing import fuse_padded
-
-COLUMNS_MULTIPLE = 128
-"""Columns of a linear that the decode kernels of dense linears serve a multiple of."""
+from compress.runtime.fusing import COLUMNS_MULTIPLE, fuse_padded
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 
 ROWS_MULTIPLE = 64
 """Rows of a linear that all kernels of dense linears serve a multiple of."""
+COLUMNS_MULTIPLE = 128
+"""Columns of a linear that the decode kernels of dense linears serve a multiple of."""
 
 
 def fuse_padded(name: str, weight_OI: Tensor, deployment: Deployment) -> FusedLinear:

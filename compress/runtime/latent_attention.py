@@ -50,14 +50,10 @@ class LatentAttention:
     """
 
     def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
-        unserved = (
-            any(layer.window is not None or layer.chunk is not None for layer in arch.layers)
-            or arch.attn_softcap is not None
-        )
+        unserved = any(layer.chunk is not None for layer in arch.layers) or arch.attn_softcap is not None
         if unserved:
             raise EnvironmentUnfit(
-                "the runtime serves latent attention over whole contexts only, without windows or caps of "
-                "scores."
+                "the runtime serves latent attention without chunks of positions or caps of scores."
             )
         self._arch = arch
         self._deployment = deployment
@@ -178,6 +174,7 @@ class LatentAttention:
                 context_lens_R[start : start + at_once],
                 q_len=q_len,
                 scale=self._arch.score_scale(layer.shape),
+                window=layer.shape.window,
                 sinks_H=layer.sinks,
             )
             for start in range(0, len(context_lens_R), at_once)
@@ -211,7 +208,7 @@ class LatentAttention:
             part.table_RB,
             part.query_lens,
             part.context_lens,
-            window=None,
+            window=layer.shape.window,
             scale=self._arch.score_scale(layer.shape),
             sinks_H=layer.sinks,
             **fixed,
@@ -219,10 +216,13 @@ class LatentAttention:
         return attended_THC
 
     def queries(self, layer: LayerWeights, projected: Projected, phase: Phase = "decode") -> Tensor:
-        """Return the rotated queries [T, H, C] and write what the cache stores of their positions."""
+        """Return the rotated queries [T, H, C] and write what the cache stores of their positions. Of gated
+        latents `projected` has the queries already (`with_gates`)."""
         linears = linears_of(layer)
         q_TF, latent_TF = linears.split(projected.qkv_TF)
-        if linears.q_up is not None:
+        if linears.rope_norm is not None and latent_TF is not None:
+            latent_TF = linears.rope_norm.of_last(latent_TF)
+        if linears.q_up is not None and not linears.facts.gated:
             q_TF = linears.q_up(q_TF, phase, self._ops(layer)["rms_norm"].kernel.fn)
         if self._growth_P is not None and self._arch.queries_grow(layer.shape):
             q_TF = q_TF * self._growth_P[projected.positions_T].unsqueeze(1)
@@ -243,6 +243,13 @@ class LatentAttention:
             quant=linears.kv_quant,
         )
         return q_THC
+
+    def with_gates(self, layer: LayerWeights, first_TF: Tensor, phase: Phase) -> Tensor:
+        """Return what the first linears of a layer compute, with queries in place of their latents and the
+        outputs of gates last, where latents are gated (`LatentLinears.with_gates`)."""
+        if not latent_of(layer.shape).gated:
+            return first_TF
+        return linears_of(layer).with_gates(first_TF, phase, self._ops(layer)["rms_norm"].kernel.fn)
 
     def _ops(self, layer: LayerWeights) -> dict[Op, BoundKernel]:
         return self._kernels[_key_of(layer.shape)]

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, input_quant
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.latent import Latent
+from compress.models.latent import KV_NORM, Q_NORM, ROPE_NORM, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight
@@ -32,20 +33,39 @@ RmsNorm = Callable[..., Any]
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear and the norm of the latent that it reads."""
+    """A linear and the norm of the latent that it reads; where it is `joined`, it reads the latent as it is
+    after the normed one."""
 
     norm: RowNorm
     linear: FusedLinear
+    joined: bool = False
 
     def __call__(self, latent_TF: Tensor, phase: Phase, rms_norm: RmsNorm) -> Tensor:
         """Return the outputs [T, F] of the linear."""
-        return self.linear(rms_norm(latent_TF, self.norm.weight, self.norm.eps, self.linear.quant), phase)
+        quant = None if self.joined else self.linear.quant
+        rows = rms_norm(latent_TF, self.norm.weight, self.norm.eps, quant)
+        return self.linear(torch.cat((rows, latent_TF), dim=1) if self.joined else rows, phase)
+
+
+@dataclass(frozen=True)
+class BoundNorm:
+    """A norm with its kernel."""
+
+    norm: RowNorm
+    kernel: BoundKernel
+
+    def of_last(self, x_TF: Tensor) -> Tensor:
+        """Return rows of which the last numbers, as many as the norm has weights, are normed."""
+        size = len(self.norm.weight)
+        last = x_TF[:, -size:].contiguous()
+        normed = self.kernel.kernel.fn(last, self.norm.weight, self.norm.eps, None)
+        return torch.cat((x_TF[:, :-size], normed), dim=1)
 
 
 @dataclass(frozen=True)
 class LatentLinears:
     """The linears of the latents of one layer; `q_up` is None where queries have no latent, and `kv_norm`
-    where those of keys and values are an earlier layer's."""
+    where those of keys and values are an earlier layer's. `rope_norm` is the norm of what keys share."""
 
     facts: Latent
     head_dim: int
@@ -55,39 +75,50 @@ class LatentLinears:
     kv_up: FusedLinear
     absorbed_k: BoundKernel
     absorbed_v: BoundKernel
+    rope_norm: BoundNorm | None = None
 
     @staticmethod
     def of(
         shape: LayerShape,
         fuse: Callable[[str, Weights], FusedLinear],
         weights: Weights,
-        eps: float,
+        arch: Arch,
         deployment: Deployment,
     ) -> "LatentLinears":
-        """Return the linears of a layer; `fuse` binds one of a name to its kernels, and `eps` is that of the
-        norms of latents."""
-        assert shape.latent is not None
+        """Return the linears of a layer; `fuse` binds one of a name to its kernels."""
+        latent = shape.latent
+        assert latent is not None
 
         def norm(name: str) -> RowNorm:
-            return RowNorm(deployment.placed(dense(weights[f"attn.{name}_latent_norm.weight"])), eps)
+            weight = deployment.placed(dense(weights[f"{name}.weight"]))
+            scale = latent.scale_of(name, arch.hidden_size)
+            return RowNorm(weight if scale == 1 else weight.to(torch.float32) * scale, arch.latent_eps)
 
-        still_dim = shape.head_dim - shape.latent.rope_dim
+        still_dim = shape.head_dim - latent.rope_dim
         kv_up = weights["attn.kv_up.weight"]
         kv_quant = input_quant((kv_up,), deployment.device)
         kv_up_FR = dense(kv_up)
         if kv_quant is not None and isinstance(kv_up, QuantizedWeight):
             kv_up_FR = kv_up.dequantize(deployment.dtype)  # these codes are multiplied exactly
         heads_HFR = kv_up_FR.unflatten(0, (shape.num_heads, -1))
-        k_HNR, v_HVR = heads_HFR.split([still_dim, shape.latent.value_dim], dim=1)
+        q_up = None
+        if latent.q_rank:
+            q_up = NormedLinear(norm(Q_NORM), fuse("attn.q_up", weights), latent.gated)
+        rope_norm = None
+        if ROPE_NORM in shape.latent_norm_sizes:
+            problem = deployment.kernel_device.problem("rms_norm", n=latent.rope_dim)
+            rope_norm = BoundNorm(norm(ROPE_NORM), BoundKernel.of(problem))
+        k_HNR, v_HVR = heads_HFR.split([still_dim, latent.value_dim], dim=1)
         return LatentLinears(
-            shape.latent,
+            latent,
             shape.head_dim,
-            NormedLinear(norm("q"), fuse("attn.q_up", weights)) if shape.latent.q_rank else None,
-            norm("kv") if shape.kv_source is None else None,
+            q_up,
+            norm(KV_NORM) if shape.kv_source is None else None,
             kv_quant,
             fuse("attn.kv_up", {"attn.kv_up.weight": kv_up_FR}),
             _head_linear(k_HNR.transpose(1, 2), deployment),
             _head_linear(v_HVR, deployment),
+            rope_norm,
         )
 
     @property
@@ -110,6 +141,16 @@ class LatentLinears:
         width = self.facts.cached_width
         q_TF, latent_TF = first_TF.split([first_TF.shape[1] - width, width], dim=1)
         return q_TF, latent_TF
+
+    def with_gates(self, first_TF: Tensor, phase: Phase, rms_norm: RmsNorm) -> Tensor:
+        """Return the queries, the latents of keys and values with the dimensions that rotate, and the outputs
+        of the gates of attention side by side, in place of what the first linear computes; for latents that
+        are `gated`."""
+        assert self.q_up is not None
+        latent_TR, kv_TF = self.split(first_TF)
+        assert kv_TF is not None
+        q_TF, gates_TF = self.facts.split_gates(self.q_up(latent_TR, phase, rms_norm), self.head_dim)
+        return torch.cat((q_TF, kv_TF, gates_TF), dim=1)
 
     def absorb(self, q_THC: Tensor) -> Tensor:
         """Return queries [T, H, R] that latents are keys of."""

@@ -73,7 +73,7 @@ class LayerRunner:
             layer.linear_shape(linear, arch.hidden_size)[1]
             for layer in arch.layers
             for linear in layer.linears
-            if linear.endswith(".down") or (layer.output_gate and linear == "attn.o")
+            if linear.endswith(".down") or (layer.has_output_gate and linear == "attn.o")
         ]
         act_mul = deployment.kernel_device.problem("act_mul", n=max(gated, default=arch.hidden_size), k=0)
         self._bound_act_mul = BoundKernel.of(act_mul)
@@ -149,7 +149,7 @@ class LayerRunner:
         else:
             qkv_rows, factors_TF = self.ops.entered(stream, mixer_reader(layer), phase)
             ffn_rows = None
-        qkv_TF = layer.qkv(qkv_rows, phase)
+        qkv_TF = self._projected(layer, qkv_rows, phase)
         joining = None
         if isinstance(kv, JointKept):
             size = (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim
@@ -183,6 +183,16 @@ class LayerRunner:
             factors_TF=factors_TF,
         )
 
+    def _projected(self, layer: LayerWeights, rows: Rows, phase: Phase) -> Tensor:
+        """Return what attention, or a recurrence, reads of the rows: the outputs of the first linears, those
+        of an output gate last."""
+        assert layer.qkv is not None
+        qkv_TF = layer.qkv(rows, phase)
+        if layer.latent is None:
+            return qkv_TF
+        assert isinstance(self.attention, LatentAttention)
+        return self.attention.with_gates(layer, qkv_TF, phase)
+
     def store(
         self,
         layer: LayerWeights,
@@ -193,9 +203,8 @@ class LayerRunner:
         phase: Phase,
     ) -> None:
         """Write the keys and values of rows before a layer with attention, and compute nothing else of it."""
-        assert layer.qkv is not None
-        qkv_TF = layer.qkv(self.ops.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
-        if layer.shape.output_gate:
+        qkv_TF = self._projected(layer, self.ops.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
+        if layer.shape.has_output_gate:
             qkv_TF = qkv_TF[:, : -layer.shape.num_heads * layer.shape.value_dim]
         projected = Projected(qkv_TF, positions_T, slots_T, pages)
         if isinstance(self.attention, LatentAttention):
@@ -275,7 +284,7 @@ class LayerRunner:
         if projected.gates_TH is not None:
             attended_THC = attend(layer, projected)
             return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)
-        if not layer.shape.output_gate:
+        if not layer.shape.has_output_gate:
             return attend(layer, projected).flatten(1)
         assert layer.o is not None
         size = layer.shape.num_heads * layer.shape.value_dim

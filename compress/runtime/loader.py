@@ -44,6 +44,7 @@ from compress.runtime.hyper_weights import hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
+from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining, load_outer
 from compress.runtime.row_norms import (
     BranchNorms,
@@ -71,6 +72,7 @@ class LayerWeights:
     float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
     whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
     `altup` computes the other streams of the residual, and `laurel` a residual around attention.
+    `attn_norm_gate` and `ffn_norm_gate` are the gates of the two norms.
     """
 
     shape: LayerShape
@@ -104,6 +106,8 @@ class LayerWeights:
     ffn_hyper: HyperWeights | None = None
     altup: AltUpWeights | None = None
     laurel: LaurelLinears | None = None
+    attn_norm_gate: NormGate | None = None
+    ffn_norm_gate: NormGate | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -118,7 +122,7 @@ class LayerWeights:
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
         others = (
             *(self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper),
-            *(self.altup, self.laurel),
+            *(self.altup, self.laurel, self.attn_norm_gate, self.ffn_norm_gate),
         )
         own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
             (self.mamba, self.conv_FW)
@@ -142,7 +146,10 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        others = (self.latent, self.delta, self.layer_embed, self.altup, self.laurel)
+        others = (
+            *(self.latent, self.delta, self.layer_embed, self.altup, self.laurel),
+            *(self.attn_norm_gate, self.ffn_norm_gate),
+        )
         rows += [row for each in others if each is not None for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
@@ -237,6 +244,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
     weights = source.layer(layer_idx)
 
     def before(name: str) -> RowNorm | None:
+        name = f"{name}.norm" if name in shape.gated_norms else name
         exists = arch.unit_norms or f"{name}.weight" in weights
         return stream_norm(arch, weights, name, deployment) if exists else None
 
@@ -283,6 +291,8 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         ffn_hyper=hyper_weights(arch, weights, "ffn_hyper", deployment),
         altup=altup_weights(arch, weights, deployment),
         laurel=laurel_linears(arch, weights, deployment),
+        attn_norm_gate=NormGate.of(shape, "attn_norm", weights, deployment),
+        ffn_norm_gate=NormGate.of(shape, "ffn_norm", weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
     )
@@ -331,7 +341,7 @@ def _latent(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deploym
     def one(name: str, of: Weights) -> FusedLinear:
         return fuse((name,), of, deployment)
 
-    return LatentLinears.of(shape, one, weights, arch.latent_eps, deployment)
+    return LatentLinears.of(shape, one, weights, arch, deployment)
 
 
 def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> DeltaLinears | None:

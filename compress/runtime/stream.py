@@ -11,6 +11,7 @@ from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import Phase
 from compress.runtime.fused_linear import FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
+from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining
 
 
@@ -18,11 +19,12 @@ from compress.runtime.outer_weights import Joining
 class Reader:
     """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
     A mixture of experts is no linear and takes rows that are not quantized. `hyper` joins the streams of the
-    residual, where it has several."""
+    residual, where it has several, and `gate` computes the gates of the norm, where it has some."""
 
     norm: RowNorm | None
     linear: FusedLinear | None
     hyper: Joining | None = None
+    gate: NormGate | None = None
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -31,9 +33,9 @@ class Reader:
 
     def prepares_input(self, phase: Phase) -> bool:
         """Return whether the linear norms and quantizes the stream itself."""
-        return (
-            self.linear is not None and self.norm is not None and self.linear.prepares_input(phase, self.norm)
-        )
+        if self.linear is None or self.norm is None or self.gate is not None:
+            return False
+        return self.linear.prepares_input(phase, self.norm)
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,14 @@ def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
     has_dense = any(each is not None for each in (layer.delta, layer.head_gate, layer.laurel))
-    return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper)
+    return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper, layer.attn_norm_gate)
 
 
 def ffn_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream after the first half of a layer."""
     reads_ffn = layer.experts is None or layer.branch_norms is not None
-    return Reader(layer.ffn_norm, layer.gate_up if reads_ffn else None, layer.ffn_hyper)
+    linear = layer.gate_up if reads_ffn else None
+    return Reader(layer.ffn_norm, linear, layer.ffn_hyper, layer.ffn_norm_gate)
 
 
 def same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:

@@ -115,6 +115,8 @@ class StreamOps:
         norm = reader.norm
         if stream.rows is not None or norm is None:
             return stream.x_TD if stream.rows is None else stream.rows
+        if reader.gate is not None:
+            return reader.gate.rows(self.norm(stream.x_TD, norm), reader.quant, phase)
         if reader.prepares_input(phase):
             return RawRows(stream.x_TD, norm.weight, norm.eps, reader.quant)
         normed: Rows = self._rms_norm(

@@ -53,6 +53,7 @@ FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.it
 UNIFORM: dict[str, dict[str, Any]] = {
     **{name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")},
     "laguna": {"num_attention_heads_per_layer": None},
+    "dots3_note_text": {"layer_types": ["full_attention"] * 3},
     "mimo_v2_flash": {"layer_types": ["sliding_attention"] * 3, "num_key_value_heads": 1},
 }
 OFTEN = ("llama", "gemma4_text", "qwen3_moe", "deepseek_v2")

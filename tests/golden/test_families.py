@@ -345,6 +345,8 @@ STATED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 64},
     "deepseek_v32": {"num_key_value_heads": 64},
     "axk1": {"num_key_value_heads": 64},
+    "axk2": {"num_key_value_heads": 64},
+    "dots3_note_text": {"num_key_value_heads": 64, "swa_num_attention_heads": 64},
     "youtu": {"num_key_value_heads": 64},
     "minicpm3": {"num_key_value_heads": 64},
     "glm4_moe_lite": {"num_key_value_heads": 64},
@@ -392,11 +394,14 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
             2 if family in TWICE_IN_WINDOWS and layer.window else 1
         )
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-        assert layer.head_dim == (getattr(theirs, "qk_head_dim", None) or head_dim)
+        of_latents = getattr(theirs, "qk_head_dim", None)
+        if family == "dots3_note_text":
+            of_latents = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
+        assert layer.head_dim == (of_latents or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
     window = stated.sliding_window if family == "mistral" or "sliding_attention" in types else None
     for layer, kind in zip(arch.layers, types, strict=True):
-        assert layer.window == (None if kind == "full_attention" else window)
+        assert layer.window == (None if kind in ("full_attention", "indexed_attention") else window)
         if layer.rope is not None:
             rope = stated.rope_parameters.get(kind, stated.rope_parameters)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])

@@ -110,7 +110,10 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         kv_heads = kv_heads_of(own)
         is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
         assert layer.num_kv_heads == kv_heads * (2 if is_twice else 1)
-        assert layer.head_dim == (getattr(own, "qk_head_dim", None) or head_dim)
+        of_latents = getattr(own, "qk_head_dim", None)
+        if arch.family == "dots3_note":
+            of_latents = own.qk_nope_head_dim + own.qk_rope_head_dim
+        assert layer.head_dim == (of_latents or head_dim)
         if layer.rope is None:
             continue
         rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)

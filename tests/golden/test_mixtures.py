@@ -51,6 +51,8 @@ EXPORTED = [
     ("glm4_moe_lite", "W4A16_G128"),
     ("afmoe", "W4A16_G128"),
     ("axk1", "W4A16_G128"),
+    ("axk2", "FP8_DYNAMIC"),
+    ("dots3_note_text", "W4A16_G128"),
     ("kolibri1", "FP8_DYNAMIC"),
     ("cohere2_moe-shared-average", "W4A16_G128"),
     ("hunyuan_v1_moe", "FP8_DYNAMIC"),
@@ -125,6 +127,10 @@ RENAMED = (
     "minimax_m3_vl",
     "step3p7",
     "hy_v4",
+    "axk2",
+    "axk2-groups",
+    "dots3_note_text",
+    "dots3_note_text-windows",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 

@@ -76,6 +76,8 @@ REFUSED = {
         "hy_v4",
         "afmoe",
         "axk1",
+        "axk2",
+        "dots3_note",
         "kolibri1",
         "hunyuan_v1_moe",
         "flint",

@@ -38,6 +38,20 @@ PLAIN_QUERIES = {
     "rope": Rope(10000.0, "yarn", factor=4.0, original_max_position=16, attention_factor=1.2, rotary_dim=8),
     "latent": Latent(q_rank=0, kv_rank=20, rope_dim=8, value_dim=16, interleaved=False),
 }
+RESCALED = {
+    **LATENT,
+    "latent": Latent(28, 12, 6, 12, interleaved=True, rescaled=True, rope_norm=True),
+}
+NARROW_LATENT = {
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "rope": Rope(500.0, rotary_dim=8),
+    "latent": Latent(20, 16, 8, 10, interleaved=True, rescaled=True, rope_norm=True),
+}
+GATED = {
+    **LATENT,
+    "latent": Latent(q_rank=28, kv_rank=12, rope_dim=6, value_dim=12, interleaved=True, gated=True),
+}
 
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
@@ -705,6 +719,24 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(**PLAIN_QUERIES, output_gate=True, experts=CAPPED, expert_cap=0.02),
         ),
     },
+    "norms and latents with gates": {
+        "layers": (
+            tiny_shape(**GATED, norm_gate_rank=12),
+            tiny_shape(**GATED, norm_gate_rank=12, experts=Experts(6, 2, 48, shared_size=64)),
+        ),
+    },
+    "windows over latents that are rescaled": {
+        "latent_eps": 1e-5,
+        "layers": (
+            tiny_shape(**RESCALED, head_gate="sigmoid"),
+            tiny_shape(**{**RESCALED, **NARROW_LATENT}, head_gate="sigmoid", window=5),
+            tiny_shape(**{**RESCALED, **NARROW_LATENT}, experts=Experts(6, 2, 48), window=70),
+        ),
+    },
+    "norms with gates": {
+        "residual_scale": 0.4,
+        "layers": (tiny_shape(norm_gate_rank=4), tiny_shape(norm_gate_rank=4, experts=Experts(6, 2, 48))),
+    },
     "streams that are not mixed": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
         "layers": (tiny_shape(window=5), tiny_shape(experts=Experts(6, 2, 48, shared_size=64))),
@@ -913,6 +945,7 @@ RARE = [
     "latents that layers share, some without positions",
     "bounded decays of channels, and latents whose heads have gates",
     "latents with sinks and gated outputs",
+    *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
     *("streams that are not mixed", "streams that are mixed, and latents"),
     *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",

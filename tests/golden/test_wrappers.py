@@ -33,7 +33,7 @@ COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
 RENAMED = (
     *("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7"),
-    *("nemotron_h_omni", "deepseek_ocr2"),
+    *("nemotron_h_omni", "deepseek_ocr2", "dots3_note"),
 )
 """Families whose vision tower transformers has under other names."""
 NAMED_OTHERWISE = ("nemotron_h_omni",)
@@ -52,7 +52,7 @@ NOT_GATHERED = (
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
-STACKED = ("step3p7", "step3p7-as-published", "step3p7-biases-tied")
+STACKED = ("step3p7", "step3p7-as-published", "step3p7-biases-tied", "dots3_note")
 """Cases whose gates and ups of dense experts transformers joins, and drops next to packed codes."""
 
 

@@ -84,6 +84,20 @@ ROUTERS = [
     (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120, False),
     (Experts(24, 4, 16, score="sigmoid", num_groups=4, top_groups=2, selection_bias=True), 512, True),
     (Experts(384, 6, 16, score="sigmoid", selection_bias=True, biased_logits=True), 2560, False),
+    (
+        Experts(
+            32,
+            8,
+            16,
+            score="sigmoid",
+            num_groups=8,
+            top_groups=4,
+            selection_bias=True,
+            zeroes_groups=True,
+        ),
+        512,
+        False,
+    ),
     (Experts(16, 2, 16, score="sparsemixer", jitter=0.01), 4096, False),
     (Experts(40, 2, 16, score="sparsemixer", jitter=0.2), 512, False),
     (
@@ -302,7 +316,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
     router = router_weights(
         randn(count, hidden, seed=2) * hidden**-0.5,
         randn(count, seed=3) if bias else None,
-        randn(count, seed=4).abs() * 0.2 if facts.selection_bias else None,
+        randn(count, seed=4).abs() * 0.2 - 0.9 * facts.zeroes_groups if facts.selection_bias else None,
         randn(count, seed=5).abs() + 0.5 if facts.output_scale else None,
         dtype=torch.bfloat16,
         device=CUDA,

@@ -72,6 +72,15 @@ LATENT = replace(
     head_dim=256,
     latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=False),
 )
+RESCALED = replace(
+    PLAIN_QUERIES,
+    latent=Latent(128, 256, rope_dim=64, value_dim=128, interleaved=True, rescaled=True, rope_norm=True),
+)
+GATED = replace(
+    LATENT,
+    norm_gate_rank=16,
+    latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=True, gated=True),
+)
 TRAINED = replace(PLAIN_QUERIES, rope=Rope(10000.0, rotary_dim=64, exponents=(0.5, -0.25) * 16))
 UNROTATED = replace(
     PLAIN_QUERIES,
@@ -225,6 +234,23 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "a.x k1": {
         "layers": (LATENT, replace(LATENT, experts=replace(WHOLE_GROUPS, post_norm=True)), LATENT),
+    },
+    "dots3-note": {
+        "latent_eps": 1e-5,
+        "layers": (
+            replace(RESCALED, head_gate="sigmoid"),
+            replace(
+                RESCALED, head_gate="sigmoid", num_heads=4, num_kv_heads=4, window=70, experts=WHOLE_GROUPS
+            ),
+            replace(RESCALED, head_gate="sigmoid", window=300),
+        ),
+    },
+    "a.x k2": {
+        "layers": (
+            GATED,
+            replace(GATED, experts=replace(WHOLE_GROUPS, num_groups=4, top_groups=2, zeroes_groups=True)),
+            GATED,
+        ),
     },
     "kolibri 1": {
         "block": "sandwich",

@@ -79,6 +79,8 @@ CONFIGS: dict[str, Any] = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "deepseek_v32": transformers.DeepseekV32Config,
     "axk1": transformers.AXK1Config,
+    "axk2": transformers.AXK2Config,
+    "dots3_note_text": transformers.Dots3NoteTextConfig,
     "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "hy_v4": transformers.HYV4Config,
     "gpt_oss": transformers.GptOssConfig,
@@ -186,6 +188,7 @@ CONFIGS: dict[str, Any] = {
     "aria": transformers.AriaConfig,
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
     "step3p7": transformers.Step3p7Config,
+    "dots3_note": transformers.Dots3NoteConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -510,6 +513,26 @@ AROUND: dict[str, dict[str, Any]] = {
         "insert_layer_id": 0,
         "image_token_id": 97,
     },
+    "dots3_note": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "moe_intermediate_size": 16,
+            "adapter_in_dim": 32,
+            "pyramid_num_routed": [-1, 4],
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "feature_size": 16,
+            "downsample_hidden_size": 8,
+            "adapter_input_size": 32,
+        },
+    },
     "step3p7": {
         "vision_config": {
             "hidden_size": 32,
@@ -690,6 +713,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 6},
     "deepseek_v32": {"num_key_value_heads": 6},
     "axk1": {"num_key_value_heads": 6},
+    "axk2": {"num_key_value_heads": 6},
+    "dots3_note_text": {"num_key_value_heads": 6},
+    "dots3_note": {"num_key_value_heads": 6},
     "glm_moe_dsa": {"num_key_value_heads": 6},
     "hy_v4": {"num_key_value_heads": 6},
     "mistral_large4": {"model_type": "mistral_large4_text", "num_key_value_heads": 6},
@@ -859,6 +885,21 @@ LING = {
 """Delta nets whose decays of channels are bounded, and latent attention whose heads have gates."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
+DOTS3 = {
+    **LATENTS,
+    **INDEXERS,
+    "qk_rope_head_dim": 8,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "shared_experts_intermediate_size": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 20,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 18,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 10,
+}
 OF_BLOCKS = {
     **LOCAL_EXPERTS,
     "head_dim": 16,
@@ -1562,6 +1603,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_interleave": False,
             "attention_bias": True,
             "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dots3_note_text": (
+        "dots3_note_text",
+        {**DOTS3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "dots3_note_text-windows": (
+        "dots3_note_text",
+        {
+            **DOTS3,
+            "use_dsa": False,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dots3_note": (
+        "dots3_note",
+        {**DOTS3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "axk2": (
+        "axk2",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "gated_norm_rank": 4,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+        },
+    ),
+    "axk2-groups": (
+        "axk2",
+        {
+            **LATENTS,
+            **INDEXERS,
+            "gated_norm_rank": 12,
+            "v_head_dim": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
             "tie_word_embeddings": True,
         },
     ),
@@ -2952,8 +3043,18 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     if "kv_lora_rank" not in changes:
         return {}
     delta_net = {"linear_num_heads": 4, "linear_head_dim": of_head} if "linear_head_dim" in changes else {}
+    in_windows = {f"swa_{name}": size for name in ("q_lora_rank", "kv_lora_rank")} | {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 2 * of_head,
+        "swa_qk_nope_head_dim": of_head,
+        "swa_v_head_dim": of_head,
+        "shared_experts_intermediate_size": size,
+        "index_head_dim": size,
+    }
     return {
         **delta_net,
+        **(in_windows if "swa_v_head_dim" in changes else {}),
         "num_key_value_heads": 4,
         "head_dim": of_head if "layer_group_size" in changes else None,  # of the delta nets of Ling
         "q_lora_rank": size if changes.get("q_lora_rank") else None,
@@ -3006,6 +3107,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if family in FLAT:
         return CONFIGS[family](**stated, **around)
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
+    if family == "dots3_note":
+        for tower in ("vision_config", "audio_config"):
+            around[tower]["adapter_out_dim"] = stated["hidden_size"]
     if family in WIDE_AS_TEXT:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
     if "depth" in around["vision_config"]:

@@ -49,6 +49,9 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         sizes |= {"kv_lora_rank": 128, "v_head_dim": 32}
         sizes |= {"q_lora_rank": 128} if changes.get("q_lora_rank") else {}
         sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    if "swa_v_head_dim" in changes:
+        own = ("swa_", "shared_experts", "index_head_dim")
+        sizes |= {name: each for name, each in inner_widths(changes, 128).items() if name.startswith(own)}
     return saved(directory, family, {**changes, **sizes, **others}, dtype=torch.bfloat16)
 
 

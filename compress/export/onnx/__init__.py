@@ -271,6 +271,8 @@ class Onnx:
                     "tokens have embeddings for each layer, which the graph does not read.",
                 )
             )
+        if any(layer.norm_gate_rank for layer in arch.layers):
+            rules.append(Rule("gated-norms", "norms have gates, which the graph does not compute."))
         if any(layer.output_gate for layer in arch.layers):
             rules.append(
                 Rule("output-gate", "attention has an output gate, which the graph does not compute.")

@@ -17,6 +17,7 @@ Shapes: T rows = R q_len, R requests, B blocks of a table, J chunks, H heads, C 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,7 @@ def _attend_latents(
     N: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     FORMAT: tl.constexpr,
     CONVERTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -165,6 +167,8 @@ def _attend_latents(
     for chunk in tl.range(tl.program_id(2), num_chunks, tl.num_programs(2)):
         first = _start_of(chunk, N)
         end = tl.minimum(_start_of(chunk + 1, N), context_len)
+        if WINDOW > 0:  # no query sees a chunk that ends before the window of the first
+            end = tl.where(end <= context_len - q_len + 1 - WINDOW, first, end)
         following = _start_of(chunk + tl.num_programs(2), N)
         following_block = block_of(table_ptr, following, context_len, context_len, BLOCK_SIZE, TILE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -192,7 +196,10 @@ def _attend_latents(
             if FORMAT != 0:
                 key_scale = tl.load(scale_ptr + slot, mask=real_key, other=0.0)[None, :]
                 s *= key_scale
-            s = tl.where(keys[None, :] <= positions[:, None], s, float("-inf"))
+            seen = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            s = tl.where(seen, s, float("-inf"))
             m_next = tl.maximum(m, tl.max(s, axis=1))
             m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
             p = tl.exp2(s - m_finite[:, None])
@@ -271,21 +278,13 @@ def latent_attention(
     *,
     q_len: int,
     scale: float,
+    window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, R] of absorbed queries and rotated ones, as the reference; T = R q_len."""
     config = config_of(pages, q_THR.dtype)
-    return attend(
-        q_THR,
-        q_THC,
-        pages,
-        block_table_RB,
-        context_lens_R,
-        q_len=q_len,
-        scale=scale,
-        sinks_H=sinks_H,
-        config=config,
-    )
+    facts: dict[str, Any] = {"q_len": q_len, "scale": scale, "window": window, "sinks_H": sinks_H}
+    return attend(q_THR, q_THC, pages, block_table_RB, context_lens_R, config=config, **facts)
 
 
 def attend(
@@ -297,6 +296,7 @@ def attend(
     *,
     q_len: int,
     scale: float,
+    window: int | None = None,
     sinks_H: Tensor | None = None,
     config: Config,
 ) -> Tensor:
@@ -342,6 +342,7 @@ def attend(
         ROWS=rows,
         TILE=config.tile,
         BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
         FORMAT=CODED_FORMATS.get(pages.format, 0),
         CONVERTS=converts_e4m3(q_THR.device),
         STAGES=config.stages,

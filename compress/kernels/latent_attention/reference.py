@@ -22,10 +22,12 @@ def latent_attention(
     *,
     q_len: int,
     scale: float,
+    window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, R] of absorbed queries, and of rotated ones whose last dimensions rotate; T = R q_len.
-    A context includes the queries' own positions, already written."""
+    A context includes the queries' own positions, already written; with a `window` a query sees so many
+    positions with its own."""
     rank = q_THR.shape[2]
     (_, width) = pages.heads_and_width
     q_THW = torch.cat((q_THR, q_THC[..., q_THC.shape[2] - (width - rank) :]), dim=-1)
@@ -35,7 +37,7 @@ def latent_attention(
         block_table_RB,
         context_lens_R,
         q_len=q_len,
-        window=None,
+        window=window,
         scale=scale,
         sinks_H=sinks_H,
     )

@@ -48,6 +48,7 @@ def _choose(
     GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     BIASED_LOGITS: tl.constexpr,
+    ZEROES_GROUPS: tl.constexpr,
     LEAST: tl.constexpr,
     GAP: tl.constexpr,
     SHARED: tl.constexpr,
@@ -85,8 +86,12 @@ def _choose(
             best = tl.max(worth_keys, axis=0)
             kept = kept | (worth_keys == best)
             worth_keys = tl.where(worth_keys == best, -(1 << 63), worth_keys)
-        # A group that is out keeps its order below all that are in.
-        keys = tl.reshape(tl.where(kept[:, None], by_group, -(1 << 63) + (by_group & 0xFFFFFFFF)), [E2])
+        if ZEROES_GROUPS:
+            zeros = tl.where(places % SPAN < MEMBERS, _keys(tl.zeros([E2], dtype=tl.float32), E2), -(1 << 63))
+            others = tl.reshape(zeros, [GROUPS, E2 // GROUPS])
+        else:  # a group that is out keeps its order below all that are in
+            others = -(1 << 63) + (by_group & 0xFFFFFFFF)
+        keys = tl.reshape(tl.where(kept[:, None], by_group, others), [E2])
     columns = tl.arange(0, K2)
     chosen = tl.zeros([K2], dtype=tl.int32)
     weights = tl.full([K2], float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
@@ -158,6 +163,7 @@ def _choose_rows(
     GROUP_BEST: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     BIASED_LOGITS: tl.constexpr,
+    ZEROES_GROUPS: tl.constexpr,
     LEAST: tl.constexpr,
     GAP: tl.constexpr,
     SHARED: tl.constexpr,
@@ -176,7 +182,8 @@ def _choose_rows(
         logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, LEAST, GAP, SHARED,
+        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, ZEROES_GROUPS,
+        LEAST, GAP, SHARED,
     )  # fmt: skip
 
 
@@ -195,6 +202,7 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
         "GROUP_BEST": facts.group_best,
         "SELECTION_BIAS": facts.selection_bias,
         "BIASED_LOGITS": facts.biased_logits,
+        "ZEROES_GROUPS": facts.zeroes_groups,
         "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
         "GAP": facts.gap,
         "SHARED": shared,

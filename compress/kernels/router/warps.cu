@@ -7,10 +7,11 @@
 //
 // A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
 // chooses; else the one that arrives last for its rows does. So a row's bits depend on the row alone. A key is the compared number as an unsigned
-// integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
+// integer of the same order: 0 was taken or is absent, 1 is in no chosen group, where ZEROES does not make it the key of 0. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen, 3 = SparseMixer; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; CLUSTER = blocks of a cluster, or 0.
+// chosen, 3 = SparseMixer; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; ZEROES = experts of
+// groups that were not chosen are compared with 0; CLUSTER = blocks of a cluster, or 0.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
@@ -112,7 +113,8 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        if (id < args.num_experts && !(kept >> id / (args.num_experts / args.num_groups) & 1)) keys[j] = 1;
+        const bool is_kept = id >= args.num_experts || kept >> id / (args.num_experts / args.num_groups) & 1;
+        if (!is_kept) keys[j] = ZEROES ? ordered(0.0f) : 1;
     }
 #endif
     int chosen = 0;

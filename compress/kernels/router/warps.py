@@ -42,6 +42,7 @@ class Variant:
     grouped: bool
     selection_bias: bool
     biased_logits: bool
+    zeroes_groups: bool
     cluster: int
 
     @property
@@ -56,6 +57,7 @@ class Variant:
             "GROUPED": int(self.grouped),
             "SELECTION": int(self.selection_bias),
             "OF_LOGITS": int(self.biased_logits),
+            "ZEROES": int(self.zeroes_groups),
             "CLUSTER": self.cluster,
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
@@ -108,6 +110,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
         grouped=facts.num_groups > 1,
         selection_bias=facts.selection_bias,
         biased_logits=facts.biased_logits,
+        zeroes_groups=facts.zeroes_groups,
         cluster=blocks if sm >= 90 and blocks in CLUSTERS else 0,
     )
 

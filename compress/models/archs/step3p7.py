@@ -26,6 +26,7 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.per_layer import by_layer, keys_of_layers
 from compress.models.rope_config import check_factors_of_types
 from compress.models.wrapper import wrapper
 from compress.untrusted.fields import Fields
@@ -178,7 +179,7 @@ def _check_heads_by_layer(config: Fields, layers: tuple[LayerShape, ...]) -> Non
     """Refuse widths that single layers have for themselves (`PER_LAYER`), other than the heads of layers with
     a window, as `transformers` writes them."""
     stated = config.fields(PER_LAYER)
-    keys = _keys_of_layers(config)
+    keys = keys_of_layers(config)
     plain = config.integer(_HEADS, 1, MAX_SIZE)
     for idx, layer in enumerate(layers):
         key = keys.get(idx, str(idx))
@@ -188,25 +189,10 @@ def _check_heads_by_layer(config: Fields, layers: tuple[LayerShape, ...]) -> Non
             raise stated.wrong(key, dict(stated.mapping(key, default={})), f"{expected}")
 
 
-def _keys_of_layers(config: Fields) -> dict[int, str]:
-    """Return the key that `PER_LAYER` has for each layer, which may begin with zeros.
-
-    Raises:
-        UnsupportedArch: a key is no number of a layer, or two are the same one.
-    """
-    keys: dict[int, str] = {}
-    for key in config.fields(PER_LAYER):
-        if not (key.isascii() and key.isdecimal() and len(key) <= 4) or int(key) in keys:
-            raise config.wrong(PER_LAYER, key, "a mapping with one key for each layer, its number")
-        keys[int(key)] = key
-    return keys
-
-
 def _by_layer(layers: tuple[LayerShape, ...]) -> dict[str, dict[str, int]]:
     """Return the heads of layers with a window, by keys of one length, as `transformers` writes them."""
-    in_windows = [idx for idx, layer in enumerate(layers) if layer.window is not None]
-    num_digits = len(str(max(in_windows, default=0)))
-    return {str(idx).zfill(num_digits): {_HEADS: layers[idx].num_heads} for idx in in_windows}
+    own = {idx: {_HEADS: each.num_heads} for idx, each in enumerate(layers) if each.window is not None}
+    return by_layer(own)
 
 
 def _restated(arch: Arch) -> dict[str, Any]:

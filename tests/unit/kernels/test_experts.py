@@ -50,6 +50,16 @@ ROUTINGS = (
     Experts(11, 2, 16, score="sparsemixer", jitter=0.3, scale=2.5),
     Experts(16, 4, 16, scale=16.0, num_groups=4, top_groups=2, group_best=1),
     Experts(20, 4, 16, num_groups=4, top_groups=2, group_best=1),
+    Experts(
+        16,
+        6,
+        16,
+        score="sigmoid",
+        num_groups=4,
+        top_groups=2,
+        selection_bias=True,
+        zeroes_groups=True,
+    ),
     Experts(24, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
 )
 
@@ -563,7 +573,8 @@ def test_router(facts: Experts) -> None:
     """The kernels that are selected choose as float64 does, and a row's choice depends on the row alone."""
     x_TD = randn(9, 40, seed=1).to(torch.bfloat16)
     count = facts.num_experts
-    selection_bias = torch.linspace(0, 0.3, count) if facts.selection_bias else None
+    least = -0.9 if facts.zeroes_groups else 0.0
+    selection_bias = torch.linspace(least, least + 0.3, count) if facts.selection_bias else None
     bias = randn(count, seed=4) * 0.1
     output_scale = torch.linspace(0.5, 2, count) if facts.output_scale else None
     router = router_weights(

@@ -87,7 +87,7 @@ def filled(
     ("num_heads", "rank", "rope_dim", "block_size"),
     [(5, 24, 6, 16), (40, 64, 32, 64), (16, 48, 16, 128), (3, 24, 0, 16)],
 )
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("has_sinks", "window"), [(False, None), (True, None), (False, 3), (True, 66)])
 def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     kernel: Kernel,
     device: str,
@@ -98,6 +98,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     rope_dim: int,
     block_size: int,
     has_sinks: bool,
+    window: int | None,
 ) -> None:
     kv_format = DENSE_FORMATS[dtype] if kv_format == KV_DENSE else kv_format
     lens, head_dim, scale = (1, 130, 70, 2), rope_dim + 10, 0.11
@@ -119,6 +120,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
             lens_R[rows] - at,
             q_len=q_len,
             scale=scale,
+            window=window,
             sinks_H=sinks_H,
         )
 
@@ -129,6 +131,8 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
         latent, turned = (each.double() for each in pages.gather(table_RB[idx], rank, torch.float32))
         q = absorbed[idx, 1].double(), rotated[idx, 1, :, head_dim - rope_dim :].double()
         scores = (q[0] @ latent[:length].T + q[1] @ turned[:length].T) * scale
+        if window is not None:
+            scores[:, : max(length - window, 0)] = -torch.inf
         if sinks_H is not None:
             scores = torch.cat((scores, sinks_H.double().unsqueeze(1)), dim=1)
         expected = scores.softmax(dim=-1)[:, :length] @ latent[:length]

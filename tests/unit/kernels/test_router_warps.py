@@ -25,6 +25,19 @@ ROUTINGS = (
         5120,
     ),
     (Experts(384, 6, 16, score="sigmoid", selection_bias=True, biased_logits=True), 2560),
+    (
+        Experts(
+            64,
+            6,
+            16,
+            score="sigmoid",
+            num_groups=8,
+            top_groups=2,
+            selection_bias=True,
+            zeroes_groups=True,
+        ),
+        1536,
+    ),
     (Experts(16, 2, 16, score="sparsemixer", jitter=0.01), 4096),
     (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120),
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit, UsageError
 from compress.kernels.operands.rows import ActivationQuant, quantize
-from compress.models.latent import LATENT_EPS, Latent
+from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.weights import Weights, dense
 from compress.quant.numerics import nearest_weight
@@ -124,7 +124,7 @@ def test_codes_whose_inputs_are_rounded_are_multiplied_exactly() -> None:
     def fused(name: str, of: Weights) -> FusedLinear:
         return fuse((name,), of, deployment)
 
-    linears = LatentLinears.of(source.arch.layers[0], fused, weights, LATENT_EPS, deployment)
+    linears = LatentLinears.of(source.arch.layers[0], fused, weights, source.arch, deployment)
     x = torch.randn(9, LATENT.kv_rank, generator=torch.Generator().manual_seed(0))
     assert linears.kv_quant is not None
     rounded = quantize(x, linears.kv_quant).dequantize(torch.float32)
@@ -187,8 +187,8 @@ def test_the_floor_of_decode_counts_products_with_latents() -> None:
 def test_formats_of_heads_are_refused() -> None:
     with pytest.raises(UsageError, match="holds latents"):
         Engine(source_of(), device=CPU, config=EngineConfig(kv_format="INT4_TOKEN_HEAD"))
-    with pytest.raises(EnvironmentUnfit, match="whole contexts"):
-        Engine(source_of(window=8), device=CPU)
+    with pytest.raises(EnvironmentUnfit, match="without chunks of positions"):
+        Engine(source_of(chunk=16), device=CPU)
 
 
 def test_a_coded_cache_serves_nearly_the_same_tokens() -> None:
