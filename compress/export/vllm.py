@@ -81,6 +81,8 @@ UNKNOWN = {
     "gemma3n": "no export of Gemma 3n was tested with it",
     "gemma3n_text": "no export of Gemma 3n was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
+    "inkling_mm_model": "no export of Inkling was tested with it",
+    "inkling_text": "it has no class for the text model of Inkling alone",
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
