@@ -72,8 +72,9 @@ def add_scores_(layer: DecoderLayer, x_TD: Tensor, sums_E: Tensor, counts_E: Ten
     counts_E += torch.tensor(counts, dtype=torch.float64)
 
 
-def best_experts(score_E: Tensor, num_kept: int) -> list[int]:
+def best_experts(score_E: Tensor, num_kept: int, always: int = 0) -> list[int]:
     """Return the indices of the experts with the largest scores, in order of index; of equal ones the
-    first."""
-    order = torch.argsort(score_E, descending=True, stable=True)[:num_kept]
-    return sorted(order.tolist())
+    first. The last `always` ones, which every token chooses, are among them."""
+    num_chosen = len(score_E) - always
+    order = torch.argsort(score_E[:num_chosen], descending=True, stable=True)[: num_kept - always]
+    return [*sorted(order.tolist()), *range(num_chosen, len(score_E))]

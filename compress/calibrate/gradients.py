@@ -31,9 +31,10 @@ from compress.context import Context
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, capped
+from compress.models.decoder import DecoderLayer
 from compress.models.embedding import EmbeddingTables
 from compress.models.linear_groups import LinearGroup
+from compress.models.logits import capped
 from compress.models.norms import Norm, UnitNorm, final_norm
 from compress.models.weights import (
     Weights,

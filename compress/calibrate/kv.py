@@ -54,7 +54,7 @@ layers at 0.05 the mean KL of the whole cache grows from 0.0027 to 0.0028 on the
 0.0068, at 0.73 to 0.068 (`scripts/bench_kv.py`)."""
 _SATURATED = FP8_MAX + 16.0
 """Largest magnitude that rounds to 448, half a step above it; larger numbers are clipped."""
-READ = ("attn_norm.", "attn_hyper.", "altup.", "attn.k", "attn.v.")
+READ = ("attn_norm.", "attn_hyper.", "altup.", "attn.k", "attn.v.", "attn.v_conv.")
 """Prefixes of the names of the parameters that compute keys and values."""
 
 

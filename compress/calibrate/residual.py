@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.calibrate.observe import forward
 from compress.calibrate.side_inputs import SideInputs
 from compress.context import Context
-from compress.models.decoder import capped
+from compress.models.logits import capped
 from compress.models.norms import final_norm
 from compress.models.tap import no_tap
 from compress.models.weights import WeightSource, build_layer, dense, embedding_tables, fill_, norm_weights

@@ -33,8 +33,9 @@ from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, attend_with_scores
-from compress.models.decoder import Decoder, logits_of
+from compress.models.decoder import Decoder
 from compress.models.embedding import looked_up
+from compress.models.logits import logits_of
 from compress.models.tap import Tap, no_tap
 
 STEP_WEIGHT = 0.8
@@ -69,8 +70,10 @@ class UnrolledAttention:
         chunk: int | None = None,
         kept: bool = False,
         source: int | None = None,
+        relative: Tensor | None = None,
     ) -> Tensor:
         del chunk, kept, source
+        assert relative is None, "a head has no relative logits"
         assert layer_idx == 0, "a head has one layer"
         assert k_BSKC is not None
         assert v_BSKC is not None
@@ -139,7 +142,8 @@ class Target:
             features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
             final_BSD = self._decoder.norm(states[-1])
             # without the scale that some models have, because the head norms it
-            embedded_BSD = looked_up(self.arch, self._decoder.embed.weight, tokens_BS.to(self._place))
+            embed = self._decoder.embed
+            embedded_BSD = looked_up(self.arch, embed.weight, tokens_BS.to(self._place), embed.norm_weight)
         return embedded_BSD.to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
 
 

@@ -20,7 +20,8 @@ from compress.context import OneRank, Ranks
 from compress.distill.acceptance import K, steps_over
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
-from compress.models.decoder import Decoder, logits_of
+from compress.models.decoder import Decoder
+from compress.models.logits import logits_of
 
 EVALUATED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
 """Held-out tokens in one forward."""

@@ -146,8 +146,8 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
 
 
 def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
-    """Return the query heads, the channels of query, key and value, the FFN dimensions and the channels of an
-    indexer of blocks that a layer keeps."""
+    """Return the query heads, the channels of query, key and value, the FFN dimensions, the channels of an
+    indexer of blocks and the numbers of relative logits that a layer keeps."""
     old = teacher.layers[teacher_idx]
     new = student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)
@@ -159,6 +159,7 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
     ]
 
     index_dim = 0 if old.block_indexer is None else old.block_indexer.head_dim
+    rank = 0 if old.relative is None else old.relative.rank
 
     def spread(chosen: list[int], width: int = old.head_dim) -> Tensor:
         return torch.tensor([head * width + channel for head in chosen for channel in range(width)])
@@ -172,6 +173,7 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
         "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size)),
         "indexer_q": spread(groups, index_dim),
         "indexer_k": torch.arange(index_dim),
+        "relative": spread(heads, rank),
     }
 
 
@@ -182,6 +184,9 @@ _ROWS = {
     "attn.gate": "q",
     "attn.indexer.q": "indexer_q",
     "attn.indexer.k": "indexer_k",
+    "attn.relative": "relative",
+    "attn.k_conv": "k",
+    "attn.v_conv": "v",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
 }
@@ -189,6 +194,8 @@ _COLUMNS = {"attn.o": "o", "ffn.down": "ffn"}
 _WHOLE = (
     "head.bias",
     "layer_scalar",
+    "attn.profiles",
+    "ffn.factor",
     "attn.indexer.q_norm.weight",
     "attn.indexer.k_norm.weight",
     *(f"ffn.{name}" for name in PARAMETERS),
@@ -210,7 +217,7 @@ def _cut(
     if name in _WHOLE:
         return tensor
     rows = channels[_ROWS[module]] if module in _ROWS else hidden
-    if tensor.dim() == 1:
+    if tensor.dim() != 2:
         return tensor[rows]
     if module in ("embed", "positions", "head"):
         return tensor[:, hidden]

@@ -25,6 +25,7 @@ NOT_GATHERED = (
     "aria",
     "minimax_m3_vl_text",
     "hy_v4",
+    "inkling_text",
 )
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
 JOINED = ("minimax_m3_vl",)

@@ -13,6 +13,9 @@ PLAIN_ALONE = {
         "theirs"
     ),
     "gpt2": "has linears of another class in GPT-2 (Conv1D), into which it loads no codes",
+    "inkling_mm_model": (
+        "splits a tensor of gate and up while it loads, and finds neither codes nor scales of the parts"
+    ),
     "qianfan_ocr": (
         "splits a tensor of q, k and v in the vision tower, and builds that step for plain checkpoints only "
         "('you can only have one to many')"

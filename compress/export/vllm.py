@@ -84,6 +84,8 @@ UNKNOWN = {
     "axk2": "it knows no model_type axk2",
     "dots3_note": "it knows no model_type dots3_note",
     "dots3_note_text": "it knows no model_type dots3_note_text",
+    "inkling_mm_model": "no export of Inkling was tested with it",
+    "inkling_text": "it has no class for the text model of Inkling alone",
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",

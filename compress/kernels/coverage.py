@@ -57,6 +57,7 @@ class Served:
             "phase": self.phase,
             "activation": problem.activation,
             "sinks": problem.sinks,
+            "relative": problem.relative,
             "kernel": self.kernel,
             "refused": self.refused,
         }
@@ -151,16 +152,20 @@ def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of attention over keys and values, in each format of their cache."""
     attending = [layer for layer in arch.layers if layer.attends] or arch.layers[:1]
-    heads: dict[tuple[int, int], bool] = {}
+    heads: dict[tuple[int, int], list[LayerShape]] = {}
     for layer in attending:
-        key = layer.head_dim, layer.num_heads // layer.num_kv_heads
-        heads[key] = heads.get(key, False) or arch.has_sinks(layer)
-    return [row for key, sinks in heads.items() for row in _attending(arch, device, *key, sinks=sinks)]
+        heads.setdefault((layer.head_dim, layer.num_heads // layer.num_kv_heads), []).append(layer)
+    return [row for layers in heads.values() for row in _attending(arch, device, layers)]
 
 
-def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int, *, sinks: bool) -> list[Served]:
-    """Return the kernels of attention with so many dimensions of a head and query heads of a KV head, and
-    with `sinks` or not."""
+def _attending(arch: Arch, device: KernelDevice, layers: Sequence[LayerShape]) -> list[Served]:
+    """Return the kernels of attention of layers with heads alike."""
+    head_dim = layers[0].head_dim
+    facts: dict[str, Any] = {
+        "softcap": arch.attn_softcap is not None,
+        "sinks": any(map(arch.has_sinks, layers)),
+        "relative": any(layer.relative is not None for layer in layers),
+    }
     rows: list[Served] = []
     cached: tuple[tuple[Op, Phase], ...] = (
         ("rope_store", "decode"),
@@ -174,11 +179,10 @@ def _attending(arch: Arch, device: KernelDevice, head_dim: int, repeat: int, *, 
             problem = device.problem(
                 op,
                 n=head_dim,
-                k=repeat,
+                k=layers[0].num_heads // layers[0].num_kv_heads,
                 phase=phase,
                 scheme=page_format(kv_format),
-                softcap=arch.attn_softcap is not None and op != "rope_store",
-                sinks=sinks and op != "rope_store",
+                **(facts if op != "rope_store" else {}),
             )
             own = kv_format if transforms_heads(kv_format) else None
             rows.append(replace(_served(op, phase, [problem]), kv_format=own))
@@ -213,14 +217,15 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of recurrences: of the dimensions of Qwen3.5, Granite 4 and LFM2 where a model has
-    none."""
-    found = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
+    """Return the kernels of recurrences and of convolutions: of the dimensions of Qwen3.5, Granite 4, LFM2
+    and Inkling-Small where a model has none."""
+    found = set(arch.states)
     dims: dict[Op, set[tuple[int, int]]] = {op: set() for op in RECURRENCE_OPS.values()}
     for each in found:
         dims[RECURRENCE_OPS[each.module]].add((each.key_dim, each.value_dim))
     if not found:
-        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}, "short_conv": {(0, 2048)}}
+        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}}
+        dims |= {"short_conv": {(0, 2048)}, "residual_conv": {(0, 10240)}}
     return [
         _served(op, "decode", [device.problem(op, n=key_dim, k=value_dim)])
         for op, of_op in dims.items()

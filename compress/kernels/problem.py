@@ -19,6 +19,7 @@ Op = Literal[
     "delta_net",
     "mamba2",
     "short_conv",
+    "residual_conv",
     "latent_store",
     "latent_heads",
     "latent_attention",
@@ -36,8 +37,13 @@ Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 """The ops that only layers with a mixture of experts have."""
-RECURRENCE_OPS: Mapping[str, Op] = {"delta": "delta_net", "mamba": "mamba2", "conv": "short_conv"}
-"""The op of a layer with a recurrence, by the name of its module."""
+RECURRENCE_OPS: Mapping[str, Op] = {
+    "delta": "delta_net",
+    "mamba": "mamba2",
+    "conv": "short_conv",
+    "residual_convs": "residual_conv",
+}
+"""The op of a layer with a recurrence, or with convolutions, by the name of its module."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -49,7 +55,7 @@ class Problem:
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
         delta_net, mamba2                the dimensions of a key, and of a value
-        short_conv                       0, and the channels
+        short_conv, residual_conv        0, and the channels of the state of a layer
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0
@@ -62,7 +68,8 @@ class Problem:
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
     `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
-    attention scores have a cap, and each head a score without a value. `experts` and `top_k` count the
+    attention scores have a cap, and each head a score without a value; with `relative` they have terms of the
+    distance of keys. `experts` and `top_k` count the
     experts of a layer and those that serve one token; a router first chooses among `expert_groups` groups of
     experts, where there is more than one. `sm` is the compute capability times ten, 0 without a GPU.
     """
@@ -83,6 +90,7 @@ class Problem:
     experts: int = 0
     top_k: int = 0
     expert_groups: int = 1
+    relative: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,7 @@ class KernelDevice:
         experts: int = 0,
         top_k: int = 0,
         expert_groups: int = 1,
+        relative: bool = False,
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
         return Problem(
@@ -139,6 +148,7 @@ class KernelDevice:
             experts=experts,
             top_k=top_k,
             expert_groups=expert_groups,
+            relative=relative,
         )
 
 

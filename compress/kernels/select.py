@@ -46,6 +46,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        rows are C, B, x, gates and dt; weights are `MambaWeights`; writes such slots, too
     short_conv         fn(rows_TF, conv_FW, states, sequences) -> the outputs [T, F]
                        rows are B, C and x; writes such slots, too
+    residual_conv      fn(rows_TF, conv_FW, states, sequences, *, first_channel) -> the rows with their
+                          convolutions added [T, F], whose channels begin at `first_channel` of such slots
     latent_store       fn(q_TF, latent_TF, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, latent,
                           head_dim, quant=None) -> rotated q_THC
                        writes the latents, normed and rounded by `quant`, and the rotated dimensions of keys
@@ -57,9 +59,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        -> [T, H, R], over pages of latents of R numbers; the last dimensions of q_THC rotate
     head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
-                          sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
+                          sinks_H=None, relative=None) -> [T, H, C]; T = R q_len, the last q_len positions of
+                          each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
-                          sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
+                          sinks_H=None, relative=None) -> [T, H, C]; ragged, with lengths as tuples
+                       a kernel of problems with `relative` takes a `RelativeTerm`
                        a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
     hyper_mix          fn(streams_TE, hyper, norm, quant=None) -> (rows [T, D], factors_TF or None)

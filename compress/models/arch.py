@@ -17,6 +17,7 @@ from compress.models.arch_params import (
     num_active_linear_params_of,
     num_active_params_of,
     num_linear_params_of,
+    num_outer_params_of,
     num_params_of,
 )
 from compress.models.eos import NO_TOKEN, stated_eos
@@ -25,6 +26,7 @@ from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import LayerShape
 from compress.models.manifest_facts import check_plain_facts, rare_facts
+from compress.models.recurrence import Recurrence
 from compress.models.recurrences import PREFIXES
 from compress.untrusted.fields import Fields
 
@@ -65,7 +67,7 @@ class Arch:
         embed_scale, residual_scale, logit_scale: factors of the embedding, of the output of each half-layer,
             and of the logits.
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
-        attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
+        attn_scale: factor of scores; None for 1 / sqrt(head dimension), or its square, `inverse_scale`.
         linear_factors: linears of layers, by their canonical names, and what their outputs are multiplied by.
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor((p + o) / n)),
             o = `growth_offset` (arXiv 2501.19399); with `growth_unrotated` in layers without a rope only.
@@ -74,7 +76,8 @@ class Arch:
         latent_eps: is added to the mean square by the norms of latents.
         unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope; with
             `unit_norm_unrotated` in the others, too.
-        embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale.
+        embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale; with
+            `embed_norm_weight` it has one.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         layer_embed_vocab: the tokens that have such embeddings; others have those of token 0. 0 for all.
@@ -88,6 +91,7 @@ class Arch:
         altup_streams: the residual of a token is so many streams, of which layers compute the first
             (`altup.py`); 0 for one.
         laurel_rank: the rank of the residual that is added around attention (`laurel.py`); 0 for none.
+        head_vocab: the tokens that have logits, the first ones; other rows of the head pad it. 0 for all.
     """
 
     family: str
@@ -143,6 +147,9 @@ class Arch:
     layer_embed_vocab: int = 0
     altup_streams: int = 0
     laurel_rank: int = 0
+    embed_norm_weight: bool = False
+    head_vocab: int = 0
+    inverse_scale: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -196,7 +203,7 @@ class Arch:
     @cached_property
     def state_numbers(self) -> int:
         """The numbers of the states of all recurrences, of one sequence."""
-        return sum(layer.recurrence.state_numbers for layer in self.layers if layer.recurrence is not None)
+        return sum(each.state_numbers for each in self.states)
 
     @property
     def step_state_bytes(self) -> int:
@@ -207,6 +214,12 @@ class Arch:
     def has_latents(self) -> bool:
         """Whether queries, keys and values are linears of latents, in all layers with attention."""
         return any(layer.latent is not None for layer in self.layers if layer.attends)
+
+    @cached_property
+    def states(self) -> list[Recurrence]:
+        """The widths of the states of the layers that have some, of recurrences or of convolutions."""
+        of_layers = (layer.state(self.hidden_size) for layer in self.layers)
+        return [each for each in of_layers if each is not None]
 
     @cached_property
     def has_recurrences(self) -> bool:
@@ -242,13 +255,8 @@ class Arch:
 
     @property
     def num_outer_params(self) -> int:
-        """The parameters outside of the layers that are tables or matrices: embeddings, learned positions, a
-        head that is not one of them, the projection of the embeddings for each layer, and those of the
-        streams of AltUp."""
-        own = (1 if self.tied_head else 2) * self.vocab_size * self.hidden_size
-        own += self.num_position_rows * self.hidden_size
-        own += 2 * max(self.altup_streams - 1, 0) * self.hidden_size**2
-        return own + (self.layer_embed_rows + self.hidden_size) * self.num_layers * self.layer_embed_size
+        """The parameters outside of the layers that are tables or matrices."""
+        return num_outer_params_of(self)
 
     @property
     def layer_embed_rows(self) -> int:
@@ -297,7 +305,8 @@ class Arch:
 
     def score_scale(self, layer: LayerShape) -> float:
         """Return the factor of the attention scores of a layer."""
-        return layer.head_dim**-0.5 if self.attn_scale is None else self.attn_scale
+        of_dim = 1 / layer.head_dim if self.inverse_scale else layer.head_dim**-0.5
+        return of_dim if self.attn_scale is None else self.attn_scale
 
     def queries_grow(self, layer: LayerShape) -> bool:
         """Return whether the queries of a layer grow with their position."""

@@ -103,6 +103,13 @@ def check_arch(arch: "Arch") -> None:
         raise UnsupportedArch(f"the residual is several streams, and {reason}.")
     if (arch.altup_streams or arch.laurel_rank) and (reason := _why_no_altup(arch)):
         raise UnsupportedArch(f"the model has AltUp or LAuReL, and {reason}.")
+    if arch.head_vocab >= arch.vocab_size:
+        raise UnsupportedArch(
+            f"{arch.head_vocab} tokens have logits, and the model has {arch.vocab_size}; that is a fact of "
+            "models of which some have none."
+        )
+    if arch.embed_norm_weight and not arch.embed_norm:
+        raise UnsupportedArch("the norm of the embedding has a weight, and the embedding is not normed.")
     most = arch.vocab_size if arch.layer_embed_size else 0
     if arch.layer_embed_vocab > most:
         raise UnsupportedArch(
@@ -171,6 +178,18 @@ def check_arch(arch: "Arch") -> None:
             )
         if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx):
             raise UnsupportedArch(f"layer {idx}: {reason}")
+        if layer.relative is not None and (arch.attn_softcap or arch.has_sinks(layer)):
+            raise UnsupportedArch(
+                f"layer {idx}: scores have terms of the distance of keys, and a cap or sinks, too; no kernel "
+                "computes both."
+            )
+        if layer.residual_convs is not None and (reason := _why_no_convs(arch)):
+            raise UnsupportedArch(f"layer {idx}: convolutions are added to what it computes, and {reason}.")
+        if layer.scaled_ffn and (arch.block != "pre" or arch.hyper is not None or arch.layer_scalar):
+            raise UnsupportedArch(
+                f"layer {idx}: the output of its FFN has a factor, in a '{block}' block, with several "
+                "streams or with a factor of the layer; the runtime has it in a 'pre' block without these."
+            )
         if layer.norms_experts and (reason := _why_no_post_norm(arch)):
             raise UnsupportedArch(f"layer {idx}: the output of its experts is normed, and {reason}.")
         if layer.experts is not None and layer.experts.branch_norms and block != "sandwich":
@@ -178,6 +197,21 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: the branches of a mixture are normed apart in a '{block}' block; the "
                 "decoder computes them in a 'sandwich' block."
             )
+
+
+def _why_no_convs(arch: "Arch") -> str | None:
+    """Return why the runtime does not add convolutions to the outputs of halves, None where it does."""
+    if arch.block != "pre" or arch.hyper is not None or arch.qkv_bias:
+        return (
+            f"the block is '{arch.block}', the residual several streams, or keys have a bias; the decoder "
+            "computes them in a 'pre' block with one stream, without that bias"
+        )
+    if arch.residual_scale != 1 or arch.layer_scalar or arch.layer_embed_size or arch.norm != "rms":
+        return (
+            "outputs have a factor, tokens have embeddings for each layer, or norms subtract the mean; the "
+            "runtime computes none of these with them"
+        )
+    return None
 
 
 def _why_no_post_norm(arch: "Arch") -> str | None:

@@ -15,6 +15,7 @@ def num_params_of(arch: "Arch") -> int:
     norm_size = 0 if arch.unit_norms else (1 + arch.norm_bias) * arch.hidden_size
     total = arch.num_outer_params + norm_size + arch.num_linear_params
     total += dense_layer_params(arch) + arch.head_bias * arch.vocab_size
+    total += arch.embed_norm_weight * arch.hidden_size
     if arch.hyper is not None:
         halves = sum(layer.has_mixer + layer.has_ffn for layer in arch.layers)
         total += arch.hyper.num_params(arch.hidden_size, halves)
@@ -34,6 +35,16 @@ def num_params_of(arch: "Arch") -> int:
         for name in layer.linears:
             total += layer.linear_shape(name, arch.hidden_size)[0] if arch.has_bias(name) else 0
     return total
+
+
+def num_outer_params_of(arch: "Arch") -> int:
+    """Return the number of parameters outside of the layers that are tables or matrices: embeddings, learned
+    positions, a head that is not one of them, the projection of the embeddings for each layer, and those of
+    the streams of AltUp."""
+    own = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
+    own += arch.num_position_rows * arch.hidden_size
+    own += 2 * max(arch.altup_streams - 1, 0) * arch.hidden_size**2
+    return own + (arch.layer_embed_rows + arch.hidden_size) * arch.num_layers * arch.layer_embed_size
 
 
 def num_linear_params_of(arch: "Arch") -> int:

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from compress.models import causal_gradient
 from compress.models.recurrence import RecurrentState
+from compress.models.relative_logits import by_keys
 
 
 class AttentionFn(Protocol):
-    """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x are
-    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value. Keys and
-    values that are `kept` are read by later layers, which name their `source` and bring none.
+    """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x
+    are capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value.
+    `relative` [B, S, H, E] are added to the scores of keys by how far back these are
+    (`relative_logits.py`). Keys and values that are `kept` are read by later layers, which name their
+    `source` and bring none.
     """
 
     def __call__(
@@ -42,6 +45,7 @@ class AttentionFn(Protocol):
         chunk: int | None = None,
         kept: bool = False,
         source: int | None = None,
+        relative: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -66,15 +70,17 @@ def _attend(
     softcap: float | None,
     sinks_H: Tensor | None,
     chunk: int | None,
+    relative_BSHE: Tensor | None = None,
 ) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
-    if softcap is not None or sinks_H is not None:
+    if any(each is not None for each in (softcap, sinks_H, relative_BSHE)):
         mask = causal_mask(num_queries, num_keys, window, q.device, chunk)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H)
+        relative = None if relative_BSHE is None else by_keys(relative_BSHE.transpose(1, 2), num_keys)
+        return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H, relative)
     if num_queries == num_keys and all(each is None or each >= num_keys for each in (window, chunk)):
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
@@ -93,11 +99,16 @@ def attend_with_scores(
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None = None,
+    relative_BHSP: Tensor | None = None,
+    growth_S: Tensor | None = None,
 ) -> Tensor:
-    """Return attention [B, S, H, C] with capped scores, or with a sink as one more, of [B, H, S, C] and [B,
-    K, P, C]."""
+    """Return attention [B, S, H, C] with capped scores, with terms added to them, and then a factor of each
+    query, or with a sink as one more, of [B, H, S, C] and [B, K, P, C]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT) * scale
+    if relative_BHSP is not None:
+        scores = scores.to(torch.promote_types(torch.float32, scores.dtype)) + relative_BHSP
+        scores = scores if growth_S is None else scores * growth_S.unsqueeze(-1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask_SP, -math.inf)
@@ -133,13 +144,14 @@ class FullAttention:
         chunk: int | None = None,
         kept: bool = False,
         source: int | None = None,
+        relative: Tensor | None = None,
     ) -> Tensor:
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
             k_BSKC, v_BSKC = self.kept[source]
         elif kept:
             self.kept[layer_idx] = (k_BSKC, v_BSKC)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
 
 
 class CachedAttention(FullAttention):
@@ -151,6 +163,8 @@ class CachedAttention(FullAttention):
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, RecurrentState] = {}
         """The state of each layer that has a recurrence in place of attention."""
+        self.conv_inputs: dict[tuple[int, str], Tensor] = {}
+        """Layer and convolution with a residual -> its last inputs [B, W - 1, F] (`residual_conv.py`)."""
 
     @property
     def length(self) -> int:
@@ -171,17 +185,18 @@ class CachedAttention(FullAttention):
         chunk: int | None = None,
         kept: bool = False,
         source: int | None = None,
+        relative: Tensor | None = None,
     ) -> Tensor:
         del kept
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
-            return _attend(q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk)
+            return _attend(q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk, relative)
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
 
 
 def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:

@@ -34,8 +34,8 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
     ffns = {
         ((layer.kv_source is None, layer.experts is None), layer.intermediate_size) for layer in arch.layers
     }
-    is_one = "num_heads" in family.full_widths or len({layer.num_heads for layer in arch.layers}) == 1
-    if is_one and all(len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)):
+    one_or_by_kind = "num_heads" in family.full_widths or len({layer.num_heads for layer in arch.layers}) == 1
+    if one_or_by_kind and all(len(found) == len({kind for kind, _ in found}) for found in (of_kind, ffns)):
         return None
     return f"layers of one type differ in width, which no config.json of {family.model_type} can say."
 

@@ -43,29 +43,18 @@ from compress.models.laurel import Laurel
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
 from compress.models.layer_shape import Half
 from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
+from compress.models.logits import capped
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
 from compress.models.moe import Moe
 from compress.models.norms import final_norm, norm_of
 from compress.models.recurrent_mixers import recurrent_mixer
+from compress.models.residual_conv import OF_ATTENTION, OF_FFN, ResidualConv
 from compress.models.self_attention import Attention, LatentAttention
 from compress.models.short_conv import ShortConv
 from compress.models.smoothing_pair import SmoothingPair
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
-
-
-def capped(arch: Arch, logits: Tensor) -> Tensor:
-    """Return the logits of a model from the products with its head."""
-    cap = arch.logit_softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def logits_of(arch: Arch, normed_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Return the logits [T, V] of a model from its last normed hidden states, in their dtype, through a head
-    and its bias, if it has one."""
-    products_TV = normed_TD @ head_VD.T
-    return capped(arch, products_TV if bias_V is None else products_TV + bias_V.to(products_TV.dtype))
 
 
 class DecoderLayer(nn.Module):
@@ -110,6 +99,9 @@ class DecoderLayer(nn.Module):
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
             if arch.hyper is not None:
                 self.ffn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
+        if self.shape.residual_convs is not None:
+            size = arch.hidden_size, self.shape.residual_convs
+            self.attn_conv, self.ffn_conv = (ResidualConv(name, *size) for name in (OF_ATTENTION, OF_FFN))
         if arch.layer_embed_size:
             self.layer_embed = LayerEmbedding(arch)
         if arch.altup_streams:
@@ -140,15 +132,27 @@ class DecoderLayer(nn.Module):
             normed_BSD = self.attn_norm(read_BSD)
             mixed = self._joint if self.shape.joint else partial(self._mixer, layer_idx=self.layer_idx)
             attended_BSD = mixed(normed_BSD, positions, attention, tap=tap)
-            x_BSD = leave(self.attn_post_norm(attended_BSD))
+            x_BSD = leave(self._after("attn", attended_BSD, attention))
             x_BSD = self.laurel(x_BSD, normed_BSD) if self.arch.laurel_rank else x_BSD
         if self.shape.has_ffn:
             ffn = self.ffn if self.shape.experts is None else self.moe
             read_BSD, leave = self.residual("ffn")(x_BSD)
             read_BSD = before_BSD if self.is_parallel else read_BSD
             ffn_BSD = ffn(normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD), tap)
-            x_BSD = leave(self.ffn_post_norm(ffn_BSD))
+            x_BSD = leave(self._after("ffn", ffn_BSD, attention))
         return x_BSD
+
+    def _after(self, half: str, y_BSD: Tensor, attention: AttentionFn | None = None) -> Tensor:
+        """Return what a half adds to the residual, from its output: with a factor, normed, or with a
+        convolution added."""
+        if half == "ffn" and self.shape.scaled_ffn:
+            y_BSD = y_BSD * self.ffn.factor
+        if self.shape.residual_convs is not None:
+            conv = self.attn_conv if half == "attn" else self.ffn_conv
+            return conv.added(y_BSD, attention, self.layer_idx)
+        norm = self.attn_post_norm if half == "attn" else self.ffn_post_norm
+        normed_BSD: Tensor = norm(y_BSD)
+        return normed_BSD
 
     def residual(self, half: Half) -> Residual:
         """Return how a half reads the residual, and adds its output to it."""
@@ -197,7 +201,7 @@ class DecoderLayer(nn.Module):
 
     def _attention_half(self) -> HalfLayer | StagedHalf:
         norm = self.attn_norm
-        post = self.attn_post_norm
+        post = partial(self._after, "attn")
         residual = self.residual("mixer")
         end = as_it_is if self.shape.has_ffn else self._end
         if self.shape.joint:
@@ -215,7 +219,7 @@ class DecoderLayer(nn.Module):
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
         norm = self.ffn_norm
-        post = self.ffn_post_norm
+        post = partial(self._after, "ffn")
         residual = self.residual("ffn")
         if self.shape.experts is None:
 
@@ -269,8 +273,9 @@ class DecoderLayer(nn.Module):
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-        heads, an indexer, LAuReL, or gates of the norm."""
+        heads, relative logits, an indexer, LAuReL, or gates of the norm."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
+        is_shared = is_shared or self.shape.relative is not None
         is_shared = is_shared or self._has_indexer or self.arch.laurel_rank > 0
         is_shared = is_shared or "attn_norm" in self.shape.gated_norms
         if is_shared or not self._scales_inputs or self.arch.shares_norm:

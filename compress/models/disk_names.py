@@ -27,6 +27,12 @@ def _inverse(names: Mapping[str, str]) -> dict[str, str]:
     return {theirs: ours for ours, theirs in names.items()}
 
 
+def chosen_by_all(arch: Arch) -> range:
+    """Return the indices of the experts of a layer that every token chooses, in the first with experts."""
+    first = next((layer.experts for layer in arch.layers if layer.experts is not None), None)
+    return range(0) if first is None else range(first.num_chosen, first.num_experts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskNames:
     """How checkpoints of a family name and lay out what the decoder has. Canonical modules that
@@ -50,7 +56,8 @@ class DiskNames:
     read by nobody. Parameters of a layer that are `zero_if_absent` are zeros in checkpoints that do not store
     them. `rope_exponents` is the untouched tensor that holds the trained exponents of a rope's frequencies
     (`trained_rope.py`). `mtp` are the names of the layer that predicts a further token, and `first_layer` is
-    the index of the first layer on disk."""
+    the index of the first layer on disk. `always` are the indices of the experts of a model that every token
+    chooses, which may have tensors of their own (`ExpertLayout.always`)."""
 
     interleaved_rotary: bool = False
     reversed_rotary: bool = False
@@ -76,6 +83,7 @@ class DiskNames:
     rope_exponents: str | None = None
     mtp: MtpNames | None = None
     first_layer: int = 0
+    always: range = range(0)
 
     def to_memory(self, module: str) -> str:
         """Return the name of a disk module in classes of consumers: what configs call it."""
@@ -200,5 +208,5 @@ class DiskNames:
     @cached_property
     def _names(self) -> TensorNames:
         layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
-        modules = {**self.layer_modules, **layout.modules}
+        modules = {**self.layer_modules, **layout.modules, **layout.names_of(self.always)}
         return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes, self.first_layer)

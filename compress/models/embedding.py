@@ -19,21 +19,27 @@ from compress.models.arch import Arch
 from compress.models.hyper_connection import repeated
 from compress.models.norms import unit_norm
 
+EMBED_NORM = "embed.norm.weight"
+"""The weight of the norm of the embedding, in models in which it has one."""
 
-def looked_up(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
+
+def looked_up(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tensor | None = None) -> Tensor:
     """Return the embeddings [..., D] of token ids without their scale."""
-    return normed(arch, F.embedding(tokens, embed_VD))
+    return normed(arch, F.embedding(tokens, embed_VD), norm_D)
 
 
-def normed(arch: Arch, x: Tensor) -> Tensor:
-    """Return embeddings [..., D] normed, if those of the model are."""
-    return unit_norm(x, arch.norm_eps) if arch.embed_norm else x
+def normed(arch: Arch, x: Tensor, norm_D: Tensor | None = None) -> Tensor:
+    """Return embeddings [..., D] normed, if those of the model are, by a norm with the weight `norm_D` if it
+    has one."""
+    assert (norm_D is not None) == arch.embed_norm_weight
+    x = unit_norm(x, arch.norm_eps) if arch.embed_norm else x
+    return x if norm_D is None else norm_D.to(x.dtype) * x
 
 
-def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
+def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tensor | None = None) -> Tensor:
     """Return the embeddings [..., D] of token ids, scaled. Their scale is rounded to their dtype first, as
     `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
-    x = looked_up(arch, embed_VD, tokens)
+    x = looked_up(arch, embed_VD, tokens, norm_D)
     if arch.embed_scale != 1:
         x = x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
     return x
@@ -42,18 +48,20 @@ def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class EmbeddingTables:
     """The tables of a model from which the input of its first layer is computed, on one device: the embedding
-    [V, D], the learned positions [P, D], None where there are none, and the projections of the streams of
-    AltUp, a matrix [D, D] for each but the first."""
+    [V, D], the learned positions [P, D], None where there are none, the projections of the streams of AltUp,
+    a matrix [D, D] for each but the first, and the weight of the norm of the embedding [D], None where it has
+    none."""
 
     embed_VD: Tensor
     positions_PD: Tensor | None = None
     projections: tuple[Tensor, ...] = ()
+    norm_D: Tensor | None = None
 
     def embedded(self, arch: Arch, tokens: Tensor) -> Tensor:
         """Return the input [..., S, D] of the first layer of whole sequences of token ids [..., S]: their
         embeddings, or the streams of the residual [..., S, n D] where it has several. Those of AltUp are
         computed in the dtype of their projections."""
-        x = token_embeddings(arch, self.embed_VD, tokens)
+        x = token_embeddings(arch, self.embed_VD, tokens, self.norm_D)
         if self.positions_PD is not None:
             assert arch.position_offset is not None
             x = x + self.positions_PD[arch.position_offset :][: tokens.shape[-1]]
@@ -68,6 +76,14 @@ def as_streams(arch: Arch, x: Tensor, projections: Sequence[Tensor] = ()) -> Ten
     return projected_streams(x.to(projections[0].dtype), projections)
 
 
+class EmbedNorm(nn.Module):
+    """The weight of the norm of an embedding."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
 class Embedding(nn.Embedding):
     """The embedding of a model, with its norm and its scale, and the linears of the other streams of
     AltUp."""
@@ -75,6 +91,8 @@ class Embedding(nn.Embedding):
     def __init__(self, arch: Arch) -> None:
         super().__init__(arch.vocab_size, arch.hidden_size)
         self.arch = arch
+        if arch.embed_norm_weight:
+            self.norm = EmbedNorm(arch.hidden_size)
         if arch.altup_streams:
             self.streams = nn.ModuleList(stream_linears(arch))
 
@@ -82,7 +100,13 @@ class Embedding(nn.Embedding):
         projections: list[Tensor] = []
         if self.arch.altup_streams:
             projections = [each.weight for each in self.streams]
-        return as_streams(self.arch, token_embeddings(self.arch, self.weight, tokens), projections)
+        x = token_embeddings(self.arch, self.weight, tokens, self.norm_weight)
+        return as_streams(self.arch, x, projections)
+
+    @property
+    def norm_weight(self) -> Tensor | None:
+        """The weight of the norm [D], None where it has none."""
+        return self.norm.weight if self.arch.embed_norm_weight else None
 
 
 class LearnedPositions(nn.Embedding):

@@ -1,7 +1,8 @@
 """Removal of whole experts: a mixture with fewer of them is left, every layer with the same number.
 
 An expert goes with its linears, its row of the router, and its numbers among selection biases and output
-scales. Tokens that chose it choose the next best of those that stay.
+scales. Tokens that chose it choose the next best of those that stay. Experts that every token chooses all
+stay, and count among those kept.
 
 Shapes: E experts.
 """
@@ -63,8 +64,8 @@ def kept_experts(weights: Weights, kept: Sequence[int]) -> dict[str, Tensor | Qu
             if int(match[1]) in place:
                 found[f"moe.experts.{place[int(match[1])]}.{match[2]}"] = value
         elif name.startswith("moe.router.") or name in ("moe.selection_bias", "moe.output_scale"):
-            assert isinstance(value, Tensor)
-            found[name] = value[list(kept)].contiguous()
+            assert isinstance(value, Tensor)  # experts that every token chooses have no selection bias
+            found[name] = value[[idx for idx in kept if idx < len(value)]].contiguous()
         else:
             found[name] = value
     return found

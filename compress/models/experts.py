@@ -36,6 +36,7 @@ SILU_CAPPED = "silu_capped"
 """The activation of experts that cap gates first (`Experts.caps_first`)."""
 FLOAT32_PARAMETERS = (
     "moe.selection_bias",
+    "moe.factor",
     "delta.A_log",
     "delta.dt_bias",
     "mamba.A_log",
@@ -43,8 +44,8 @@ FLOAT32_PARAMETERS = (
     *HYPER_PARAMETERS,
     "mamba.D",
 )
-"""Parameters that are float32 in a model of any dtype: they decide which experts are chosen, and how long a
-recurrence remembers."""
+"""Parameters that are float32 in a model of any dtype: they decide which experts are chosen and what they
+weigh, and how long a recurrence remembers."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Experts:
         post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
             added to the stream, by `ffn_post_norm` of the layer (A.X K1).
         jitter: the share of a logit within which `sparsemixer` compares others with it, either way.
+        always: so many of the experts, the last ones, are chosen by every token, and count in `top_k`; they
+            have no selection bias, and the others do (Inkling).
+        one_output_scale: all weights are multiplied by one number, a parameter of the layer.
     """
 
     num_experts: int
@@ -114,6 +118,8 @@ class Experts:
     caps_first: bool = False
     jitter: float = 0.0
     zeroes_groups: bool = False
+    always: int = 0
+    one_output_scale: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -134,6 +140,19 @@ class Experts:
         assert self.score != "sparsemixer" or (self.top_k == MIXED and plain)
         assert self.score == "sparsemixer" or not self.jitter
         assert not self.zeroes_groups or (self.selection_bias and self.score == "sigmoid")
+        plain = self.score == "sigmoid" and self.selection_bias and self.num_groups == 1
+        assert not self.always or (self.always < self.top_k and plain and not self.biased_logits)
+        assert not (self.one_output_scale and self.output_scale)
+
+    @property
+    def num_chosen(self) -> int:
+        """The experts among which tokens choose: all but those that every token chooses."""
+        return self.num_experts - self.always
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether parameters of the layer multiply the weights of experts."""
+        return self.output_scale or self.one_output_scale
 
     @property
     def compares_logits(self) -> bool:
@@ -176,8 +195,9 @@ class Experts:
 
     def expected_hit(self, num_rows: int) -> float:
         """Return how many experts so many rows are routed to in all, if every choice is equally likely:
-        E (1 - (1 - K / E)^rows)."""
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
+        E (1 - (1 - K / E)^rows), and those that every row chooses."""
+        frac = (self.top_k - self.always) / self.num_chosen
+        return self.always + self.num_chosen * (1 - (1 - frac) ** num_rows)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -191,7 +211,9 @@ class Experts:
         if self.router_bias:
             shapes["moe.router.bias"] = (self.num_experts,)
         if self.selection_bias:
-            shapes["moe.selection_bias"] = (self.num_experts,)
+            shapes["moe.selection_bias"] = (self.num_chosen,)
+        if self.one_output_scale:
+            shapes["moe.factor"] = (1,)
         if self.shared_gate:
             shapes["moe.shared_gate.weight"] = (1, hidden_size)
         if self.branch_norms:
@@ -228,6 +250,7 @@ class Experts:
             "top_groups": (1, MAX_EXPERTS, 1),
             "group_best": (1, 2, 2),
             "latent_size": (0, MAX_EXPERT_SIZE, 0),
+            "always": (0, MAX_EXPERTS, 0),
         }
         facts: dict[str, Any] = {
             name: stored.integer(name, low, high, default=default)
@@ -247,6 +270,7 @@ class Experts:
             "post_norm",
             "caps_first",
             "zeroes_groups",
+            "one_output_scale",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
@@ -294,6 +318,14 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         raise stated.wrong("score", "sparsemixer", "another one with groups, a bias or divided weights")
     if facts.get("jitter", 0.0) and not is_mixed:
         raise stated.wrong("jitter", facts["jitter"], "0 where the score is not sparsemixer")
+    if always := facts.get("always", 0):
+        if always >= top_k:
+            raise stated.wrong("always", always, f"less than the experts of a token, {top_k}")
+        if not is_biased or facts.get("num_groups", 1) > 1 or facts.get("biased_logits"):
+            wanted = "sigmoid, with a bias of scores and no groups, where all tokens choose some experts"
+            raise stated.wrong("score", facts.get("score"), wanted)
+    if facts.get("one_output_scale") and facts.get("output_scale"):
+        raise stated.wrong("output_scale", True, "one number of each expert, or one of all")
     groups = facts.get("num_groups", 1)
     top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:

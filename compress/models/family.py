@@ -22,7 +22,7 @@ from compress.models.config_facts import (
 from compress.models.config_fields import TableFields
 from compress.models.config_values import activation_of, eos_token_ids, ffn_sizes_of, head_dim_of
 from compress.models.config_writer import why_unstated, written_config
-from compress.models.disk_names import DiskNames
+from compress.models.disk_names import DiskNames, chosen_by_all
 from compress.models.family_hooks import (
     DenseFields,
     ImpliedFields,
@@ -272,7 +272,10 @@ class Family(DiskNames):
     def of_arch(self, arch: Arch) -> "Family":
         """Return the table with the names that modules have in a model of these facts."""
         own = self.names_by_facts(arch)
-        return replace(self, layer_modules={**self.layer_modules, **own}) if own else self
+        always = chosen_by_all(arch)
+        if not own and not always:
+            return self
+        return replace(self, layer_modules={**self.layer_modules, **own}, always=always)
 
     @property
     def shared_norms(self) -> tuple[str, ...]:

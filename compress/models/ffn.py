@@ -63,8 +63,8 @@ def sparse_gate(gate: Tensor, sparsity: float) -> Tensor:
 
 
 class Ffn(ExpertFfn):
-    """The linears `gate`, where the layer has gates, `up` and `down`, and the parameters of xIELU where it is
-    the activation."""
+    """The linears `gate`, where the layer has gates, `up` and `down`, the parameters of xIELU where it is the
+    activation, and the factor of the outputs where they have one, which the layer multiplies."""
 
     gate: nn.Linear
     up: nn.Linear
@@ -84,6 +84,8 @@ class Ffn(ExpertFfn):
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
         self.sparsity = shape.gate_sparsity
+        if shape.scaled_ffn:
+            self.factor = nn.Parameter(torch.ones(1))
         if arch.activation == XIELU:
             for name, value in initial_parameters().items():
                 self.register_parameter(name, nn.Parameter(value))

@@ -13,14 +13,29 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     plain = layer.has_ffn and layer.gated and layer.experts is None and layer.ffn_cap is None
     if layer.gate_sparsity is not None and not plain:
         return "gates of an FFN are sparse, and it has no FFN with a gate, experts in its place, or a cap."
+    if layer.scaled_ffn and (not layer.has_ffn or layer.experts is not None):
+        return "outputs of an FFN have a factor, and it has no FFN, or experts in its place."
+    if layer.residual_convs is not None and (layer.only_half is not None or not _caches_plain_heads(layer)):
+        return (
+            "convolutions are added to keys, values and both halves, and it has one half, or what it caches "
+            "is other than whole keys and values of its own."
+        )
     if not layer.has_mixer:
-        of_attention = (layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer)
+        of_attention = (
+            *(layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer),
+            layer.relative,
+        )
         has_own = any(each is not None for each in of_attention)
         return "it has an FFN only, and facts of what is in place of attention." if has_own else None
     if layer.num_heads % layer.num_kv_heads:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
     if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
         return reason
+    if layer.relative is not None and (layer.chunk or not _caches_plain_heads(layer)):
+        return (
+            "scores have terms of the distance of keys, and it has chunks of positions, or what it caches is "
+            "other than whole keys and values of its own."
+        )
     is_gated = layer.has_output_gate or layer.head_gate is not None
     if is_gated and layer.keys_are_values:
         return "attention has an output gate, and keys that are its values, too."
@@ -44,6 +59,13 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     if layer.rope is not None and (reason := _why_rope_unfit(layer, layer.rope)):
         return reason
     return None if layer.latent is None else _why_latent_unfit(layer, layer.latent)
+
+
+def _caches_plain_heads(layer: LayerShape) -> bool:
+    """Return whether attention of a layer reads keys and values of its own, as wide as one another, and has
+    no recurrence, no indexer and no gate of channels."""
+    others = (layer.latent, layer.recurrence, layer.kv_source, layer.narrow_value_dim, layer.block_indexer)
+    return all(each is None for each in others) and not (layer.keys_are_values or layer.output_gate)
 
 
 def _why_caps_unfit(layer: LayerShape) -> str | None:

@@ -21,7 +21,9 @@ from compress.models.limits import (
     SPARSITIES,
     THETAS,
 )
+from compress.models.recurrence import MAX_KERNEL
 from compress.models.recurrences import RECURRENCES
+from compress.models.relative_logits import RelativeLogits
 from compress.untrusted.fields import Fields
 
 _Text = TypeVar("_Text", bound=str)
@@ -41,6 +43,9 @@ _RARE_FACTS = (
     "expert_cap",
     "gate_sparsity",
     "norm_gate_rank",
+    "relative",
+    "residual_convs",
+    "scaled_ffn",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -55,6 +60,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
+    if shape.relative is not None:
+        layer["relative"] = shape.relative.to_json()
     if shape.recurrence is not None:
         widths = layer.pop("recurrence")
         plain = {each.name: each.default for each in dataclasses.fields(shape.recurrence)}
@@ -111,6 +118,11 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         expert_cap=layer.number("expert_cap", *CAPS) if layer.has("expert_cap") else None,
         gate_sparsity=layer.number("gate_sparsity", *SPARSITIES) if layer.has("gate_sparsity") else None,
         norm_gate_rank=layer.integer("norm_gate_rank", 0, MAX_SIZE, default=0),
+        relative=RelativeLogits.from_json(layer.fields("relative")) if layer.has("relative") else None,
+        residual_convs=layer.integer("residual_convs", 1, MAX_KERNEL)
+        if layer.has("residual_convs")
+        else None,
+        scaled_ffn=layer.flag("scaled_ffn", default=False),
     )
 
 

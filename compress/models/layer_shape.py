@@ -22,6 +22,8 @@ from compress.models.linear_groups import (
     expert_groups,
 )
 from compress.models.recurrence import Recurrence
+from compress.models.relative_logits import RelativeLogits
+from compress.models.residual_conv import ResidualConvs
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ class LayerShape:
     of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
     of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). The
     norms before attention and before experts have gates of `norm_gate_rank`, 0 for none (`gated_norm.py`).
+    of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). With
+    `relative` logits, scores have a term of the query and of the distance of the key (`relative_logits.py`).
+    With `residual_convs`, convolutions over so many positions are added to keys, to values and to the outputs
+    of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are multiplied by a number of its own.
     """
 
     num_heads: int
@@ -119,6 +125,9 @@ class LayerShape:
     expert_cap: float | None = None
     gate_sparsity: float | None = None
     norm_gate_rank: int = 0
+    relative: RelativeLogits | None = None
+    residual_convs: int | None = None
+    scaled_ffn: bool = False
 
     @property
     def has_mixer(self) -> bool:
@@ -207,8 +216,11 @@ class LayerShape:
         return replace(first, linears=(*first.linears, OUTPUT_GATE_LINEAR)) if self.output_gate else first
 
     def num_turns(self, linears: Collection[str]) -> int:
-        """Return the turns that rows take in a tensor that holds these linears of a layer head by head: those
-        of KV heads, each with its query heads, where keys are among them."""
+        """Return the turns that rows take in a tensor that holds these linears of a layer: those of an FFN
+        row by row, others head by head, of KV heads, each with its query heads, where keys are among
+        them."""
+        if "ffn.up" in linears:
+            return self.intermediate_size
         if self.recurrence is not None and not self.joint:
             return self.recurrence.num_key_heads
         return self.num_kv_heads if "attn.k" in linears else self.num_heads
@@ -248,6 +260,13 @@ class LayerShape:
         if self.latent is not None:
             return self.latent.cached_width
         return 2 * self.num_kv_heads * self.head_dim
+
+    def state(self, hidden_size: int) -> Recurrence | None:
+        """Return the widths of the state that a sequence has of the layer, of its recurrence or of its
+        convolutions; None where it has neither."""
+        if self.residual_convs is None:
+            return self.recurrence
+        return ResidualConvs.of(self.num_kv_heads * self.head_dim, hidden_size, self.residual_convs)
 
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -307,7 +326,10 @@ class LayerShape:
         """Return the share of all tokens that go through a linear, if the router treats experts alike."""
         if self.experts is None or not linear.startswith("moe.experts."):
             return 1.0
-        return self.experts.top_k / self.experts.num_experts
+        facts = self.experts
+        if int(linear.split(".")[2]) >= facts.num_chosen:
+            return 1.0
+        return (facts.top_k - facts.always) / facts.num_chosen
 
     def around_experts(self, hidden_size: int) -> int:
         """Return the weights of the two linears around experts that act on latents."""
@@ -348,13 +370,17 @@ class LayerShape:
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters that no scheme quantizes, other than norms, sinks and biases of
         linears and the factors of activations and layers."""
-        parts = [part for part in (self.recurrence, self.experts, self.latent) if part is not None]
+        parts = [part for part in (self.state(hidden_size), self.experts, self.latent) if part is not None]
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
         for name in self.gated_norms:
             shapes[f"{name}.gate_in.weight"] = (self.norm_gate_rank, hidden_size)
             shapes[f"{name}.gate_out.weight"] = (hidden_size, self.norm_gate_rank)
+        if self.relative is not None:
+            shapes |= self.relative.dense_shapes(self.num_heads, hidden_size)
+        if self.scaled_ffn:
+            shapes["ffn.factor"] = (1,)
         return shapes if self.block_indexer is None else shapes | self.block_indexer.dense_shapes(hidden_size)
 
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:

@@ -26,6 +26,8 @@ _FLAGS = (
     "windowed_sinks",
     "learned_growth",
     "head_bias",
+    "embed_norm_weight",
+    "inverse_scale",
 )
 
 
@@ -76,7 +78,7 @@ def rare_facts(model: Fields) -> dict[str, Any]:
         rare["hyper"] = HyperConnections.from_json(model.fields("hyper"))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
-    for name in ("position_offset", "layer_embed_size", "layer_embed_vocab", "laurel_rank"):
+    for name in ("position_offset", "layer_embed_size", "layer_embed_vocab", "laurel_rank", "head_vocab"):
         if model.has(name):
             model.integer(name, 0, MAX_SIZE)
     if model.has("altup_streams"):

@@ -13,6 +13,9 @@ the logits that were not chosen before one of them, m,
 
     w = 1 / sum of exp(s - m) over s with m - s <= gap max(|s|, m)
 
+Where every token goes to the last A experts (`Experts.always`), those are among the chosen without a
+comparison, and the other top_k - A are the best of the rest.
+
 Where branches are normed apart (`Experts.branch_norms`), x is the stream, and
 
     y = norm(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + norm(shared(norm(x))),
@@ -87,10 +90,10 @@ def route(
     *,
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Routing:
-    """Return the routing of tokens by the logits of their router, float32; `sigmoid` computes that of
-    logits."""
+    """Return the routing of tokens by the logits of their router, float32; `sigmoid` computes that of logits.
+    Experts that every token chooses have an infinite selection bias (`for_choice`)."""
     assert (selection_bias_E is not None) == facts.selection_bias
-    assert (output_scale_E is not None) == facts.output_scale
+    assert (output_scale_E is not None) == facts.scales_weights
     if facts.score in ("softmax_topk", "sparsemixer"):
         scores_TE = logits_TE
     else:
@@ -112,6 +115,12 @@ def route(
     if output_scale_E is not None:
         weights_TR = weights_TR * output_scale_E.to(weights_TR.dtype)[experts_TR]
     return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
+
+
+def for_choice(facts: Experts, selection_bias_E: Tensor) -> Tensor:
+    """Return what is added to the scores of all experts where some are chosen: the selection bias, and
+    infinity for those that every token chooses."""
+    return F.pad(selection_bias_E, (0, facts.always), value=torch.inf)
 
 
 def _mixed(logits_TE: Tensor, experts_TR: Tensor, gap: float) -> Tensor:
@@ -178,12 +187,14 @@ class Moe(nn.Module):
         self.taps_see_all = False  # set to show every token to the taps of every expert
         self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
         if facts.selection_bias:
-            self.selection_bias = nn.Parameter(torch.zeros(facts.num_experts), requires_grad=False)
+            self.selection_bias = nn.Parameter(torch.zeros(facts.num_chosen), requires_grad=False)
         if facts.branch_norms:
             for name in BRANCH_NORMS:
                 self.add_module(name, norm(scale=hidden_size**-0.5) if name == ROUTER_NORM else norm())
         if facts.output_scale:
             self.output_scale = nn.Parameter(torch.ones(facts.num_experts))
+        if facts.one_output_scale:
+            self.factor = nn.Parameter(torch.ones(1))
         if facts.shared_size:
             self.shared: ExpertFfn = expert("moe.shared")
         if facts.shared_gate:
@@ -203,9 +214,14 @@ class Moe(nn.Module):
 
     def route(self, x_TD: Tensor) -> Routing:
         """Return the experts of each token and their weights."""
-        bias = self.selection_bias if self.facts.selection_bias else None
-        output_scale = self.output_scale if self.facts.output_scale else None
-        return route(self.facts, self._logits(x_TD), bias, output_scale)
+        bias = for_choice(self.facts, self.selection_bias) if self.facts.selection_bias else None
+        return route(self.facts, self._logits(x_TD), bias, self._scale_of_weights())
+
+    def _scale_of_weights(self) -> Tensor | None:
+        """Return the factors of the weights of experts [E], None where they have none."""
+        if self.facts.one_output_scale:
+            return self.factor.expand(self.facts.num_experts)
+        return self.output_scale if self.facts.output_scale else None
 
     def _normed(self, name: str, x_TD: Tensor) -> Tensor:
         """Return x after one of the norms `BRANCH_NORMS`; the same where a model has none."""

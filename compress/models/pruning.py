@@ -73,17 +73,20 @@ def keep_heads_(
     kept_U: Tensor,
     o_weight: Tensor | None = None,
 ) -> None:
-    """Slice q, k, v and o of a layer, or the linears of its latents and o, in place; `o_weight` replaces the
-    kept columns of o, by default they stay."""
+    """Slice q, k, v and o of a layer with what else belongs to heads, or the linears of its latents and o, in
+    place; `o_weight` replaces the kept columns of o, by default they stay."""
     units = head_units(shape, unit)
     columns = units.columns(kept_U)
     kept_H = columns[:: shape.value_dim]
     of_queries = ("attn.q", "attn.q_up")
     rows: dict[str, Tensor] = dict.fromkeys(of_queries, kept_H.repeat_interleave(shape.head_dim))
     rows["attn.gate"] = kept_H.repeat_interleave(shape.value_dim)
+    if shape.relative is not None:
+        rows["attn.relative"] = kept_H.repeat_interleave(shape.relative.rank)
     if unit == "kv_group":
         rows["attn.k"] = kept_U.repeat_interleave(shape.head_dim)
         rows["attn.v"] = kept_U.repeat_interleave(shape.value_dim)
+        rows |= {"attn.k_conv": rows["attn.k"], "attn.v_conv": rows["attn.v"]}
         if shape.block_indexer is not None:
             rows["attn.indexer.q"] = kept_U.repeat_interleave(shape.block_indexer.head_dim)
     if shape.latent is not None:

@@ -110,7 +110,7 @@ class RandomSource:
     def _gain(self, name: str, shape: tuple[int, ...]) -> float:
         """Return what a norm multiplies by: 1, and for normed queries what gives scores of a deviation of
         1."""
-        scale = self._arch.attn_scale
+        scale = 1 / shape[0] if self._arch.inverse_scale else self._arch.attn_scale
         if name != "attn.q_norm.weight" or scale is None or self._is_of_all_heads:
             return 1.0
         return shape[0] ** -0.5 / scale

@@ -18,6 +18,7 @@ from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
+from compress.models.residual_conv import OF_KEYS, OF_VALUES, ResidualConv
 from compress.models.rope import cos_sin, in_halves, rotate
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
@@ -49,6 +50,12 @@ class Attention(TokenMixer):
             self.head_gate = Linear(arch.hidden_size, shape.num_heads, bias=False)
         if arch.has_sinks(shape):
             self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
+        if shape.relative is not None:
+            self.relative = Linear(arch.hidden_size, shape.num_heads * shape.relative.rank, bias=False)
+            self.profiles = nn.Parameter(torch.zeros(shape.relative.rank, shape.relative.extent))
+        if shape.residual_convs is not None:
+            sizes = shape.num_kv_heads * shape.head_dim, shape.residual_convs
+            self.k_conv, self.v_conv = (ResidualConv(name, *sizes) for name in (OF_KEYS, OF_VALUES))
         if arch.learned_growth:
             self.growth_scale = nn.Parameter(torch.zeros(shape.num_heads))
             self.growth_base = nn.Parameter(torch.ones(shape.num_heads))
@@ -77,12 +84,20 @@ class Attention(TokenMixer):
         if self.arch.learned_growth:
             growth_SH = learned_growth(self.growth_scale, self.growth_base, positions, q_BSHC.dtype)
             q_BSHC = q_BSHC * growth_SH.unsqueeze(-1)
+        relative_BSHE = None
+        if shape.relative is not None:
+            relative_BSHE = self._relative(x_BSD)
+            of_scores_S = shape.relative.growth_at(positions)
+            if of_scores_S is not None:
+                q_BSHC = _grown(q_BSHC, of_scores_S)
+                relative_BSHE = _grown(relative_BSHE, of_scores_S)
         keys_values = self.attended(x_BSD, cos_sin_SC, attention, tap, layer_idx)
         facts = {
-            "scale": self.arch.attn_scale,
+            "scale": self.arch.score_scale(shape) if self.arch.inverse_scale else self.arch.attn_scale,
             "softcap": self.arch.attn_softcap,
             "sinks": self.sinks if self.arch.has_sinks(shape) else None,
             "chunk": shape.chunk,
+            "relative": relative_BSHE,
             "source": shape.kv_source if keys_values[0] is None else None,
             "kept": True if layer_idx in self.arch.kv_sources and shape.latent is None else None,
         }
@@ -114,23 +129,40 @@ class Attention(TokenMixer):
         layer_idx: int,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the keys and values of this call, none where `attention` has them of another layer."""
-        del attention, layer_idx
-        return (None, None) if self.shape.kv_source is not None else self.keys_values(x_BSD, cos_sin_SC, tap)
+        if self.shape.kv_source is not None:
+            return None, None
+        return self.keys_values(x_BSD, cos_sin_SC, tap, attention, layer_idx)
 
     def keys_values(
-        self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
+        self,
+        x_BSD: Tensor,
+        cos_sin_SC: tuple[Tensor, Tensor],
+        tap: Tap = no_tap,
+        attention: AttentionFn | None = None,
+        layer_idx: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C], which
-        zeros fill up to C where they are narrower."""
+        zeros fill up to C where they are narrower. Convolutions go on from what `attention` has of the
+        layer."""
         del tap
         k_BSF = self.k(x_BSD)
         v_BSF = k_BSF if self.shape.keys_are_values else self.v(x_BSD)
+        if self.shape.residual_convs is not None:
+            k_BSF = self.k_conv.added(k_BSF, attention, layer_idx)
+            v_BSF = self.v_conv.added(v_BSF, attention, layer_idx)
         v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.value_dim))
         if self.arch.v_norm:
             v_BSKC = unit_norm(v_BSKC, self.arch.norm_eps)
         if self.shape.value_dim < self.shape.head_dim:
             v_BSKC = F.pad(v_BSKC, (0, self.shape.head_dim - self.shape.value_dim))
         return self._rotated("k", self._heads_of("k", k_BSF), cos_sin_SC), v_BSKC
+
+    def _relative(self, x_BSD: Tensor) -> Tensor:
+        """Return the terms of scores by the distance of keys [B, S, H, E]."""
+        assert self.shape.relative is not None
+        states_BSHR = self.relative(x_BSD).unflatten(-1, (-1, self.shape.relative.rank))
+        terms_BSHE: Tensor = states_BSHR @ self.profiles.to(states_BSHR.dtype)
+        return terms_BSHE
 
     def _rotated(self, name: str, x: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> Tensor:
         """Return queries or keys [..., C] rotated, and normed where norms come last."""
@@ -181,8 +213,14 @@ class LatentAttention(Attention):
         return self.latent.queries(q_BSF, head_dim), gate_BSF
 
     def keys_values(
-        self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor], tap: Tap = no_tap
+        self,
+        x_BSD: Tensor,
+        cos_sin_SC: tuple[Tensor, Tensor],
+        tap: Tap = no_tap,
+        attention: AttentionFn | None = None,
+        layer_idx: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        del attention, layer_idx
         return self._heads_of_latents(self.latents(x_BSD), cos_sin_SC, tap)
 
     def attended(
@@ -216,6 +254,12 @@ class LatentAttention(Attention):
         tap(KV_LATENT, latent_BSR)
         k_BSHC, v_BSHC = self.latent.keys_values(self.kv_up(latent_BSR), rotated_BSP, self.shape.head_dim)
         return rotate(k_BSHC, *cos_sin_SC), v_BSHC
+
+
+def _grown(x_BSHX: Tensor, growth_S: Tensor) -> Tensor:
+    """Return queries, or terms of their scores, times the factor of their position, which is float32."""
+    wide = torch.promote_types(torch.float32, x_BSHX.dtype)
+    return (x_BSHX.to(wide) * growth_S.view(-1, 1, 1)).to(x_BSHX.dtype)
 
 
 def query_growth(arch: Arch, positions: Tensor) -> Tensor:

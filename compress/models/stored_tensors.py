@@ -37,7 +37,7 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
     """Return where parameters lie in the one tensor that holds them all, in its order."""
     if family.holds_all_experts(names[0].rpartition(".")[0]):
         layout = family.expert_layouts[0]
-        num_experts = num_experts_of(arch, names[0])
+        num_experts = len({each.rpartition(".")[0].rpartition(".")[0] for each in names})
         of_one = num_rows[: len(num_rows) // num_experts]
         return expert_places(
             num_experts, of_one, transposed=layout.transposed, interleaved=layout.interleaved

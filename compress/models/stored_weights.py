@@ -13,7 +13,7 @@ from compress.models.arch import Arch
 from compress.models.family import Family
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
-from compress.models.stored_tensors import members_of, num_experts_of, places_of
+from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import dense, stored_as
 from compress.models.wide_codes import check_powers_of_two
 from compress.quant.codec import ForeignCodec
@@ -154,7 +154,8 @@ class StoredWeights:
                 return (rows, *shape)
             num_rows = self.family.num_rows(self._arch, name, shape[0])
             return shape if num_rows is None else (num_rows, shape[0] // num_rows)
-        num_experts = num_experts_of(self._arch, name)
+        members = members_of(self.family, self._arch, name)
+        num_experts = len({each.rpartition(".")[0].rpartition(".")[0] for each in members})
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))
 

@@ -17,7 +17,8 @@ class TensorNames:
             them.
         layer_prefix: how the names of a layer begin, before its index.
         layer_modules: canonical module of a layer -> module on disk; those of experts have `*` for their
-            index, and a name on disk without `*` is that of all experts. Parameters may be among them.
+            index, and a name on disk without `*` is that of all experts. Single experts may have names of
+            their own. Parameters may be among them.
         expert_suffixes: leaf of a parameter of an expert -> what the name of its tensor ends in, after that
             of the module.
         first_layer: the index on disk of the first layer.
@@ -33,7 +34,7 @@ class TensorNames:
         """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
         that is a single tensor, whose weight the table names, has the name of that tensor."""
         if match := _CANONICAL_LAYER.fullmatch(module):
-            pattern, expert = _without_expert(match[2])
+            pattern, expert = self._pattern(match[2])
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             idx = self.first_layer + int(match[1])
             return f"{self.layer_prefix}{idx}.{disk.replace('*', expert) if expert else disk}"
@@ -55,7 +56,7 @@ class TensorNames:
         `num_experts` is that of its layer. A layer has an `ffn` or a `moe`, so no tensor holds parts of
         both."""
         match = _CANONICAL_LAYER.fullmatch(module)
-        pattern, expert = _without_expert(match[2]) if match else ("", "")
+        pattern, expert = self._pattern(match[2]) if match else ("", "")
         if match is None or pattern not in self.layer_modules:
             return (module,)
         disk = self.layer_modules[pattern]
@@ -68,14 +69,28 @@ class TensorNames:
         if expert and "*" in disk:
             names = [name.replace("*", expert) for name in names]
         elif expert:
-            names = [name.replace("*", str(idx)) for idx in range(num_experts) for name in names]
+            own = self.own_experts
+            names = [
+                name.replace("*", str(idx)) for idx in range(num_experts) if idx not in own for name in names
+            ]
         return tuple(f"layers.{match[1]}.{name}" for name in names)
 
     def holds_all_experts(self, module: str) -> bool:
         """Return whether a canonical module is one of an expert and its tensor holds those of all."""
         match = _CANONICAL_LAYER.fullmatch(module)
-        pattern, expert = _without_expert(match[2]) if match else ("", "")
-        return bool(expert) and "*" not in self.layer_modules[pattern]
+        is_expert = match is not None and _EXPERT.match(match[2]) is not None
+        return match is not None and is_expert and "*" not in self.layer_modules[self._pattern(match[2])[0]]
+
+    @property
+    def own_experts(self) -> frozenset[int]:
+        """The indices of the experts that have names of their own."""
+        found = (_EXPERT.match(name) for name in self.layer_modules)
+        return frozenset(int(match[1]) for match in found if match is not None)
+
+    def _pattern(self, module: str) -> tuple[str, str]:
+        """Return the name of a module of a layer in the table, and the index of its expert, empty if it is of
+        none or of one with names of its own."""
+        return (module, "") if module in self.layer_modules else _without_expert(module)
 
 
 def with_other_prefix(name: str, prefixes: Mapping[str, str]) -> str:

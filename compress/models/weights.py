@@ -17,7 +17,7 @@ from compress.errors import UnsupportedFormat
 from compress.models.altup import stream_names
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.embedding import EmbeddingTables
+from compress.models.embedding import EMBED_NORM, EmbeddingTables
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.layer_embedding import LAYER_EMBEDS, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
@@ -95,7 +95,9 @@ def embedding_tables(
         positions_PD = None if positions_PD is None else positions_PD.to(device)
     names = sorted((name for name in outer if name.startswith("embed.streams.")), key=_index_of)
     projections = tuple(dense(outer[name]).to(device=device, dtype=dtype) for name in names)
-    return EmbeddingTables(embed_VD, positions_PD, projections)
+    norm = outer.get(EMBED_NORM)
+    norm_D = None if norm is None else dense(norm).to(embed_VD.device)
+    return EmbeddingTables(embed_VD, positions_PD, projections, norm_D)
 
 
 def _index_of(name: str) -> int:
@@ -240,6 +242,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
         outer[POSITIONS] = (arch.num_position_rows, arch.hidden_size)
     if not arch.unit_norms:
         outer["norm.weight"] = (arch.hidden_size,)
+    if arch.embed_norm_weight:
+        outer[EMBED_NORM] = (arch.hidden_size,)
     if arch.norm_bias:
         outer["norm.bias"] = (arch.hidden_size,)
     if arch.hyper is not None:

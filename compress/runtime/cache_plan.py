@@ -56,7 +56,7 @@ def plan_cache(
     others_per_request = 0 if proposer is None else proposer.bytes_per_request
     state_bytes = slot_bytes(arch, config.num_kept) + others_per_request
     # Saved states are those of the model alone: a draft with recurrences could not go on from a prefix.
-    saves_states = config.prefix_cache and arch.has_recurrences and not others_per_request
+    saves_states = config.prefix_cache and bool(arch.states) and not others_per_request
     max_model_len, num_blocks = config.size_cache(
         arch,
         dtype,

@@ -12,6 +12,7 @@ from compress.kernels.operands.routing import ExpertWeights
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import Value, columns, rows_of
+from compress.models.moe import for_choice
 from compress.models.weights import Weights, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.runtime.deployment import Deployment
@@ -44,6 +45,8 @@ def load_experts(
             rare(f"{down}.bias"),
         )
 
+    bias_E = rare("moe.selection_bias")
+    scale_E = rare("moe.factor")
     experts = [expert(f"moe.experts.{idx}") for idx in range(facts.num_experts)]
     num_shared = shape.shared_parts
     activation = facts.activation_of(arch.activation)
@@ -57,8 +60,8 @@ def load_experts(
         deployment,
         activation=activation,
         router_bias_E=rare("moe.router.bias"),
-        selection_bias_E=rare("moe.selection_bias"),
-        output_scale_E=rare("moe.output_scale"),
+        selection_bias_E=None if bias_E is None else for_choice(facts, bias_E),
+        output_scale_E=rare("moe.output_scale") if scale_E is None else scale_E.expand(facts.num_experts),
         shared=parts(expert("moe.shared"), experts[0], num_shared) if joins else (),
         cap=shape.expert_cap,
     )

@@ -65,7 +65,10 @@ class FfnHalves:
                 "cap": layer.shape.ffn_cap,
             }
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
-        return layer.down(mid_TF, phase, residual=residual)
+        if not layer.shape.scaled_ffn:
+            return layer.down(mid_TF, phase, residual=residual)
+        scaled_TD = layer.down(mid_TF, phase) * layer.ffn_scale
+        return scaled_TD if residual is None else residual + scaled_TD
 
     def _mixture(
         self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None

@@ -50,7 +50,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class JointKept:
-    """The pages and the states of a layer in which a recurrence joins attention."""
+    """The pages and the states of a layer in which a recurrence joins attention, or that has convolutions."""
 
     pages: Pages
     states: RecurrentStates
@@ -75,18 +75,13 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
 
 
 def slot_bytes(arch: Arch, num_kept: int) -> int:
-    """Return the bytes of the states of one sequence in all layers that have recurrences."""
-    return sum(
-        RecurrentStates.slot_bytes(layer.recurrence, num_kept)
-        for layer in arch.layers
-        if layer.recurrence is not None
-    )
+    """Return the bytes of the states of one sequence in all layers that have some."""
+    return sum(RecurrentStates.slot_bytes(state, num_kept) for state in arch.states)
 
 
 def max_pass_bytes(arch: Arch, num_rows: int, num_sequences: int) -> int:
     """Return the bytes that a pass over prompts needs for more than its rows, in the layer with the most."""
-    recurrences = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
-    return max((pass_bytes(each, num_rows, num_sequences) for each in recurrences), default=0)
+    return max((pass_bytes(each, num_rows, num_sequences) for each in set(arch.states)), default=0)
 
 
 def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
@@ -193,7 +188,7 @@ class KVCache:
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._device = device
         num_slots = num_blocks if num_slots is None else num_slots
-        kinds = Counter(layer.recurrence for layer in arch.layers if layer.recurrence is not None)
+        kinds = Counter(arch.states)
         self._slots, self._saved = (
             {
                 kind: StackedStates.empty(kind, num_layers, slots, kept, device)
@@ -214,17 +209,17 @@ class KVCache:
             return self._states(kind, num_before[kind] - 1)
 
         for layer, pair in zip(arch.layers, scales, strict=True):
+            state = layer.state(arch.hidden_size)
             if layer.kv_source is not None:
                 self._layers.append(self._layers[layer.kv_source])
             elif not layer.has_mixer:
                 self._layers.append(None)
             elif not layer.attends:
-                assert layer.recurrence is not None
-                self._layers.append(next_states(layer.recurrence))
+                assert state is not None
+                self._layers.append(next_states(state))
             else:
                 pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
-                joining = layer.recurrence
-                self._layers.append(pages if joining is None else JointKept(pages, next_states(joining)))
+                self._layers.append(pages if state is None else JointKept(pages, next_states(state)))
 
     @property
     def block_bytes(self) -> int:

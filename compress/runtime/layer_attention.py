@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.recurrent_states import RecurrentStates
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
@@ -25,6 +26,7 @@ from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.layer_convs import ConvPart
 from compress.runtime.loader import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
 
@@ -39,8 +41,9 @@ class Projected:
     """The queries, keys and values of a layer, side by side as their linear leaves them [T, F], their
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
-    gates that a linear of latents computes [T, Z], and the factors of what each head attends to, float32
-    [T, H]."""
+    gates that a linear of latents computes [T, Z], the factors of what each head attends to, float32 [T, H],
+    and the numbers of heads of relative logits, float32 [T, H, R]. With a `conv`, which has states, too, they
+    are rows that it is added to."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -49,11 +52,14 @@ class Projected:
     beta_decay_TH: Tensor | None = None
     gate_TZ: Tensor | None = None
     gates_TH: Tensor | None = None
+    relative_THR: Tensor | None = None
+    conv: ConvPart | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
-"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents or narrower values
-[T, H, V], of a recurrence [T, H V]; what the cache stores of the rows is in it afterwards."""
+"""Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents or narrower
+values [T, H, V], of a recurrence [T, H V], of a convolution [T, F]; what the cache stores of the rows is in
+it afterwards."""
 
 
 class LayerAttention:
@@ -71,7 +77,7 @@ class LayerAttention:
 
         def bound(op: Op, key: tuple[int, int], phase: Phase = "decode") -> BoundKernel:
             attends = op.startswith("attention")
-            has_sinks = any(arch.has_sinks(layer) for layer in attending if _head_key(layer) == key)
+            alike = [layer for layer in attending if _head_key(layer) == key]
             problem = deployment.kernel_device.problem(
                 op,
                 n=key[0],
@@ -79,7 +85,8 @@ class LayerAttention:
                 phase=phase,
                 scheme=None if op == "hadamard" else page_format(kv_format),
                 softcap=attends and arch.attn_softcap is not None,
-                sinks=attends and has_sinks,
+                sinks=attends and any(map(arch.has_sinks, alike)),
+                relative=attends and any(layer.relative is not None for layer in alike),
             )
             return BoundKernel.of(problem)
 
@@ -99,6 +106,10 @@ class LayerAttention:
             for key in {_rope_key(layer) for layer in attending}
         }
         self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
+        self._score_growth = {
+            each: each.growth_at(positions)
+            for each in {layer.relative for layer in attending if layer.relative is not None}
+        }
         self._chunk_sizes = chunk_sizes(arch, max_model_len)
 
     def decode(
@@ -119,7 +130,7 @@ class LayerAttention:
             if isinstance(projected.kv, RecurrentStates):
                 is_first = False
                 return self._recurrent.recurred(layer, projected, sequences)
-            fn, facts = self._kernel("attention_decode", layer)
+            fn, facts = self._kernel("attention_decode", layer, projected)
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS
             q_THC = self.queries(layer, projected, early=gains and not is_first)
             is_first = False
@@ -157,7 +168,7 @@ class LayerAttention:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected)
-            fn, facts = self._kernel("attention_prefill", layer)
+            fn, facts = self._kernel("attention_prefill", layer, projected)
             operands = whole
             if layer.shape.chunk in chunks:
                 parts = chunks[layer.shape.chunk]
@@ -210,15 +221,25 @@ class LayerAttention:
         rows = [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
         return rows + self._recurrent.kernel_report()
 
-    def _kernel(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    def _kernel(
+        self, op: Op, layer: LayerWeights, projected: Projected
+    ) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return the attention kernel of a layer and the facts of the layer that it takes."""
         shape = layer.shape
-        facts = {
+        facts: dict[str, Any] = {
             "window": shape.window,
             "scale": self._arch.score_scale(shape),
             "softcap": self._arch.attn_softcap,
             "sinks_H": layer.sinks,
         }
+        if projected.relative_THR is not None:
+            assert shape.relative is not None
+            assert layer.profiles_RE is not None
+            growth_P = self._score_growth[shape.relative]
+            growth_T = None
+            if growth_P is not None:  # rows whose outputs are not read may have any position
+                growth_T = growth_P[projected.positions_T.long().clamp(0, len(growth_P) - 1)]
+            facts["relative"] = RelativeTerm(projected.relative_THR, layer.profiles_RE, growth_T)
         return self._ops[op, _head_key(shape)].kernel.fn, facts
 
     def _restored(self, layer: LayerWeights, attended_THC: Tensor) -> Tensor:
@@ -250,6 +271,15 @@ def gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor
     assert layer.shape.head_gate is not None
     out_TH = layer.head_gate(rows_TD, phase, out_dtype=torch.float32)[:, : layer.shape.num_heads]
     return activation(layer.shape.head_gate, out_TH)
+
+
+def relative_states(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:
+    """Return the numbers of each head of relative logits, float32 [T, H, R]."""
+    assert layer.relative is not None
+    assert layer.shape.relative is not None
+    out_TF = layer.relative(rows_TD, phase, out_dtype=torch.float32)
+    heads = (layer.shape.num_heads, layer.shape.relative.rank)
+    return out_TF[:, : heads[0] * heads[1]].unflatten(1, heads)
 
 
 def joint_output(

@@ -38,12 +38,20 @@ from compress.models.arch import Arch
 from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
 from compress.runtime.altup import LAUREL_SCALE, AltUpWeights
+from compress.runtime.convolutions import Convolutions
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import FfnHalves
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.kv_cache import JointKept, Kept
 from compress.runtime.latent_attention import LatentAttention
-from compress.runtime.layer_attention import Attend, LayerAttention, Projected, gates_of_heads, joint_output
+from compress.runtime.layer_attention import (
+    Attend,
+    LayerAttention,
+    Projected,
+    gates_of_heads,
+    joint_output,
+    relative_states,
+)
 from compress.runtime.loader import LayerWeights
 from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
 from compress.runtime.stream_ops import StreamOps
@@ -139,6 +147,7 @@ class LayerRunner:
         """Return the stream after the halves of a layer; the arguments are those of `layer`."""
         if layer.qkv is None or kv is None:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
+        convs = None
         factors_TF = None
         if self._arch.shares_norm:
             qkv_rows, ffn_rows = self.ops.rows_of_both(layer, stream.x_TD, phase)
@@ -151,7 +160,13 @@ class LayerRunner:
             ffn_rows = None
         qkv_TF = self._projected(layer, qkv_rows, phase)
         joining = None
-        if isinstance(kv, JointKept):
+        if layer.convs is not None:
+            assert isinstance(kv, JointKept)
+            convs = Convolutions(
+                layer, layer.convs, Projected(qkv_TF, positions_T, slots_T, kv.states), attend
+            )
+            qkv_TF, kv = convs.with_keys_values(qkv_TF), kv.pages
+        elif isinstance(kv, JointKept):
             size = (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim
             joining = Projected(qkv_TF[:, size:], positions_T, slots_T, kv.states)
             qkv_TF, kv = qkv_TF[:, :size], kv.pages
@@ -166,6 +181,9 @@ class LayerRunner:
         if layer.head_gate is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, gates_TH=gates_of_heads(layer, qkv_rows, phase))
+        if layer.relative is not None:
+            assert isinstance(qkv_rows, Tensor)
+            projected = replace(projected, relative_THR=relative_states(layer, qkv_rows, phase))
         residual_TD = stream.x_TD
         if layer.laurel is not None:
             assert isinstance(qkv_rows, Tensor)
@@ -181,6 +199,7 @@ class LayerRunner:
             ffn_rows=ffn_rows,
             input_TP=input_TP,
             factors_TF=factors_TF,
+            convs=convs,
         )
 
     def _projected(self, layer: LayerWeights, rows: Rows, phase: Phase) -> Tensor:
@@ -225,16 +244,19 @@ class LayerRunner:
         ffn_rows: Rows | None = None,
         input_TP: Tensor | None = None,
         factors_TF: Tensor | None = None,
+        convs: Convolutions | None = None,
     ) -> Stream:
         """Return the stream after a layer from its q, k and v, and the stream before it. `joining` are the
         inputs of a recurrence that joins attention. `ffn_rows` are given where the FFN reads the same input
         as attention, `input_TP` as to `layer`. `factors_TF` are those by which attention is added to several
-        streams.
+        streams. `convs` are added to the outputs of both halves.
         """
         assert layer.o is not None
         half: Callable[..., Tensor] = partial(layer.o, self._attended(layer, projected, attend), phase)
         if joining is not None:
             half = partial(joint_output, layer, half, attend(layer, joining), phase)
+        if convs is not None:
+            half = partial(convs.after_attention, half)
         if not layer.shape.has_ffn:
             return self.ops.added(
                 half, residual_TD, layer.attn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
@@ -250,7 +272,9 @@ class LayerRunner:
             scale=1.0 if layer.laurel is None else LAUREL_SCALE,
             factors_TF=factors_TF,
         )
-        return self._after_mixer(layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP)
+        return self._after_mixer(
+            layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP, convs=convs
+        )
 
     def _after_mixer(
         self,
@@ -261,6 +285,7 @@ class LayerRunner:
         *,
         ffn_rows: Rows | None = None,
         input_TP: Tensor | None = None,
+        convs: Convolutions | None = None,
     ) -> Stream:
         """Return the stream after a layer from the stream before its FFN, or its experts; the arguments are
         those of `after_qkv`."""
@@ -268,6 +293,8 @@ class LayerRunner:
         if ffn_rows is None:
             ffn_rows, factors_TF = self.ops.entered(stream, ffn_reader(layer), phase)
         ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase)
+        if convs is not None:
+            ffn_half = partial(convs.after_ffn, ffn_half)
         embed = layer.layer_embed
         if embed is None or layer.altup is not None:
             return self.ops.added(

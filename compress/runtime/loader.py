@@ -23,6 +23,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.mamba2 import Mamba2
+from compress.models.relative_logits import RELATIVE
 from compress.models.short_conv import ShortConv
 from compress.models.weights import LayerSource, Weights, WeightSource, dense
 from compress.models.xielu import PARAMETERS, xielu_numbers
@@ -40,8 +41,10 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
+from compress.runtime.head_weights import growth_of, profiles_of, sinks_of
 from compress.runtime.hyper_weights import hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
+from compress.runtime.layer_convs import LayerConvs, layer_convs
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
 from compress.runtime.norm_gates import NormGate
@@ -73,6 +76,9 @@ class LayerWeights:
     whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
     `altup` computes the other streams of the residual, and `laurel` a residual around attention.
     `attn_norm_gate` and `ffn_norm_gate` are the gates of the two norms.
+    `altup` computes the other streams of the residual, and `laurel` a residual around attention. `relative`
+    computes the numbers of heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to
+    keys, values and the outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN.
     """
 
     shape: LayerShape
@@ -108,12 +114,16 @@ class LayerWeights:
     laurel: LaurelLinears | None = None
     attn_norm_gate: NormGate | None = None
     ffn_norm_gate: NormGate | None = None
+    relative: FusedLinear | None = None
+    profiles_RE: Tensor | None = None
+    convs: LayerConvs | None = None
+    ffn_scale: float = 1.0
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The fused linears in execution order, without those of latents."""
         of_mixture = (self.shared_gate, self.latent_in, self.latent_out)
-        of_mixer = (self.qkv, self.head_gate, self.o, self.recurrent_o)
+        of_mixer = (self.qkv, self.head_gate, self.relative, self.o, self.recurrent_o)
         linears = (*of_mixer, *of_mixture, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
@@ -125,7 +135,7 @@ class LayerWeights:
             *(self.altup, self.laurel, self.attn_norm_gate, self.ffn_norm_gate),
         )
         own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
-            (self.mamba, self.conv_FW)
+            (self.mamba, self.conv_FW, self.convs, self.profiles_RE)
         )
         if self.experts is None:
             return own
@@ -271,10 +281,14 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         gate_up=fused.gate_up,
         down=fused.down,
         recurrent_o=fused.recurrent_o,
-        sinks=_sinks(weights, deployment),
+        sinks=sinks_of(weights, deployment),
         experts=load_experts(arch, shape, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
         head_gate=_gate("attn.head_gate", weights, deployment),
+        relative=_gate(RELATIVE, weights, deployment),
+        profiles_RE=profiles_of(weights, deployment),
+        convs=layer_convs(weights, deployment),
+        ffn_scale=_dense(weights, "ffn.factor", deployment).item() if shape.scaled_ffn else 1.0,
         shared_gate=_gate("moe.shared_gate", weights, deployment),
         latent_in=_of_mixture(LATENT_IN, weights, deployment),
         latent_out=_of_mixture(LATENT_OUT, weights, deployment),
@@ -282,7 +296,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
         latent=_latent(arch, shape, weights, deployment),
-        growth_2H=_growth(weights, deployment),
+        growth_2H=growth_of(weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
         mamba=_mamba(arch, shape, weights, deployment),
         conv_FW=_short_conv(shape, weights, deployment),
@@ -371,24 +385,9 @@ def _of_mixture(name: str, weights: Weights, deployment: Deployment) -> FusedLin
     return fuse((linear,), weights, deployment) if f"{linear}.weight" in weights else None
 
 
-def _sinks(weights: Weights, deployment: Deployment) -> Tensor | None:
-    """Return the attention sinks of a layer, float32 [H], None where it has none."""
-    if "attn.sinks" not in weights:
-        return None
-    return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
-
-
-def _growth(weights: Weights, deployment: Deployment) -> Tensor | None:
-    """Return the scale and the base of the growth of each query head [2, H], None where a layer has none."""
-    if "attn.growth_scale" not in weights:
-        return None
-    return deployment.placed(
-        torch.stack([dense(weights[f"attn.growth_{each}"]) for each in ("scale", "base")])
-    )
-
-
 def _gate(name: str, weights: Weights, deployment: Deployment) -> FusedLinear | None:
-    """Return the gate of the shared expert, or that of the heads, None where the layer has none."""
+    """Return the gate of the shared expert, that of the heads, or the linear of relative logits, None where
+    the layer has none."""
     weight = weights.get(f"{name}.weight")
     return None if weight is None else fuse_padded(name, dense(weight), deployment)
 

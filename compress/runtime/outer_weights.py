@@ -14,7 +14,7 @@ from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
-from compress.models.embedding import normed
+from compress.models.embedding import EMBED_NORM, normed
 from compress.models.hyper_connection import MeanOfStreams
 from compress.models.weights import POSITIONS, Weights, WeightSource, dense
 from compress.runtime.altup import StreamLinears, stream_linears
@@ -68,7 +68,8 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
-    embed_VD = normed(arch, deployment.placed(dense(outer["embed.weight"])))
+    norm_D = deployment.placed(dense(outer[EMBED_NORM])) if arch.embed_norm_weight else None
+    embed_VD = normed(arch, deployment.placed(dense(outer["embed.weight"])), norm_D)
     embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
     return with_layer_inputs(embed_VD, outer, arch)
 

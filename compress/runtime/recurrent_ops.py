@@ -1,4 +1,5 @@
-"""The recurrences of layers in serving, in place of attention or with it, with the kernels selected for them.
+"""The recurrences of layers in serving, in place of attention or with it, and the convolutions of others,
+with the kernels selected for them.
 
 Shapes: T rows, H heads, V value dimension, B blocks of the longest sequence, R sequences.
 """
@@ -29,7 +30,7 @@ class RecurrentOps:
 
     def __init__(self, arch: Arch, deployment: Deployment) -> None:
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        for each in {layer.recurrence for layer in arch.layers if layer.recurrence is not None}:
+        for each in set(arch.states):
             op, (n, k) = _key(each)
             self._ops[op, (n, k)] = BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
 
@@ -57,10 +58,16 @@ class RecurrentOps:
         return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *of_lists)
 
     def recurred(self, layer: LayerWeights, projected: "Projected", sequences: Sequences | None) -> Tensor:
-        """Return the gated outputs of a recurrence [T, H V]."""
+        """Return the gated outputs of a recurrence [T, H V], or rows with a convolution added."""
         states = projected.kv
         assert isinstance(states, RecurrentStates)
         fn = self._ops[_key(states.recurrence)].kernel.fn
+        if projected.conv is not None:
+            conv = projected.conv
+            added_TF: Tensor = fn(
+                projected.qkv_TF, conv.weight_FW, states, sequences, first_channel=conv.first_channel
+            )
+            return added_TF
         operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
         facts: dict[str, Any] = {}
         if layer.delta is not None:

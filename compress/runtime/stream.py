@@ -52,7 +52,7 @@ class Stream:
 def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
-    has_dense = any(each is not None for each in (layer.delta, layer.head_gate, layer.laurel))
+    has_dense = any(each is not None for each in (layer.delta, layer.head_gate, layer.laurel, layer.relative))
     return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper, layer.attn_norm_gate)
 
 

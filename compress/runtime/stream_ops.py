@@ -12,6 +12,7 @@ Shapes: T rows, D hidden, V vocabulary.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.kernels.operands.hyper import HyperWeights
@@ -35,6 +36,7 @@ class StreamOps:
 
     def __init__(self, arch: Arch, deployment: Deployment) -> None:
         self._softcap = arch.logit_softcap
+        self._head_vocab = arch.head_vocab
 
         def bound(op: Op, n: int, k: int = 0) -> BoundKernel:
             return BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
@@ -132,12 +134,13 @@ class StreamOps:
         return normed_TD
 
     def capped(self, logits_TV: Tensor) -> Tensor:
-        """Return float32 logits with the cap of the model, which they may be overwritten by."""
-        cap = self._softcap
-        if cap is None:
-            return logits_TV
-        capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
-        return capped_TV
+        """Return float32 logits with the cap of the model, which they may be overwritten by; those of tokens
+        that the head only pads are the least number."""
+        if self._softcap is not None:
+            logits_TV = self._ops["soft_cap"].kernel.fn(logits_TV, self._softcap)
+        if self._head_vocab:
+            logits_TV[:, self._head_vocab :] = torch.finfo(logits_TV.dtype).min
+        return logits_TV
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op."""

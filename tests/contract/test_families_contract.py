@@ -54,6 +54,10 @@ UNIFORM: dict[str, dict[str, Any]] = {
     **{name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")},
     "laguna": {"num_attention_heads_per_layer": None},
     "dots3_note_text": {"layer_types": ["full_attention"] * 3},
+    **{
+        name: {"swa_num_key_value_heads": 2, "swa_head_dim": 16}
+        for name in ("inkling_text", "inkling_text-dense")
+    },
     "mimo_v2_flash": {"layer_types": ["sliding_attention"] * 3, "num_key_value_heads": 1},
 }
 OFTEN = ("llama", "gemma4_text", "qwen3_moe", "deepseek_v2")
@@ -67,6 +71,7 @@ OF_CONTRACT = (
     "nemotron_h-latents",
     "mistral_large4",
     "mistral_large4-shared-latents",
+    "inkling_text-dense",
 )
 """The families, by their first cases, and cases that have what the first of their family has not."""
 LAYERS_STAY = ("mistral_large4-shared-latents", "hy_v4", "gemma3n_text")

@@ -157,7 +157,7 @@ def test_a_field_at_another_value_is_refused_or_computes_the_same(case: str, tmp
         if expected is None or max_position < SEQ_LEN:
             continue
         with torch.no_grad():
-            logits = decoder(tokens_BS)
+            logits = decoder(tokens_BS)[..., : expected.shape[-1]]  # the others are rows of padding
         num_equal += 1
         if not (logits - expected).abs().max() <= 4 * tolerance(expected):
             wrong.append((name, "absent" if value is GONE else value))

@@ -207,6 +207,8 @@ EXPORTED = [
     ("granite_swa", "FP8_DYNAMIC"),
     ("mimo_v2_flash-dense", "W4A16_G128"),
     ("mimo_v2_flash-dense", "FP8_DYNAMIC"),
+    ("inkling_text-dense", "W3A16_G64"),
+    ("inkling_text-dense", "FP8_DYNAMIC"),
     ("qwen3_5_text", "W4A16_G128"),
     ("qwen3_5", "FP8_DYNAMIC"),
 ]
@@ -357,7 +359,7 @@ def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
     gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
     with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
-    with_and_without |= {"mimo_v2_flash", "nemotron_h_omni"}
+    with_and_without |= {"mimo_v2_flash", "nemotron_h_omni", "inkling_text"}
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
     exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2"}
     assert {CASES[case][0] for case, _ in EXPORTED} == exported

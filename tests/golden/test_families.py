@@ -388,9 +388,9 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     else:
         activation = getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
         assert arch.activation == SAME_ACTIVATIONS.get(activation, activation)
-    assert arch.tied_head == stated.tie_word_embeddings
+    assert arch.tied_head == getattr(stated, "tie_word_embeddings", False)
     for layer, theirs in zip(arch.layers, stated.per_layer_config, strict=True):
-        assert layer.num_kv_heads == kv_heads_of(theirs) * (
+        assert layer.num_kv_heads == kv_heads_of(theirs, in_window=layer.window is not None) * (
             2 if family in TWICE_IN_WINDOWS and layer.window else 1
         )
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
@@ -399,18 +399,19 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
             of_latents = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
         assert layer.head_dim == (of_latents or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
-    window = stated.sliding_window if family == "mistral" or "sliding_attention" in types else None
+    has_window = family == "mistral" or {"sliding_attention", "hybrid_sliding"} & set(types)
+    window = stated.sliding_window if has_window else None
     for layer, kind in zip(arch.layers, types, strict=True):
-        assert layer.window == (None if kind in ("full_attention", "indexed_attention") else window)
+        assert layer.window == (None if kind in ("full_attention", "indexed_attention", "hybrid") else window)
         if layer.rope is not None:
             rope = stated.rope_parameters.get(kind, stated.rope_parameters)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
             assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))
     if arch.has_experts:
         experts = next(layer.experts for layer in arch.layers if layer.experts is not None)
-        assert experts.top_k == stated.num_experts_per_tok
+        assert experts.top_k - experts.always == stated.num_experts_per_tok
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        assert experts.num_experts in [getattr(stated, name, None) for name in names]
+        assert experts.num_chosen in [getattr(stated, name, None) for name in names]
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES.names()} - BY_ANOTHER_NAME.keys()))

@@ -86,7 +86,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     whole = CONFIG_MAPPING[model_type](**json.loads(json.dumps(config)))
     theirs = whole.get_text_config()
     stated = getattr(whole, "thinker_config", whole), theirs
-    tied = next(each for each in stated if hasattr(each, "tie_word_embeddings")).tie_word_embeddings
+    ties = [each.tie_word_embeddings for each in stated if hasattr(each, "tie_word_embeddings")]
+    tied = ties[0] if ties else False
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
@@ -107,7 +108,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        kv_heads = kv_heads_of(own)
+        kv_heads = kv_heads_of(own, in_window=layer.window is not None)
         is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
         assert layer.num_kv_heads == kv_heads * (2 if is_twice else 1)
         of_latents = getattr(own, "qk_head_dim", None)
@@ -132,7 +133,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
 def _windows_in_transformers(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
 
 
 @each_row

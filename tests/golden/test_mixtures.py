@@ -164,6 +164,7 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
         "mistral3-mistral4",
         "aria",
         "minimax_m3_vl_text-without-indexers",
+        "inkling_text-one-shared",
     ],
 )
 def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_and_read_again(
@@ -175,6 +176,12 @@ def test_codes_of_experts_that_transformers_does_not_gather_are_written_apart_an
     widths = {**WHOLE_GROUPS, "moe_intermediate_size": 96}
     if "dense_intermediate_size" in changes:
         widths |= inner_widths(changes, 128)
+    if "d_rel" in changes:
+        widths |= {
+            **inner_widths(changes, 128),
+            "moe_intermediate_size": 96,
+            "mlp_layer_types": ["sparse"] * 2,
+        }
     if "kv_lora_rank" in changes:
         widths |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
         widths |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "first_k_dense_replace": 0}

@@ -16,6 +16,7 @@ from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
+from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -58,6 +59,15 @@ WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
 SCALED = Experts(6, 2, 48, renormalize=True, output_scale=True)
 CAPPED = Experts(6, 2, 48, shared_size=48, caps_first=True)
 BRANCHES = replace(SCALED, shared_size=64, branch_norms=True)
+ALWAYS = Experts(
+    *(8, 4, 48),
+    score="sigmoid",
+    selection_bias=True,
+    renormalize=True,
+    scale=2.5,
+    always=2,
+    one_output_scale=True,
+)
 FEATURES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)},
@@ -820,6 +830,63 @@ FEATURES: dict[str, dict[str, Any]] = {
         "position_offset": 2,
         "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=4),
     },
+    "relative logits": {
+        "qk_norm": True,
+        "layers": (
+            tiny_shape(relative=RelativeLogits(3, 5), window=5),
+            tiny_shape(relative=RelativeLogits(4, 40), rope=None, num_kv_heads=1),
+        ),
+    },
+    "relative logits of grown scores beyond a chunk": {
+        "attn_scale": 0.1,
+        "layers": (
+            tiny_shape(relative=RelativeLogits(1, 150, (0.5, 16)), rope=None),
+            tiny_shape(relative=RelativeLogits(3, 1, (-0.25, 3)), rope=None, num_kv_heads=4),
+            tiny_shape(),
+        ),
+    },
+    "convolutions with a residual": {
+        "qk_norm": True,
+        "layers": (
+            tiny_shape(residual_convs=4),
+            tiny_shape(residual_convs=2, num_kv_heads=4, window=20),
+            tiny_shape(),
+            tiny_shape(residual_convs=1, experts=Experts(6, 2, 48, shared_size=48)),
+        ),
+    },
+    "scaled FFNs": {"layers": (tiny_shape(scaled_ffn=True), tiny_shape(), tiny_shape(scaled_ffn=True))},
+    "a head with rows of padding": {"head_vocab": 90, "logit_softcap": 4.0},
+    "a tied head with rows of padding": {"head_vocab": 100, "tied_head": True},
+    "embedding with a norm with a weight": {
+        "embed_norm": True,
+        "embed_norm_weight": True,
+        "tied_head": True,
+        "embed_scale": 2.0,
+    },
+    "experts that all tokens choose": {
+        "layers": (
+            tiny_shape(experts=ALWAYS),
+            tiny_shape(experts=replace(ALWAYS, num_experts=5, top_k=3, always=1, one_output_scale=False)),
+        ),
+    },
+    "inkling": {
+        "qk_norm": True,
+        "attn_scale": 1 / 16,
+        "logit_scale": 0.25,
+        "embed_norm": True,
+        "embed_norm_weight": True,
+        "head_vocab": 98,
+        "layers": (
+            tiny_shape(rope=None, window=5, relative=RelativeLogits(4, 5), residual_convs=4, scaled_ffn=True),
+            tiny_shape(
+                rope=None,
+                num_kv_heads=4,
+                relative=RelativeLogits(4, 30, (0.3, 12)),
+                residual_convs=4,
+                experts=ALWAYS,
+            ),
+        ),
+    },
     "tied normed embedding": {"embed_norm": True, "tied_head": True, "residual_scale": 0.22},
     "ministral 3": {
         "query_growth": (0.1, 16),
@@ -835,7 +902,8 @@ def tolerance(expected: Tensor, source: MemorySource) -> float:
         2 * arch.hidden_size + layer.num_heads * layer.head_dim + layer.intermediate_size
         for layer in arch.layers
     )
-    return 8 * torch.finfo(torch.float32).eps * depth**0.5 * float(expected.abs().max())
+    of_tokens = expected[expected > torch.finfo(expected.dtype).min]  # others are rows of padding
+    return 8 * torch.finfo(torch.float32).eps * depth**0.5 * float(of_tokens.abs().max())
 
 
 def served_logits(
@@ -950,6 +1018,8 @@ RARE = [
     *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",
     *("streams of which layers compute one", "gates that are sparse", "gemma 3n"),
+    *("relative logits", "relative logits of grown scores beyond a chunk", "convolutions with a residual"),
+    *("experts that all tokens choose", "a head with rows of padding", "inkling"),
 ]
 
 

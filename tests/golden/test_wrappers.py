@@ -52,6 +52,8 @@ NOT_GATHERED = (
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
+SPLIT_FFNS = ("inkling_mm_model",)
+"""Cases whose gates and ups transformers splits while it loads, and then loads no codes at all."""
 STACKED = ("step3p7", "step3p7-as-published", "step3p7-biases-tied", "dots3_note")
 """Cases whose gates and ups of dense experts transformers joins, and drops next to packed codes."""
 
@@ -138,7 +140,12 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in WRAPPERS if case not in (*NOT_GATHERED, *JOINED, *STACKED, *NAMED_OTHERWISE)]
+    "case",
+    [
+        case
+        for case in WRAPPERS
+        if case not in (*NOT_GATHERED, *JOINED, *STACKED, *NAMED_OTHERWISE, *SPLIT_FFNS)
+    ],
 )
 @pytest.mark.one_in(4)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
@@ -209,8 +216,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if case in IN_HALVES or (case in NOT_GATHERED and form == "compressed-tensors"):
-        pytest.skip("what transformers would load is tested in `test_mixtures.py`")
+    if case in (*IN_HALVES, *SPLIT_FFNS) or (case in NOT_GATHERED and form == "compressed-tensors"):
+        pytest.skip("what transformers would load is tested in `test_mixtures.py`, or refused below")
     if case in (*JOINED, *STACKED) and scheme == "W4A16_G128":
         pytest.skip("what transformers refuses is tested below")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
@@ -291,6 +298,33 @@ def test_transformers_is_stated_to_load_no_packed_codes_next_to_experts_that_it_
     write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         auto_class(CASES[case][0]).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("case", SPLIT_FFNS)
+@pytest.mark.parametrize("scheme_name", ["W8A16", "FP8_DYNAMIC"])
+def test_transformers_is_stated_to_load_no_codes_of_linears_that_it_splits(
+    case: str, scheme_name: str, tmp_path: Path
+) -> None:
+    wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    scheme = ModelScheme(SCHEMES[scheme_name])
+    loads = {each.name: each.loads for each in COMPRESSED.consumers(source.arch, scheme)}
+    assert not loads["transformers"]
+    assert loads["compress runtime"]
+    (tmp_path / "out").mkdir()
+    rounded = Rounded(source, scheme)
+    write_format("compressed-tensors", tmp_path / "out", rounded, scheme)
+    if scheme_name == "W8A16":
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            auto_class(CASES[case][0]).from_pretrained(tmp_path / "out")
+    else:
+        _, info = auto_class(CASES[case][0]).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert any(".mlp." in name for name in info["missing_keys"])
+    opened = open_checkpoint(tmp_path / "out")
+    for idx in range(source.arch.num_layers):
+        found, expected = opened.layer(idx), rounded.layer(idx)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(dense(found[name]), dense(expected[name])) for name in expected)
 
 
 @pytest.mark.parametrize("family", SPLIT)

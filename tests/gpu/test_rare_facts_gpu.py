@@ -33,6 +33,7 @@ from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.mamba2 import Mamba2
 from compress.models.random_source import RandomSource
+from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES
@@ -516,6 +517,33 @@ FACTS: dict[str, dict[str, Any]] = {
                 rope=Rope(1e4, rotary_dim=64, leading=True),
                 window=50,
                 experts=replace(WHOLE_GROUPS, score="sigmoid", selection_bias=True),
+                intermediate_size=128,
+            ),
+        ),
+    },
+    "inkling": {
+        "qk_norm": True,
+        "inverse_scale": True,
+        "logit_scale": 0.25,
+        "embed_norm": True,
+        "embed_norm_weight": True,
+        "head_vocab": 1000,
+        "layers": (
+            replace(
+                LAYER,
+                rope=None,
+                window=50,
+                relative=RelativeLogits(16, 50),
+                residual_convs=4,
+                scaled_ffn=True,
+            ),
+            replace(
+                LAYER,
+                rope=None,
+                num_kv_heads=2,
+                relative=RelativeLogits(16, 100, (0.2, 40)),
+                residual_convs=4,
+                experts=replace(WHOLE_GROUPS, shared_size=0, always=2, one_output_scale=True),
                 intermediate_size=128,
             ),
         ),

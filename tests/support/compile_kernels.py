@@ -42,6 +42,7 @@ from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
+from compress.kernels.residual_conv import fused as residual_conv
 from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
@@ -52,6 +53,7 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
 from compress.models.mamba2 import Mamba2
+from compress.models.residual_conv import ResidualConvs
 from compress.models.short_conv import ShortConv
 from compress.quant.kv import HADAMARD_HEAD_DIMS
 from compress.quant.numerics import nearest_weight
@@ -101,6 +103,7 @@ def compile_all(sm: int) -> list[Any]:
         delta_net,
         mamba2,
         short_conv,
+        residual_conv,
         router,
         launch,
         quantize_rows,
@@ -128,6 +131,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_delta_net()
     compile_mamba2()
     compile_short_conv()
+    compile_residual_conv()
     compile_streams()
     for linear in LINEARS:
         compile_linear(sm, *linear)
@@ -304,6 +308,27 @@ def compile_short_conv() -> None:
         short_conv.short_conv(rows_TF, conv_FW, states, step)
         for each in (states, replace(states, saving=saving)):
             short_conv.short_conv(rows_TF, conv_FW, each, prompt)
+
+
+def compile_residual_conv() -> None:
+    """Compile the kernels of convolutions with a residual with the widths of Inkling-Small, for a step and
+    for a prompt."""
+    facts = ResidualConvs.of(1024, 4096, 4)
+    states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
+    saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
+    step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
+    prompt = Sequences.of_prefill(torch.zeros(1).long(), (6,), (6,))
+    for first, size in ((0, 2048), (2048, 4096)):
+        for dtype in (torch.bfloat16, torch.float32):
+            rows_TF = torch.zeros(6, size, dtype=dtype)
+            conv_FW = torch.zeros(size, facts.kernel_size)
+            for each, sequences in (
+                (states, step),
+                (states, prompt),
+                (replace(states, saving=saving), prompt),
+            ):
+                residual_conv.residual_conv(rows_TF, conv_FW, each, sequences, first_channel=first)
 
 
 def compile_streams() -> None:

@@ -127,6 +127,8 @@ CONFIGS: dict[str, Any] = {
     "youtu": transformers.YoutuConfig,
     "flint": transformers.FlintConfig,
     "mimo_v2_flash": transformers.MiMoV2FlashConfig,
+    "inkling_text": transformers.InklingTextConfig,
+    "inkling_mm_model": transformers.InklingConfig,
     "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "hunyuan_v1_moe": transformers.HunYuanMoEV1Config,
     "gemma3": transformers.Gemma3Config,
@@ -434,6 +436,12 @@ AROUND: dict[str, dict[str, Any]] = {
     "fast_vlm": {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_index": 97,
+    },
+    "inkling_mm_model": {
+        "vision_config": {"patch_size": 4, "temporal_patch_size": 2, "num_hidden_layers": 3},
+        "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+        "image_token_id": 96,
+        "audio_token_id": 95,
     },
     "deepseek_ocr2": {
         "vision_config": {
@@ -786,6 +794,23 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+INKLING = {
+    "head_dim": 8,
+    "swa_head_dim": 8,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 3,
+    "sliding_window_size": 5,
+    "d_rel": 4,
+    "rel_extent": 9,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "logits_mup_width_multiplier": 2.0,
+    "log_scaling_n_floor": 6,
+    "log_scaling_alpha": 0.5,
+}
 # Chunks end within a prompt and between two steps of a decode; queries without a rope grow at 4, 8, ...
 CHUNKED = {
     "head_dim": 8,
@@ -2954,6 +2979,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LINEAR,
         },
     ),
+    "inkling_text": ("inkling_text", INKLING),
+    "inkling_text-dense": (
+        "inkling_text",
+        {
+            **INKLING,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "mlp_layer_types": ["dense"] * 3,
+            "log_scaling_n_floor": None,
+            "conv_kernel_size": 3,
+            "d_rel": 1,
+        },
+    ),
+    "inkling_text-one-shared": (
+        "inkling_text",
+        {
+            **INKLING,
+            "swa_num_key_value_heads": 2,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "route_scale": 1.5,
+            "rel_extent": 3,
+            "sliding_window_size": 12,
+            "conv_kernel_size": 2,
+        },
+    ),
+    "inkling_mm_model": ("inkling_mm_model", INKLING),
     "phi4_multimodal-longrope": (
         "phi4_multimodal",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
@@ -3017,9 +3072,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, after
+    4 heads in windows of Inkling, after
     narrower values of 4 heads, of a delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H or of
     MiniMax-M3, or of experts that act on latents reads; none for a case without."""
     of_head = size // 4
+    if "d_rel" in changes:
+        heads = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": of_head}
+        return {**heads, "moe_intermediate_size": size}
     if "linear_value_head_dim" in changes:
         shared = {"shared_expert_intermediate_size": size} if "num_experts" in changes else {}
         return {"linear_num_value_heads": 4, "linear_value_head_dim": of_head, **shared}
@@ -3081,8 +3140,11 @@ WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
 another order."""
 
 
-def kv_heads_of(stated: Any) -> int:
-    """Return the heads of keys and values of a layer by a configuration of `transformers`."""
+def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
+    """Return the heads of keys and values of a layer, with a window or without, by a configuration of
+    `transformers`."""
+    if stated.model_type == "inkling_text" and in_window:
+        return int(stated.swa_num_key_value_heads)
     if stated.model_type == "falcon":
         one_or_all = 1 if stated.multi_query else stated.num_attention_heads
         return int(stated.num_kv_heads if stated.new_decoder_architecture else one_or_all)

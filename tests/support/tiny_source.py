@@ -93,7 +93,7 @@ def tiny_source(**changes: Any) -> MemorySource:
         parameter.copy_(
             1 + 0.2 * noise
             if ("norm" in name and "hyper" not in name and "streams" not in name)
-            or name.endswith("layer_scalar")
+            or name.endswith(("layer_scalar", "ffn.factor", "moe.factor"))
             else 0.3 * noise
             if parameter.dim() == 1
             else noise * parameter.shape[1] ** -0.5

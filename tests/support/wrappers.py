@@ -40,7 +40,7 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         sizes["share_expert_dim"] = 256
     if "linear_value_head_dim" in changes:
         sizes |= inner_widths(changes, 128) | {"linear_key_head_dim": 128, "head_dim": 256}
-    if "mamba_num_heads" in changes:
+    if "mamba_num_heads" in changes or "d_rel" in changes:
         sizes |= inner_widths(changes, 128)
     if "dense_intermediate_size" in changes:
         sizes |= {**inner_widths(changes, 128), "index_n_heads": WIDE["num_key_value_heads"]}

@@ -250,6 +250,18 @@ class Onnx:
             )
         if arch.num_streams > 1:
             rules.append(Rule("streams", "the residual is several streams, and the graph has one."))
+        if any(layer.relative is not None for layer in arch.layers):
+            rules.append(Rule("relative-logits", "scores have terms of distance, and the graph's have none."))
+        if any(layer.residual_convs is not None for layer in arch.layers):
+            rules.append(Rule("convolutions", "layers have convolutions, which the graph does not compute."))
+        if arch.embed_norm_weight or arch.head_vocab or any(layer.scaled_ffn for layer in arch.layers):
+            rules.append(
+                Rule(
+                    "factors-of-rows",
+                    "the norm of the embedding has a weight, rows of the head are padding, or outputs of "
+                    "FFNs have a factor; the graph has none of these.",
+                )
+            )
         if arch.laurel_rank:
             rules.append(
                 Rule("laurel", "a residual around attention is added, which the graph does not have.")

@@ -5,7 +5,7 @@ absolute chunks.
     s = q k^T scale (capped: c tanh(s / c)),  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
     m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
-A sink is one more chunk, of one score and no value.
+A sink is one more chunk, of one score and no value. With relative logits s is (q k^T scale + b) t.
 
 Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
 positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from compress.kernels.linear.row_product import MAX_ROWS
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.select import Kernel, anything, register
 
 CHUNK_SIZE = 128
@@ -48,6 +49,7 @@ def attention_decode(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
@@ -58,7 +60,7 @@ def attention_decode(
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
         block_table_RB = block_table_RB.repeat_interleave(q_len, dim=0)
         context_lens_R = ends.flatten()
-    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap, sinks_H)
+    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap, sinks_H, relative)
 
 
 def _attend(
@@ -70,6 +72,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
+    relative: RelativeTerm | None,
 ) -> Tensor:
     """Return [R, H, C]. A row has J chunks of N positions; the batch of the products is K * (R * J +
     padding), in that order."""
@@ -99,6 +102,9 @@ def _attend(
         return chunks.view(num_kv_heads, num_rows, num_chunks, repeat, -1)
 
     s = product(q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1), k.transpose(1, 2))
+    if relative is not None:
+        terms_KRJGN = _terms(relative, context_lens_R, num_kv_heads, num_chunks)
+        s = relative.grown(s + F.pad(terms_KRJGN, (0, 0, 0, repeat - terms_KRJGN.shape[3])), 1)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
     s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
@@ -137,6 +143,18 @@ def _sum(p: Tensor) -> Tensor:
         first, second = p.chunk(2, dim=-1)
         p = first + second
     return p
+
+
+def _terms(relative: RelativeTerm, ends_R: Tensor, num_kv_heads: int, num_chunks: int) -> Tensor:
+    """Return the terms of the scores of all positions [K, R, J, H / K, N]; 0 where none is seen."""
+    by_distance_RHE = relative.by_distance()
+    num_rows, num_heads, extent = by_distance_RHE.shape
+    positions = torch.arange(num_chunks * CHUNK_SIZE, device=ends_R.device)
+    distance_R1P = ends_R.view(-1, 1, 1) - 1 - positions
+    outside = (distance_R1P < 0) | (distance_R1P >= extent)
+    index_RHP = distance_R1P.clamp(0, extent - 1).long().expand(-1, num_heads, -1)
+    terms_RHP = by_distance_RHE.gather(2, index_RHP).masked_fill(outside, 0)
+    return terms_RHP.view(num_rows, num_kv_heads, -1, num_chunks, CHUNK_SIZE).permute(1, 0, 3, 2, 4)
 
 
 def _unseen(context_lens_R: Tensor, num_chunks: int, window: int | None) -> Tensor:

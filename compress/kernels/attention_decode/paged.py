@@ -42,6 +42,7 @@ from compress.kernels.operands.block_table import block_of
 from compress.kernels.operands.page_codes import even_codes, load_queries, odd_codes, offset_sum
 from compress.kernels.operands.paged import CODED_FORMATS, PagedKV
 from compress.kernels.operands.rows import FP8
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 
@@ -338,13 +339,19 @@ def attend(
     return out_THC
 
 
+def supports(problem: Problem) -> str | None:
+    if problem.relative:
+        return "its scores have no terms of the distance of keys"
+    return triton_refusal(problem)
+
+
 register(
     Kernel(
         "attention_decode",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=triton_refusal,
+        supports=supports,
         fn=attention_decode,
     )
 )

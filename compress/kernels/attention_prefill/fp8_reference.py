@@ -102,6 +102,8 @@ def supports(problem: Problem) -> str | None:
         return f"for heads of {' or '.join(map(str, HEAD_DIMS))} dimensions"
     if problem.softcap or problem.sinks:
         return "its scores have no cap, and its heads no sinks"
+    if problem.relative:
+        return "its scores have no terms of the distance of keys"
     return None
 
 

@@ -33,6 +33,7 @@ from compress.kernels.compilers.triton import (
 from compress.kernels.operands.block_table import block_of
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.tiles import FixedLists, query_tiles
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 
@@ -296,13 +297,19 @@ def attend(
     return out_THC
 
 
+def supports(problem: Problem) -> str | None:
+    if problem.relative:
+        return "its scores have no terms of the distance of keys"
+    return triton_refusal(problem)
+
+
 register(
     Kernel(
         "attention_prefill",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=triton_refusal,
+        supports=supports,
         fn=attention_prefill,
         takes_lists=True,
     )

@@ -9,13 +9,17 @@ Shapes: T rows of all sequences, L context of one, R sequences, B blocks of a ta
 C head dimension.
 """
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.select import Kernel, anything, register
 from compress.models.attention import attend_with_scores, causal_mask
+from compress.models.relative_logits import by_keys
 
 
 def attention_prefill(
@@ -29,13 +33,18 @@ def attention_prefill(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
     chunks = torch.split(q_THC, list(query_lens))
+    terms: list[RelativeTerm | None] = [None] * len(query_lens)
+    if relative is not None:
+        stops = accumulate(query_lens)
+        terms = [relative.rows(stop - size, stop) for size, stop in zip(query_lens, stops, strict=True)]
     outputs = [
-        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale, softcap, sinks_H)
-        for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)
+        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale, softcap, sinks_H, term)
+        for chunk, blocks_B, length, term in zip(chunks, block_table_RB, context_lens, terms, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -48,6 +57,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
+    relative: RelativeTerm | None,
 ) -> Tensor:
     num_queries = q_THC.shape[0]
     num_keys = k_KLC.shape[1]
@@ -55,9 +65,12 @@ def _attend(
         each.clone(memory_format=torch.contiguous_format).unsqueeze(0)
         for each in (q_THC.transpose(0, 1), k_KLC, v_KLC)
     )
-    if softcap is not None or sinks_H is not None:
+    if any(each is not None for each in (softcap, sinks_H, relative)):
         seen = causal_mask(num_queries, num_keys, window, q_THC.device)
-        return attend_with_scores(q, k, v, seen, scale, softcap, sinks_H).squeeze(0)
+        of_distance: tuple[Tensor | None, ...] = ()
+        if relative is not None:
+            of_distance = by_keys(relative.by_distance().transpose(0, 1), num_keys), relative.growth_T
+        return attend_with_scores(q, k, v, seen, scale, softcap, sinks_H, *of_distance).squeeze(0)
     grouped = q.shape[1] != k.shape[1]
     whole = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if whole else causal_mask(num_queries, num_keys, window, q_THC.device)

@@ -17,8 +17,9 @@ from compress.quant.scheme import QuantizedWeight
 @dataclass(frozen=True)
 class RouterWeights:
     """The dense weight [E, D] of a router, and its biases [E] and factors [E] of the weights of experts,
-    float32; `arrivals` are the zeroed counters [`COUNTED_ROWS`] by which a kernel counts the blocks of some
-    rows, and which it leaves zeroed."""
+    float32; the selection bias of experts that every token chooses is infinite. `arrivals` are the zeroed
+    counters [`COUNTED_ROWS`] by which a kernel counts the blocks of some rows, and which it leaves
+    zeroed."""
 
     weight_ED: Tensor
     bias_E: Tensor | None

@@ -219,7 +219,7 @@ def route_many(
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
-    assert (router.output_scale_E is not None) == facts.output_scale
+    assert (router.output_scale_E is not None) == facts.scales_weights
     assert _power_of_two(facts.num_groups) == facts.num_groups or facts.num_groups == 1
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()

@@ -121,7 +121,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
     device = x_TD.device
     assert router.weight_ED.shape == (facts.num_experts, size)
     assert (router.selection_bias_E is not None) == facts.selection_bias
-    assert (router.output_scale_E is not None) == facts.output_scale
+    assert (router.output_scale_E is not None) == facts.scales_weights
     assert num_rows <= MAX_DECODE_ROWS
     x_TD = x_TD.contiguous()
     ids_TK = torch.empty(num_rows, facts.top_k + shared, dtype=torch.int32, device=device)

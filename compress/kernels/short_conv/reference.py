@@ -9,7 +9,7 @@ Shapes: T rows, F channels, L rows of one sequence, W positions of the convoluti
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
+from compress.kernels.operands.recurrent_states import RecurrentStates, Saving, Sequences
 from compress.kernels.select import Kernel, anything, register
 
 
@@ -24,14 +24,15 @@ def short_conv(rows_TF: Tensor, conv_FW: Tensor, states: RecurrentStates, sequen
         rows = slice(start, start + length)
         slot = sequences.slots_R[idx].long()
         first = sequences.context_lens_R[idx] - length
-        mixed_TF[rows] = _convolved(products_TF[rows], conv_FW, states.inputs[slot], first)
+        mixed_TF[rows] = convolved(products_TF[rows], conv_FW, states.inputs[slot], first)
         if saving is not None:
-            _save(states, products_TF[rows], slot, first)
+            num_kept = states.recurrence.kernel_size - 1
+            save_inputs(saving, saving.inputs, num_kept, products_TF[rows], slot, first)
         start += length
     return c_TF * mixed_TF.to(rows_TF.dtype)
 
 
-def _convolved(x_LF: Tensor, conv_FW: Tensor, inputs_MF: Tensor, first: Tensor) -> Tensor:
+def convolved(x_LF: Tensor, conv_FW: Tensor, inputs_MF: Tensor, first: Tensor) -> Tensor:
     """Return the convolution of the rows of a sequence, the first of which has position `first`, and keep
     the last of them in its slot."""
     width = conv_FW.shape[1]
@@ -48,14 +49,15 @@ def _convolved(x_LF: Tensor, conv_FW: Tensor, inputs_MF: Tensor, first: Tensor) 
     return total_LF
 
 
-def _save(states: RecurrentStates, x_LF: Tensor, slot: Tensor, first: Tensor) -> None:
-    """Save the inputs before a position of these rows, where they are wanted."""
-    assert states.saving is not None
-    wanted = int(states.saving.wanted_S2[slot, 0])
-    place = int(states.saving.wanted_S2[slot, 1])
-    kept = states.recurrence.kernel_size - 1
-    saved_WF = states.saving.inputs[place]
-    for position in range(max(wanted - kept, int(first)), min(wanted, int(first) + len(x_LF))):
+def save_inputs(
+    saving: Saving, inputs_PWF: Tensor, num_kept: int, x_LF: Tensor, slot: Tensor, first: Tensor
+) -> None:
+    """Save the last `num_kept` inputs before a position of these rows, where they are wanted, in their place
+    among `inputs`: all channels that are saved, or some."""
+    wanted = int(saving.wanted_S2[slot, 0])
+    place = int(saving.wanted_S2[slot, 1])
+    saved_WF = inputs_PWF[place]
+    for position in range(max(wanted - num_kept, int(first)), min(wanted, int(first) + len(x_LF))):
         saved_WF[position % len(saved_WF)] = x_LF[position - int(first)]
 
 

@@ -114,7 +114,11 @@ def _without_experts(
         return scores
 
     scores = ctx.ranks.from_lead(scored)
-    kept = [best_experts(torch.tensor(each, dtype=torch.float64), num_kept) for each in scores]
+    always = max(layer.experts.always for layer in arch.layers if layer.experts is not None)
+    kept = [
+        best_experts(torch.tensor(each, dtype=torch.float64), num_kept, always) if each else []
+        for each in scores
+    ]
     lost = [
         significant(1 - sum(each[idx] for idx in stay) / max(sum(each), TINY)) if each else 0.0
         for each, stay in zip(scores, kept, strict=True)

@@ -140,9 +140,10 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
 
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
-    """Return what the runtime keeps of a model with latent attention or recurrences."""
-    if arch.has_recurrences:
-        return (f"recurrences: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
+    """Return what the runtime keeps of a model with latent attention, recurrences or convolutions."""
+    if arch.states:
+        what = "recurrences" if arch.has_recurrences else "convolutions"
+        return (f"{what}: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
     if not arch.has_latents:
         return ()
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)
@@ -157,7 +158,8 @@ def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:
     if facts is None:
         return ()
     policy = ExpertPolicy() if spec.experts is None else spec.experts.policy()
-    tokens = work.num_samples * work.seq_len * facts.top_k // facts.num_experts
+    chosen = facts.top_k - facts.always
+    tokens = work.num_samples * work.seq_len * chosen // facts.num_chosen
     if policy.starved == "all_tokens":
         return (f"experts: the statistics of all {facts.num_experts} are taken from all tokens",)
     completes = {"shrink": "completed with tokens of the whole layer", "keep": "kept as they are"}
