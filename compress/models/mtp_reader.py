@@ -107,7 +107,14 @@ def mtp_table(family: Family, num_layers: int) -> Family:
     modules = {name: disk.format(layer=f"{prefix}{first}") for name, disk in names.modules.items()}
     outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
     layer = {**family.layer_modules, **names.layer_modules}
-    return replace(family, outer_modules=outer, layer_modules=layer, layer_prefix=prefix, first_layer=first)
+    return replace(
+        family,
+        outer_modules=outer,
+        layer_modules=layer,
+        layer_prefix=prefix,
+        first_layer=first,
+        halves_apart=names.halves_apart,
+    )
 
 
 def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> None:
@@ -117,21 +124,22 @@ def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> 
     Raises:
         UnsupportedArch: it has one.
     """
-    layer = f"{table.layer_prefix}{table.first_layer}."
-    copies = tuple(f"{layer}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
-    ignored = re.compile(table.ignored_tensors)
-    others = [
-        name
-        for name in checkpoint.files.names()
-        if name.startswith(layer)
-        and name not in {*expected, *copies}
-        and not ignored.search(name.removeprefix(layer))
-    ]
-    if others:
-        raise UnsupportedArch(
-            f"{checkpoint.path} holds the tensor '{others[0]}', which an MTP head of the {table.model_type} "
-            "decoder does not have."
-        )
+    for idx in range(table.first_layer, table.first_layer + (2 if table.halves_apart else 1)):
+        layer = f"{table.layer_prefix}{idx}."
+        copies = tuple(f"{layer}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
+        ignored = re.compile(table.ignored_tensors)
+        others = [
+            name
+            for name in checkpoint.files.names()
+            if name.startswith(layer)
+            and name not in {*expected, *copies}
+            and not ignored.search(name.removeprefix(layer))
+        ]
+        if others:
+            raise UnsupportedArch(
+                f"{checkpoint.path} holds the tensor '{others[0]}', which an MTP head of the "
+                f"{table.model_type} decoder does not have."
+            )
 
 
 def _stores(checkpoint: Checkpoint, table: Family) -> bool:

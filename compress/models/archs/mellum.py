@@ -1,12 +1,17 @@
 """Mellum 2 (JetBrains, 2026): Qwen3's mixture with windows by the type of a layer, and a rope of its own for
-each type. The layers that predict further tokens (`mtp`) are not read."""
+each type. The layer that predicts a further token has a window unless a config states another type
+(`mtp.py`)."""
 
 from dataclasses import replace
 
+from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
-from compress.models.layer_types import no_window, windows_by_layer_type
-from compress.models.mixture import Mixture, sparse_by_type, state_types
+from compress.models.layer_shape import LayerShape
+from compress.models.layer_types import FULL, SLIDING, no_window, windows_by_layer_type
+from compress.models.mixture import DENSE_LAYER, SPARSE_LAYER, Mixture, sparse_by_type, state_types
+from compress.models.mtp_names import IN_MTP, last_layer_of, with_dense_ffn
 from compress.untrusted.fields import Fields
 
 _FIELDS = {
@@ -23,6 +28,25 @@ def _windows(config: Fields, num_layers: int) -> list[int | None]:
     return read(config, num_layers)
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layer that predicts a further token: with a window and experts, unless a config
+    states another type.
+
+    Raises:
+        UsageError: no layer of the model has this type of attention.
+        UnsupportedArch: the config states a type that is not read.
+    """
+    config = Fields(target.config, "the config of this mellum model", UnsupportedArch)
+    kind, ffn = (
+        config.texts(name, default=[default])[0]
+        for name, default in (("mtp_layer_types", SLIDING), ("mtp_mlp_layer_types", SPARSE_LAYER))
+    )
+    if kind not in (FULL, SLIDING) or ffn not in (DENSE_LAYER, SPARSE_LAYER):
+        raise config.wrong("mtp_layer_types", f"{kind} with {ffn}", f"{FULL} or {SLIDING}, dense or sparse")
+    layer = last_layer_of(target, windowed=kind == SLIDING)
+    return with_dense_ffn(target, layer) if ffn == DENSE_LAYER else layer
+
+
 FAMILIES.add(
     "mellum",
     replace(
@@ -30,6 +54,7 @@ FAMILIES.add(
         model_type="mellum",
         architecture="MellumForCausalLM",
         windows=_windows,
+        mtp=replace(IN_MTP, shape=_shape_of_mtp),
         mixture=Mixture(_FIELDS, is_sparse=sparse_by_type, state_sparse=state_types),
         known_fields=frozenset(
             {

@@ -38,6 +38,15 @@ SERVED = [
     slow("glm4_moe_lite"),
     "mimo_v2_flash",
     slow("exaone_moe"),
+    "ernie4_5_moe",
+    "nemotron_h-experts",
+    slow("hy_v3"),
+    slow("bailing_hybrid"),
+    slow("exaone4_5"),
+    slow("glm_ocr"),
+    slow("mellum-types-yarn"),
+    slow("nemotron_h-latents-biases"),
+    slow("nemotron_h_omni"),
 ]
 
 

@@ -20,6 +20,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of_arch
 from compress.models.mtp import KIND, MtpDecoder, MtpHead, arch_of_head, facts_of, parameter_shapes, save_mtp
+from compress.models.mtp_names import modules_of_target
 from compress.models.mtp_reader import check_mtp, read_mtp
 from compress.models.weights import stored_as, without_codes
 from compress.recipe import Spec
@@ -89,8 +90,9 @@ class Mtp(Spec):
     def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
         arch = self.arch(without_codes(task.target.weights.arch))
         head = _stored_head(task.source.path, arch, task.device)
+        of_target = modules_of_target(family_of_arch(task.target.weights.arch).mtp)
         for name, parameter in head.named_parameters():
-            parameter.requires_grad_(not name.startswith("target_norm."))
+            parameter.requires_grad_(name.partition(".")[0] not in of_target)
         words_W = torch.arange(arch.vocab_size)
         depth = task.target.weights.arch.num_layers
         target = Target(task.decoder, (depth,), words_W, device=task.device, compile=task.spec.compile)
