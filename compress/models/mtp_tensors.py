@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from compress.errors import UsageError
+from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import TensorWriter
@@ -103,7 +103,7 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
 
     try:
         sizes = [(arch.hidden_size, arch.vocab_size, family.mtp.shape(arch)) for arch in (source, target)]
-    except UsageError as error:
+    except (UsageError, UnsupportedArch) as error:
         return left_out(str(error))
     if sizes[0] != sizes[1]:
         return left_out("the layer that predicts a further token has other widths than the pruned model")

@@ -31,6 +31,7 @@ OF_HEAD = {
     "exaone_moe": r"^mtp\.",
     "mimo_v2_flash": r"^model\.mtp\.",
     "qwen3_next": r"^mtp\.",
+    "step3p7": r"^model\.layers\.3\.",
     "hy_v3": r"^model\.layers\.3\.",
     "bailing_hybrid": r"^model\.layers\.3\.",
     "ernie4_5_moe": r"^model\.mtp_",
@@ -39,7 +40,7 @@ OF_HEAD = {
     "nemotron_h-experts": r"^mtp\.",
     "nemotron_h_omni": r"^language_model\.mtp\.",
 }
-"""The names of tensors of the head of a case."""
+"""The names of tensors of the head of a case. No format writes the experts of Step 3.7."""
 _WITH_DELTA_NETS = {
     **WIDTHS,
     "shared_expert_intermediate_size": 128,
@@ -63,7 +64,7 @@ def of_head(case: str, path: Path) -> dict[str, Tensor]:
     return {name: each for name, each in tensors_of(path).items() if re.search(OF_HEAD[case], name)}
 
 
-@pytest.mark.parametrize("case", OF_HEAD)
+@pytest.mark.parametrize("case", [each for each in OF_HEAD if each != "step3p7"])
 @pytest.mark.parametrize("form", ["compressed-tensors"])
 def test_a_head_is_exported_as_it_is_and_read_again(case: str, form: str, tmp_path: Path) -> None:
     saved_with_mtp(tmp_path / "source", case)

@@ -9,9 +9,10 @@ from compress.models.arch import Arch
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FULL, SLIDING, no_window, windows_by_layer_type
-from compress.models.mixture import DENSE_LAYER, SPARSE_LAYER, Mixture, sparse_by_type, state_types
-from compress.models.mtp_names import IN_MTP, last_layer_of, with_dense_ffn
+from compress.models.layer_types import SLIDING, no_window, windows_by_layer_type
+from compress.models.mixture import SPARSE_LAYER, Mixture, sparse_by_type, state_types
+from compress.models.mtp_names import IN_MTP
+from compress.models.mtp_types import shape_by_types
 from compress.untrusted.fields import Fields
 
 _FIELDS = {
@@ -29,22 +30,9 @@ def _windows(config: Fields, num_layers: int) -> list[int | None]:
 
 
 def _shape_of_mtp(target: Arch) -> LayerShape:
-    """Return the shape of the layer that predicts a further token: with a window and experts, unless a config
-    states another type.
-
-    Raises:
-        UsageError: no layer of the model has this type of attention.
-        UnsupportedArch: the config states a type that is not read.
-    """
+    """Return the shape of the layer that predicts a further token. Raises as `shape_by_types`."""
     config = Fields(target.config, "the config of this mellum model", UnsupportedArch)
-    kind, ffn = (
-        config.texts(name, default=[default])[0]
-        for name, default in (("mtp_layer_types", SLIDING), ("mtp_mlp_layer_types", SPARSE_LAYER))
-    )
-    if kind not in (FULL, SLIDING) or ffn not in (DENSE_LAYER, SPARSE_LAYER):
-        raise config.wrong("mtp_layer_types", f"{kind} with {ffn}", f"{FULL} or {SLIDING}, dense or sparse")
-    layer = last_layer_of(target, windowed=kind == SLIDING)
-    return with_dense_ffn(target, layer) if ffn == DENSE_LAYER else layer
+    return shape_by_types(target, config, [SLIDING], [SPARSE_LAYER])
 
 
 FAMILIES.add(
