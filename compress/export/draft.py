@@ -11,7 +11,7 @@ from compress.export.speculators import is_eagle3, open_eagle3
 from compress.models.config_file import CONFIG_NAME
 from compress.models.eagle3 import draft_head
 from compress.models.mtp import KIND, mtp_of_draft
-from compress.models.mtp_reader import read_mtp
+from compress.models.mtp_reader import read_mtps
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.mtp import Mtp
@@ -43,7 +43,8 @@ def open_mtp(checkpoint: Path) -> Mtp:
     """
     if not (checkpoint / CONFIG_NAME).exists():
         raise UsageError(f"{checkpoint} is no checkpoint, and MTP heads are read from those.")
-    return Mtp(read_mtp(open_checkpoint(checkpoint), codecs()))
+    first, *further = read_mtps(open_checkpoint(checkpoint), codecs())
+    return Mtp(first, tuple(further))
 
 
 def kind_of_draft(path: Path) -> str:

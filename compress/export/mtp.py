@@ -13,7 +13,8 @@ from compress.models.weights import WeightSource
 
 OF_VLLM = frozenset(
     {
-        *("deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe"),
+        *("glm4_moe_lite", "glm_moe_dsa", "glm_ocr", "hy_v3", "nemotron_h", "nemotron_h_omni"),
         *("mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     }
 )

@@ -39,6 +39,13 @@ def caps_of(config: Fields, name: str, num_layers: int) -> list[float | None]:
     return [_cap(config, name, each) for each in stated[:num_layers]]
 
 
+def caps_after(config: Fields, name: str, num_layers: int) -> float | None:
+    """Return the cap that a list of a config states for the layer after the last of so many, None where it
+    ends before."""
+    stated = config.items(name, default=())
+    return _cap(config, name, stated[num_layers]) if len(stated) > num_layers else None
+
+
 def _cap(config: Fields, name: str, stated: object) -> float | None:
     if stated is None or (type(stated) in (int, float) and stated == 0):
         return None

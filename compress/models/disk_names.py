@@ -55,9 +55,10 @@ class DiskNames:
     calls modules of theirs where that is another name, and tensors whose names match `ignored_tensors` are
     read by nobody. Parameters of a layer that are `zero_if_absent` are zeros in checkpoints that do not store
     them. `rope_exponents` is the untouched tensor that holds the trained exponents of a rope's frequencies
-    (`trained_rope.py`). `mtp` are the names of the layer that predicts a further token, and `first_layer` is
-    the index of the first layer on disk. `always` are the indices of the experts of a model that every token
-    chooses, which may have tensors of their own (`ExpertLayout.always`)."""
+    (`trained_rope.py`). `mtp` are the names of the layer that predicts a further token, `first_layer` is the
+    index of the first layer on disk, and with `halves_apart` each half of a layer has an index of its own.
+    `always` are the indices of the experts of a model that every token chooses, which may have tensors of
+    their own (`ExpertLayout.always`)."""
 
     interleaved_rotary: bool = False
     reversed_rotary: bool = False
@@ -83,6 +84,7 @@ class DiskNames:
     rope_exponents: str | None = None
     mtp: MtpNames | None = None
     first_layer: int = 0
+    halves_apart: bool = False
     always: range = range(0)
 
     def to_memory(self, module: str) -> str:
@@ -209,4 +211,11 @@ class DiskNames:
     def _names(self) -> TensorNames:
         layout = self.expert_layouts[0] if self.expert_layouts else ExpertLayout({})
         modules = {**self.layer_modules, **layout.modules, **layout.names_of(self.always)}
-        return TensorNames(self.outer_modules, self.layer_prefix, modules, layout.suffixes, self.first_layer)
+        return TensorNames(
+            self.outer_modules,
+            self.layer_prefix,
+            modules,
+            layout.suffixes,
+            first_layer=self.first_layer,
+            halves_apart=self.halves_apart,
+        )

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 
 from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import read_config
 from compress.models.family import Family, family_of_arch
-from compress.models.mtp import LAYER, MtpHead, arch_of_head, parameter_shapes
+from compress.models.mtp import LAYER, MtpFacts, MtpHead, mtp_facts, parameter_shapes
 from compress.models.quantization_config import codec_of, schemes_of
 from compress.models.stored_tensors import as_stored
 from compress.models.stored_weights import Shapes, StoredWeights
@@ -26,7 +27,7 @@ def has_mtp(checkpoint: Checkpoint) -> bool:
     return _stores(checkpoint, mtp_table(checkpoint.family, checkpoint.arch.num_layers))
 
 
-def check_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> Arch:
+def check_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpFacts:
     """Return the facts of the MTP head of a checkpoint without reading its tensors.
 
     Raises:
@@ -44,12 +45,39 @@ def read_mtp(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> MtpH
         UnsupportedArch: a tensor is missing or misshapen, or the layer has one that is not read.
         UnsupportedFormat: codes that are not read.
     """
-    arch, stored = _opened(checkpoint, codecs)
+    return _read(checkpoint, codecs, 0)
+
+
+def read_mtps(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple[MtpHead, ...]:
+    """Read all MTP heads of a checkpoint, which predict one token after the other.
+
+    Raises:
+        UsageError, UnsupportedArch, UnsupportedFormat: as `read_mtp`.
+    """
+    return tuple(_read(checkpoint, codecs, idx) for idx in range(max(num_heads(checkpoint), 1)))
+
+
+def num_heads(checkpoint: Checkpoint) -> int:
+    """Return the number of MTP heads that a checkpoint stores; heads that share the modules outside of their
+    layers are one."""
+    family = checkpoint.family
+    if family.mtp is None:
+        return 0
+    tables = (mtp_table(family, checkpoint.arch.num_layers, idx) for idx in count())
+    if "{layer}" not in family.mtp.modules["fc"]:
+        return int(has_mtp(checkpoint))
+    return next(idx for idx, table in enumerate(tables) if not _stores(checkpoint, table))
+
+
+def _read(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec], head_idx: int) -> MtpHead:
+    facts, stored = _opened(checkpoint, codecs, head_idx)
     layer = {f"{LAYER}{name}": value for name, value in stored.layer(0).items()}
-    return MtpHead(arch, {**stored.outer(), **layer}, checkpoint.dense_head)
+    return MtpHead(facts, {**stored.outer(), **layer}, checkpoint.dense_head)
 
 
-def _opened(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple[Arch, StoredWeights]:
+def _opened(
+    checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec], head_idx: int = 0
+) -> tuple[MtpFacts, StoredWeights]:
     """Return the facts of a head and its parameters, none of which is read yet."""
     family = checkpoint.family
     if family.mtp is None:
@@ -58,17 +86,19 @@ def _opened(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple
             f"token; {NO_HEAD}"
         )
     files = checkpoint.files
-    table = mtp_table(family, checkpoint.arch.num_layers)
+    table = mtp_table(family, checkpoint.arch.num_layers, head_idx)
     if not _stores(checkpoint, table):
         raise UsageError(
             f"{checkpoint.path} stores no layer that predicts a further token (no tensor "
             f"'{table.tensor('fc.weight')}'): take a checkpoint with one, or {NO_HEAD}"
         )
-    arch = arch_of_head(checkpoint.arch, family.mtp.shape(checkpoint.arch))
+    facts = mtp_facts(checkpoint.arch, family.mtp)
+    arch = facts.arch
     table = layout_of_head(table, arch, checkpoint)
     config = read_config(checkpoint.path)
     codec = codec_of(config, codecs)
-    wide = [*dense_in_codes(arch, table, files.names()), table.to_disk("fc")]
+    outer = ("fc", "head") if facts.own_head else ("fc",)
+    wide = [*dense_in_codes(arch, table, files.names()), *map(table.to_disk, outer)]
     schemes, _ = schemes_of(config, codec, arch, table, others=wide)
     coded = {disk: scheme for disk, scheme in schemes.items() if not files.holds_dense(f"{disk}.weight")}
     stored = StoredWeights(
@@ -76,7 +106,7 @@ def _opened(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple
         files,
         table,
         arch,
-        _names(arch),
+        _names(facts),
         codec=codec,
         schemes=coded,
         wide=frozenset(coded if is_layout(config) else wide),
@@ -85,7 +115,7 @@ def _opened(checkpoint: Checkpoint, codecs: Mapping[str, ForeignCodec]) -> tuple
     expected = stored.check()
     _check_others(checkpoint, table, {*expected})
     stored.check_dense(expected)
-    return arch, stored
+    return facts, stored
 
 
 def layout_of_head(table: Family, arch: Arch, checkpoint: Checkpoint) -> Family:
@@ -97,17 +127,24 @@ def layout_of_head(table: Family, arch: Arch, checkpoint: Checkpoint) -> Family:
     return as_stored(replace(table, expert_layouts=layouts), arch, shapes)
 
 
-def mtp_table(family: Family, num_layers: int) -> Family:
-    """Return the table of a family with the names of the MTP head of a model of so many layers: those of the
+def mtp_table(family: Family, num_layers: int, head_idx: int = 0) -> Family:
+    """Return the table of a family with the names of an MTP head of a model of so many layers: those of the
     modules outside of its layer, and of the layer, which has index 0."""
     names = family.mtp
     assert names is not None
     prefix = family.layer_prefix if names.layer_prefix is None else names.layer_prefix
-    first = num_layers if names.layer_prefix is None else 0
+    first = (num_layers if names.layer_prefix is None else 0) + head_idx
     modules = {name: disk.format(layer=f"{prefix}{first}") for name, disk in names.modules.items()}
     outer = {**family.outer_modules, "target_norm": family.outer_modules["norm"], **modules}
     layer = {**family.layer_modules, **names.layer_modules}
-    return replace(family, outer_modules=outer, layer_modules=layer, layer_prefix=prefix, first_layer=first)
+    return replace(
+        family,
+        outer_modules=outer,
+        layer_modules=layer,
+        layer_prefix=prefix,
+        first_layer=first,
+        halves_apart=names.halves_apart,
+    )
 
 
 def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> None:
@@ -117,21 +154,22 @@ def _check_others(checkpoint: Checkpoint, table: Family, expected: set[str]) -> 
     Raises:
         UnsupportedArch: it has one.
     """
-    layer = f"{table.layer_prefix}{table.first_layer}."
-    copies = tuple(f"{layer}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
-    ignored = re.compile(table.ignored_tensors)
-    others = [
-        name
-        for name in checkpoint.files.names()
-        if name.startswith(layer)
-        and name not in {*expected, *copies}
-        and not ignored.search(name.removeprefix(layer))
-    ]
-    if others:
-        raise UnsupportedArch(
-            f"{checkpoint.path} holds the tensor '{others[0]}', which an MTP head of the {table.model_type} "
-            "decoder does not have."
-        )
+    for idx in range(table.first_layer, table.first_layer + (2 if table.halves_apart else 1)):
+        layer = f"{table.layer_prefix}{idx}."
+        copies = tuple(f"{layer}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
+        ignored = re.compile(table.ignored_tensors)
+        others = [
+            name
+            for name in checkpoint.files.names()
+            if name.startswith(layer)
+            and name not in {*expected, *copies}
+            and not ignored.search(name.removeprefix(layer))
+        ]
+        if others:
+            raise UnsupportedArch(
+                f"{checkpoint.path} holds the tensor '{others[0]}', which an MTP head of the "
+                f"{table.model_type} decoder does not have."
+            )
 
 
 def _stores(checkpoint: Checkpoint, table: Family) -> bool:
@@ -141,7 +179,7 @@ def _stores(checkpoint: Checkpoint, table: Family) -> bool:
     return any(name.startswith(fc) for name in checkpoint.files.names())
 
 
-def _names(arch: Arch) -> tuple[Shapes, list[Shapes]]:
-    shapes = parameter_shapes(arch)
+def _names(facts: MtpFacts) -> tuple[Shapes, list[Shapes]]:
+    shapes = parameter_shapes(facts)
     layer = {name.removeprefix(LAYER): shape for name, shape in shapes.items() if name.startswith(LAYER)}
     return {name: shape for name, shape in shapes.items() if not name.startswith(LAYER)}, [layer]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import TensorWriter
 from compress.models.mtp import MtpHead
-from compress.models.mtp_names import MtpNames
+from compress.models.mtp_names import MtpNames, modules_of_target
 from compress.models.mtp_reader import has_mtp, layout_of_head, mtp_table
 from compress.models.passed_over import prefixes_of_predictors
 from compress.quant.codec import ForeignCodec
@@ -36,6 +37,8 @@ class MtpTensors:
     reason: str | None = None
     trained: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Tensors of a head that was trained, by their names in the export, which go there instead."""
+    in_vllm: tuple[str, str] | None = None
+    """A module of the export and what vLLM calls it, where that is another name."""
 
     def with_head(self, head: MtpHead, num_layers: int) -> "MtpTensors":
         """Return the tensors with those of a head that was trained, of a model of so many layers."""
@@ -46,8 +49,9 @@ class MtpTensors:
         )
         trained: dict[str, Tensor] = {}
         writer = TensorWriter(table, head.arch, trained.__setitem__)
+        of_target = modules_of_target(self.checkpoint.family.mtp)
         for name, value in head.weights.items():
-            if not name.startswith("target_norm."):
+            if name.partition(".")[0] not in of_target:
                 writer.add(name, value)
         return replace(self, trained=trained)
 
@@ -56,7 +60,15 @@ class MtpTensors:
         """The modules of matrices by their names in an export, with the experts of a layer as one module."""
         files = self.checkpoint.files
         matrices = [exported for name, exported in self.names.items() if len(files.shape(name)) > 1]
-        return tuple(dict.fromkeys(map(module_of_matrix, matrices)))
+        named = [each for name in matrices for each in (name, *self._name_in_vllm(name))]
+        return tuple(dict.fromkeys(map(module_of_matrix, named)))
+
+    def _name_in_vllm(self, name: str) -> tuple[str, ...]:
+        """Return the name of a tensor in vLLM, where that is another one."""
+        if self.in_vllm is None:
+            return ()
+        on_disk, called = self.in_vllm
+        return (f"{called}{name.removeprefix(on_disk)}",) if name.startswith(f"{on_disk}.") else ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
@@ -89,7 +101,10 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
     def left_out(reason: str) -> MtpTensors:
         return MtpTensors(checkpoint, prefixes, {}, (), block_codec, reason)
 
-    sizes = [(arch.hidden_size, arch.vocab_size, family.mtp.shape(arch)) for arch in (source, target)]
+    try:
+        sizes = [(arch.hidden_size, arch.vocab_size, family.mtp.shape(arch)) for arch in (source, target)]
+    except (UsageError, UnsupportedArch) as error:
+        return left_out(str(error))
     if sizes[0] != sizes[1]:
         return left_out("the layer that predicts a further token has other widths than the pruned model")
     for name in stored:
@@ -102,11 +117,19 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
         return layer.sub(lambda found: f"{family.layer_prefix}{int(found[1]) + shift}.", name)
 
     modules = tuple(sorted(moved(each).removesuffix(".") for each in prefixes))
-    return MtpTensors(checkpoint, prefixes, {name: moved(name) for name in stored}, modules, block_codec)
+    in_vllm = None
+    if family.mtp.in_vllm is not None:
+        on_disk, called = (each.format(index=target.num_layers) for each in family.mtp.in_vllm)
+        in_vllm = on_disk, called
+        modules = tuple(dict.fromkeys((*modules, called)))
+    names = {name: moved(name) for name in stored}
+    return MtpTensors(checkpoint, prefixes, names, modules, block_codec, in_vllm=in_vllm)
 
 
 def _prefixes(checkpoint: Checkpoint, names: MtpNames) -> tuple[str, ...]:
     """Return how the names of tensors of these layers begin."""
+    if names.parts:
+        return tuple(f"{part}." for part in names.parts)
     if names.layer_prefix is None:
         return prefixes_of_predictors(checkpoint.family, checkpoint.arch, checkpoint.files.names())
     return (names.layer_prefix.removesuffix("layers."),)

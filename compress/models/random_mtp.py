@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from compress.models.arch import Arch
-from compress.models.mtp import LAYER, MtpHead, arch_of_head, parameter_shapes
+from compress.models.mtp import LAYER, MtpFacts, MtpHead, arch_of_head, parameter_shapes
 from compress.models.mtp_names import last_attention_layer
 from compress.models.random_source import RandomSource, random_weight
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -23,7 +23,8 @@ def random_mtp(
     layer = RandomSource(arch, device=device, dtype=dtype, scheme=scheme, seed=seed).layer(0)
     weights: dict[str, Tensor | QuantizedWeight] = {f"{LAYER}{name}": each for name, each in layer.items()}
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in parameter_shapes(arch).items():
+    facts = MtpFacts(arch)
+    for name, shape in parameter_shapes(facts).items():
         if name.startswith(LAYER):
             continue
         if len(shape) == 2:
@@ -32,4 +33,4 @@ def random_mtp(
             weights[name] = torch.full(shape, 1.0 - arch.norm_offset, dtype=dtype, device=device)
     matrix = random_weight((target.vocab_size, target.hidden_size), None, dtype=dtype, generator=generator)
     assert isinstance(matrix, Tensor)
-    return MtpHead(arch, weights, lambda: matrix)
+    return MtpHead(facts, weights, lambda: matrix)

@@ -22,6 +22,8 @@ class TensorNames:
         expert_suffixes: leaf of a parameter of an expert -> what the name of its tensor ends in, after that
             of the module.
         first_layer: the index on disk of the first layer.
+        halves_apart: whether the second half of a layer, which is its FFN or its experts with their norms,
+            has an index of its own on disk, that after the first half's.
     """
 
     outer_modules: Mapping[str, str]
@@ -29,6 +31,7 @@ class TensorNames:
     layer_modules: Mapping[str, str]
     expert_suffixes: Mapping[str, str]
     first_layer: int = 0
+    halves_apart: bool = False
 
     def module(self, module: str) -> str:
         """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
@@ -36,7 +39,8 @@ class TensorNames:
         if match := _CANONICAL_LAYER.fullmatch(module):
             pattern, expert = self._pattern(match[2])
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
-            idx = self.first_layer + int(match[1])
+            idx = self.first_layer + int(match[1]) * (2 if self.halves_apart else 1)
+            idx += self.halves_apart and pattern.startswith(("ffn", "moe"))
             return f"{self.layer_prefix}{idx}.{disk.replace('*', expert) if expert else disk}"
         return self.outer_modules.get(module) or self.outer_modules[f"{module}.weight"]
 

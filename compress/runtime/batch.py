@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+LATER_TOKENS = 8
+"""Tokens after a chunk that a batch has: rows of heads that draft read some, one more for each head."""
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
@@ -16,7 +19,7 @@ class PrefillBatch:
 
     `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] -
     1`. Block tables are padded with block 0. `wanted_rows` are the indices, among the T rows, of those whose
-    logits are wanted. `next_tokens` are the tokens after the chunks, None where a prompt ends.
+    logits are wanted. `next_tokens` are those of the prompt after each chunk, at most `LATER_TOKENS`.
     """
 
     tokens_T: Tensor
@@ -26,7 +29,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     wanted_rows_W: Tensor
-    next_tokens: tuple[int | None, ...]
+    next_tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

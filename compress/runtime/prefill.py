@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compress.kernels.operands.paged import PADDING_BLOCK
 from compress.kernels.step.host_memory import received, sent
-from compress.runtime.batch import PrefillBatch, slots_of
+from compress.runtime.batch import LATER_TOKENS, PrefillBatch, slots_of
 from compress.runtime.decode_run import FirstTokens, HostResults
 from compress.runtime.generation import Generation
 from compress.runtime.sampler import SampledTokens, sample
@@ -130,14 +130,14 @@ class Prefill:
         positions: list[Tensor] = []
         slots: list[Tensor] = []
         wanted_rows: list[int] = []
-        next_tokens: list[int | None] = []
+        next_tokens: list[tuple[int, ...]] = []
         tables: list[Tensor] = []
         for each in chunks:
             generation = each.generation
             start = generation.num_computed
             stop = start + each.num_tokens
             tokens += generation.tokens[start:stop]
-            next_tokens.append(None if each.is_last else generation.tokens[stop])
+            next_tokens.append(tuple(generation.tokens[stop : stop + LATER_TOKENS]))
             positions.append(torch.arange(start, stop))
             tables.append(torch.tensor(generation.blocks))
             slots.append(slots_of(positions[-1], tables[-1], self._block_size))

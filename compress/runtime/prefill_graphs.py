@@ -165,7 +165,7 @@ def filled_up(batch: PrefillBatch, block_size: int) -> PrefillBatch:
         block_table_RB=table_RB,
         query_lens=(*batch.query_lens, missing),
         context_lens=(*batch.context_lens, missing),
-        next_tokens=(*batch.next_tokens, None),
+        next_tokens=(*batch.next_tokens, ()),
     )
 
 

@@ -11,9 +11,10 @@ it at once: a burst of prompts with one beginning computes it once. Long prompts
 others are not (`prefill.py`). Blocks of a model with states are cached otherwise (`prefix_states.py`).
 
 A head that speculates has a row of each token in the same block (`speculative/head_proposer.py`). That row
-depends on the token after it too, so the key of a block then covers the token after the block. Each step of
-the head writes the rows of the last `num_feature_rows` tokens of a sequence again, from hidden states that no
-block holds. These tokens are neither cached nor taken from the cache.
+depends on the token after it too, and those of several heads on as many, so the key of a block then covers
+the tokens after the block. Each step of the head writes the rows of the last `num_feature_rows` tokens of a
+sequence again, from hidden states that no block holds. These tokens are neither cached nor taken from the
+cache.
 """
 
 import hashlib
@@ -25,17 +26,26 @@ from compress.runtime.generation import Generation
 
 
 class PrefixCache:
-    """The cached blocks of a pool by the tokens of the sequences up to their ends, with `num_feature_rows`
-    also by the token after.
+    """The cached blocks of a pool by the tokens of the sequences up to their ends, and by
+    `num_tokens_after` more; the last `num_feature_rows` of a sequence are not cached.
 
     `num_queried` and `num_hits` count the tokens of prompts that were looked up and found. `on_forget` is
     called with the key of each block that is evicted.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, salt: str, num_feature_rows: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        salt: str,
+        num_feature_rows: int = 0,
+        num_tokens_after: int = 0,
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._num_feature_rows = num_feature_rows
+        self._num_tokens_after = num_tokens_after
         self._salt = hashlib.sha256(salt.encode()).digest()
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, tuple[int, ...]]] = {}
@@ -118,8 +128,7 @@ class PrefixCache:
     def _tokens(self, generation: Generation, idx: int) -> tuple[int, ...]:
         """Return the tokens that a block's key adds to that of the block before it."""
         start = idx * self._block_size
-        num_after = int(self._num_feature_rows > 0)
-        return tuple(generation.tokens[start : start + self._block_size + num_after])
+        return tuple(generation.tokens[start : start + self._block_size + self._num_tokens_after])
 
     def _forget(self, block: int) -> None:
         key, _ = self._entries.pop(block)

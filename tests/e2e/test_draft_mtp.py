@@ -35,6 +35,13 @@ SIZES = {
 }
 
 
+SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "each reads the model": ("mimo_v2_flash", {"num_attention_heads": 4}),
+    "a chain": ("glm4-moe", {}),
+}
+"""Cases with several heads, which read the model's hidden states, or those of the head before."""
+
+
 @pytest.fixture(scope="module")
 def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models with a head and with the tokenizer of the tiny model."""
@@ -44,7 +51,9 @@ def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for case in ("glm4-moe", "qwen3_5_text"):
         saved_with_mtp(path / case, case, vocab_size=vocab_size, **SIZES, **own.get(case, {}))
         shutil.copyfile(model_dir / "tokenizer.json", path / case / "tokenizer.json")
-    return {case: path / case for case in ("glm4-moe", "qwen3_5_text")}
+    for name, (case, changes) in SEVERAL.items():
+        saved_with_mtp(path / name, case, num_heads=2, vocab_size=vocab_size, **{**SIZES, **changes})
+    return {case: path / case for case in ("glm4-moe", "qwen3_5_text", *SEVERAL)}
 
 
 @pytest.mark.slow
@@ -102,6 +111,8 @@ REFUSALS = [
     ("glm4-moe", {"init": {"kind": "mtp", "steps": 8}}, "less than or equal to 7"),
     ("glm4-moe", {"loss": {"top_k": 8}}, "leave out loss.top_k"),
     ("glm4-moe", {"quantize": {"scheme": "W4A16_G32"}}, "an MTP head stays in 16 bits"),
+    ("each reads the model", {}, "set init.steps to 1"),
+    ("a chain", {}, "each of which reads the one before"),
     (None, {}, "models are read without a layer that predicts a further token"),
 ]
 

@@ -13,7 +13,8 @@ from compress.export import codecs, open_checkpoint
 from compress.export.draft import open_mtp
 from compress.models.attention import FullAttention
 from compress.models.mtp import MtpHead
-from compress.models.mtp_reader import has_mtp, read_mtp
+from compress.models.mtp_reader import has_mtp, num_heads, read_mtp, read_mtps
+from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.golden.test_families import tolerance
@@ -21,6 +22,13 @@ from tests.support.tiny_hf import saved, tokens
 from tests.support.tiny_mtp import MTP_CASES, saved_with_mtp
 
 CPU = torch.device("cpu")
+SEVERAL = {
+    "mimo_v2_flash": "target",
+    "step3p7": "stream",
+    "step3p7-as-published": "stream",
+    "glm4-moe": "normed",
+}
+"""Cases with several heads, and the hidden states that they feed to the next."""
 WIDTHS = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128),
     **{"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -48,13 +56,37 @@ def test_a_head_computes_what_its_modules_do(case: str, tmp_path: Path) -> None:
     hidden_BSD = reference.target(tokens_BS, output_hidden_states=True).hidden_states[-1][:, :-1]
     expected, _ = reference.after(hidden_BSD, tokens_BS[:, 1:])
     embedded_BSD = reference.target.get_input_embeddings()(tokens_BS[:, 1:])
-    found = head(embedded_BSD, hidden_BSD, torch.arange(22), FullAttention())
+    found = head.normed(head(embedded_BSD, hidden_BSD, torch.arange(22), FullAttention()))
     assert float((found - expected).abs().max()) <= tolerance(expected)
     norm = read(tmp_path).weights["target_norm.weight"]
     source = open_checkpoint(tmp_path).outer()["norm.weight"]
     assert isinstance(norm, Tensor)
     assert isinstance(source, Tensor)
     assert torch.equal(norm, source)
+
+
+@pytest.mark.parametrize(("case", "feeds"), SEVERAL.items())
+def test_each_of_several_heads_computes_what_its_modules_do(case: str, feeds: str, tmp_path: Path) -> None:
+    """The i-th reads the i-th next token, and hidden states of the model or of the head before."""
+    reference = saved_with_mtp(tmp_path, case, num_heads=3)
+    checkpoint = open_checkpoint(tmp_path)
+    heads = read_mtps(checkpoint, codecs())
+    assert num_heads(checkpoint) == len(heads) == 3
+    tokens_BS = tokens(2, 23)
+    hidden_BSD = reference.target(tokens_BS, output_hidden_states=True).hidden_states[-1]
+    read_BSD = hidden_BSD
+    for idx, (head, own) in enumerate(zip(heads, (reference, *reference.further), strict=True)):
+        assert head.facts.feeds == feeds
+        module = head.decoder(dtype=torch.float32, device=CPU)
+        read_BSD = (hidden_BSD if feeds == "target" else read_BSD)[:, : 22 - idx]
+        embedded_BSD = reference.target.get_input_embeddings()(tokens_BS[:, 1 + idx :])
+        found = module(embedded_BSD, read_BSD, torch.arange(22 - idx), FullAttention())
+        expected, stream_BSD = own.outputs_of(read_BSD, tokens_BS[:, 1 + idx :])
+        wanted = stream_BSD if feeds == "stream" else expected
+        assert float((found - wanted).abs().max()) <= tolerance(wanted)
+        read_BSD = wanted
+    weights = [head.weights["fc.weight"] for head in heads]
+    assert not torch.equal(dense(weights[0]), dense(weights[1]))
 
 
 def in_blocks_of_fp8(path: Path, *, of_head: bool) -> None:

@@ -31,8 +31,16 @@ OF_HEAD = {
     "exaone_moe": r"^mtp\.",
     "mimo_v2_flash": r"^model\.mtp\.",
     "qwen3_next": r"^mtp\.",
+    "step3p7": r"^model\.layers\.3\.",
+    "hy_v3": r"^model\.layers\.3\.",
+    "bailing_hybrid": r"^model\.layers\.3\.",
+    "ernie4_5_moe": r"^model\.mtp_",
+    "exaone4_5": r"^mtp\.",
+    "glm_ocr": r"^model\.language_model\.layers\.3\.",
+    "nemotron_h-experts": r"^mtp\.",
+    "nemotron_h_omni": r"^language_model\.mtp\.",
 }
-"""The names of tensors of the head of a case."""
+"""The names of tensors of the head of a case. No format writes the experts of Step 3.7."""
 _WITH_DELTA_NETS = {
     **WIDTHS,
     "shared_expert_intermediate_size": 128,
@@ -56,7 +64,7 @@ def of_head(case: str, path: Path) -> dict[str, Tensor]:
     return {name: each for name, each in tensors_of(path).items() if re.search(OF_HEAD[case], name)}
 
 
-@pytest.mark.parametrize("case", OF_HEAD)
+@pytest.mark.parametrize("case", [each for each in OF_HEAD if each != "step3p7"])
 @pytest.mark.parametrize("form", ["compressed-tensors"])
 def test_a_head_is_exported_as_it_is_and_read_again(case: str, form: str, tmp_path: Path) -> None:
     saved_with_mtp(tmp_path / "source", case)
@@ -73,6 +81,24 @@ def test_a_head_is_exported_as_it_is_and_read_again(case: str, form: str, tmp_pa
     heads = [read_mtp(open_checkpoint(each), codecs()).weights for each in (tmp_path / "source", path)]
     assert heads[0].keys() == heads[1].keys()
     assert all(torch.equal(dense(each), dense(heads[1][name])) for name, each in heads[0].items())
+
+
+@pytest.mark.parametrize("case", OF_HEAD)
+def test_a_trained_head_has_the_names_that_it_came_with(case: str, tmp_path: Path) -> None:
+    """Norms that are those of the model stay as they are."""
+    saved_with_mtp(tmp_path, case)
+    source = open_checkpoint(tmp_path)
+    head = read_mtp(source, codecs())
+    doubled = replace(head, weights={name: 2 * dense(each) for name, each in head.weights.items()})
+    found = mtp_tensors(source, source.arch, BLOCKS)
+    assert found is not None
+    after = dict(found.with_head(doubled, source.arch.num_layers).tensors())
+    before = of_head(case, tmp_path)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    assert after.keys() == before.keys()
+    for name, each in before.items():
+        wanted = each if name.endswith(copies) else 2 * each
+        assert torch.allclose(after[name], wanted), name
 
 
 @pytest.mark.parametrize("form", ["fp8", "compressed-tensors"])

@@ -1,6 +1,7 @@
 """Ling 3.0 (Ant Group, 2026): most layers have Kimi Delta Attention (arXiv 2510.26692) with decays that are
 bounded from below, the last of each group has latent attention whose heads are gated. The first layers are
-dense, and the others have the experts of DeepSeek-V3. The layers that predict further tokens are not read.
+dense, and the others have the experts of DeepSeek-V3. The layer that predicts a further token has latent
+attention, too (`mtp.py`).
 
 The activations of experts have caps in layers that a config lists, the last ones of Ling 3.0 Flash: vLLM
 and SGLang compute them, and `transformers` 5.23 does not. They cap silu of the gate here, as in SGLang; vLLM
@@ -9,12 +10,14 @@ for a cap c of 10). Dense layers have none. Ling 3.0 Tiny has latents of queries
 `transformers` has not.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.archs.glm4_moe import MIXTURE_MODULES
 from compress.models.archs.kimi_linear import ALIASES, MIXTURE
-from compress.models.caps import with_caps
+from compress.models.caps import caps_after, with_caps
 from compress.models.config_facts import only_own_code
 from compress.models.delta_net import DeltaNet
 from compress.models.family import FAMILIES, Family
@@ -24,6 +27,7 @@ from compress.models.layer_types import LINEAR, every_nth_full
 from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.mixture import BARE, apart, in_one
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.mtp_names import AFTER_LAST_WITH_FINAL_NORM, last_attention_layer
 from compress.untrusted.fields import Fields
 
 _PERIOD = "layer_group_size"
@@ -108,6 +112,15 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     return with_caps(config, layers, **_CAPS)
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layer that predicts a further token, whose activations have the caps that lists
+    of the config state after those of the layers."""
+    config = Fields(target.config, "the config of this bailing_hybrid model", UnsupportedArch)
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    shared, experts = (caps_after(config, _CAPS[name], num_layers) for name in ("shared", "experts"))
+    return replace(last_attention_layer(target), ffn_cap=shared, expert_cap=experts)
+
+
 def _head_gate(config: Fields) -> HeadGate:
     return "sigmoid"
 
@@ -127,6 +140,7 @@ BAILING_HYBRID = Family(
     f"({_CAPS['experts']}), are computed, as in vLLM; transformers computes none.",
     aliases=ALIASES,
     mixture=MIXTURE,
+    mtp=replace(AFTER_LAST_WITH_FINAL_NORM, shape=_shape_of_mtp),
     outer_modules={**OUTER_MODULES, "embed": "model.word_embeddings"},
     layer_modules={
         **{name: each.replace("self_attn", "attention") for name, each in LAYER_MODULES.items()},

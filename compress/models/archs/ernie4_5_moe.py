@@ -1,14 +1,18 @@
 """ERNIE 4.5 mixtures of experts (Baidu): the dense ERNIE 4.5 with experts in a range of its layers, chosen by
-the softmax of the router and a bias that their weights do not have. The layers that predict further tokens
-(`mtp`) are not read."""
+the softmax of the router and a bias that their weights do not have. The layer that predicts a further token
+has a dense FFN and ends in the norm of the model (`mtp.py`), as FastDeploy, which is Baidu's, computes it;
+vLLM leaves that norm out."""
 
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.family import FAMILIES, Family
+from compress.models.layer_shape import LayerShape
 from compress.models.limits import MAX_LAYERS
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one, shared_of
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import MtpNames, last_attention_layer, with_dense_ffn
 from compress.untrusted.fields import Fields
 
 _BIAS = "moe_statics.e_score_correction_bias"
@@ -36,6 +40,23 @@ def _state_sparse(is_sparse: list[bool]) -> dict[str, Any]:
     return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": 1}
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layer that predicts a further token."""
+    return with_dense_ffn(target, last_attention_layer(target))
+
+
+_MTP = MtpNames(
+    {
+        "embed_norm": "model.mtp_emb_norm.0",
+        "hidden_norm": "model.mtp_hidden_norm.0",
+        "fc": "model.mtp_linear_proj.0",
+    },
+    "model.mtp_block.",
+    shape=_shape_of_mtp,
+    parts=("model.mtp_block", "model.mtp_emb_norm", "model.mtp_hidden_norm", "model.mtp_linear_proj"),
+    in_vllm=("model.mtp_block.0", "model.layers.{index}"),
+)
+
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
@@ -47,6 +68,7 @@ ERNIE4_5_MOE = Family(
         state_sparse=_state_sparse,
         read_more=shared_of("moe_num_shared_experts"),
     ),
+    mtp=_MTP,
     layer_modules={
         **LAYER_MODULES,
         "moe.router": "mlp.gate",

@@ -1,10 +1,11 @@
 """GLM-OCR (Z.ai, arXiv 2603.10910): the text model is that of GLM-4.1V without biases, and with heads of any
-size."""
+size. The layer that predicts a further token comes after the last (`mtp.py`)."""
 
 from dataclasses import replace
 
 from compress.models.archs.glm4v import TEXT
 from compress.models.family import FAMILIES
+from compress.models.mtp_names import AFTER_LAST
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, sized, wrapper
 
 _TEXT = sized(
@@ -27,5 +28,12 @@ _TEXT = sized(
 
 FAMILIES.add(
     "glm_ocr",
-    wrapper("glm_ocr", "GlmOcrForConditionalGeneration", _TEXT, text_ties=True, **LANGUAGE_MODEL_NAMES),
+    wrapper(
+        "glm_ocr",
+        "GlmOcrForConditionalGeneration",
+        _TEXT,
+        text_ties=True,
+        mtp=replace(AFTER_LAST, in_vllm=("model.language_model.layers.{index}", "model.layers.{index}")),
+        **LANGUAGE_MODEL_NAMES,
+    ),
 )

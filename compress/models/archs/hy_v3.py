@@ -1,6 +1,6 @@
 """Hy3 and Hy-MT2 (Tencent, 2026): norms of each head's q and k, a first layer that is dense, and experts
-chosen by the sigmoids of the router with a bias that their weights do not have. The 81st layer of Hy3, which
-predicts a further token, is not read.
+chosen by the sigmoids of the router with a bias that their weights do not have. The 81st layer of Hy3
+predicts a further token (`mtp.py`).
 
 `transformers` reads which layers are dense from `mlp_layer_types`, vLLM and SGLang from the number of first
 ones, `first_k_dense_replace`: both are written.
@@ -19,6 +19,7 @@ from compress.models.mixture import (
     state_both,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import AFTER_LAST_WITH_FINAL_NORM
 
 _FIELDS = {
     "num_experts": "num_experts",
@@ -52,6 +53,7 @@ FAMILIES.add(
             state_sparse=state_both,
             read_more=shared_of(_SHARED),
         ),
+        mtp=AFTER_LAST_WITH_FINAL_NORM,
         layer_modules={
             **LAYER_MODULES,
             "moe.router": "mlp.router.gate",

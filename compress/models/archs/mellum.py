@@ -1,12 +1,18 @@
 """Mellum 2 (JetBrains, 2026): Qwen3's mixture with windows by the type of a layer, and a rope of its own for
-each type. The layers that predict further tokens (`mtp`) are not read."""
+each type. The layer that predicts a further token has a window unless a config states another type
+(`mtp.py`)."""
 
 from dataclasses import replace
 
+from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
 from compress.models.archs.qwen3_moe import QWEN3_MOE
 from compress.models.family import FAMILIES
-from compress.models.layer_types import no_window, windows_by_layer_type
-from compress.models.mixture import Mixture, sparse_by_type, state_types
+from compress.models.layer_shape import LayerShape
+from compress.models.layer_types import SLIDING, no_window, windows_by_layer_type
+from compress.models.mixture import SPARSE_LAYER, Mixture, sparse_by_type, state_types
+from compress.models.mtp_names import IN_MTP
+from compress.models.mtp_types import shape_by_types
 from compress.untrusted.fields import Fields
 
 _FIELDS = {
@@ -23,6 +29,12 @@ def _windows(config: Fields, num_layers: int) -> list[int | None]:
     return read(config, num_layers)
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layer that predicts a further token. Raises as `shape_by_types`."""
+    config = Fields(target.config, "the config of this mellum model", UnsupportedArch)
+    return shape_by_types(target, config, [SLIDING], [SPARSE_LAYER])
+
+
 FAMILIES.add(
     "mellum",
     replace(
@@ -30,6 +42,7 @@ FAMILIES.add(
         model_type="mellum",
         architecture="MellumForCausalLM",
         windows=_windows,
+        mtp=replace(IN_MTP, shape=_shape_of_mtp),
         mixture=Mixture(_FIELDS, is_sparse=sparse_by_type, state_sparse=state_types),
         known_fields=frozenset(
             {

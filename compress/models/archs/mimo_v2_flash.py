@@ -1,8 +1,8 @@
 """MiMo-V2-Flash (Xiaomi, 2025, arXiv 2601.02780): layers with a window have twice the KV heads of the others,
 a rope of their own and attention sinks. Values are narrower than keys and have a constant factor, a third of
 each head rotates, and after a dense layer experts are chosen by the sigmoids of the router with a bias that
-their weights do not have. Of the layers that predict further tokens the first is
-read (`mtp.py`).
+their weights do not have. Each of the layers that predict further tokens reads the hidden states of the
+model (`mtp.py`), as SGLang computes them.
 
 The factor of the values is one of the outputs of `attn.o`, which has no bias. Published configs state the
 layers by fields that `transformers` does not read (`hybrid_layer_pattern`, `swa_rope_theta` and others): a
@@ -177,6 +177,7 @@ _MTP = MtpNames(
     "model.mtp.layers.",
     layer_modules={"ffn_norm": "pre_mlp_layernorm"},
     shape=_shape_of_mtp,
+    feeds="target",
 )
 
 

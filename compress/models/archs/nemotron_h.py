@@ -2,17 +2,20 @@
 Mamba-2 mixer, attention without positions, an FFN without gates, or a mixture of experts without gates.
 
 The class of `transformers` takes `time_step_min` for a bound of the steps of time in prompts, and for none in
-decode; the decoder bounds neither, as the model's first code and vLLM do. Layers that predict further tokens
-(`mtp`) are not read.
+decode; the decoder bounds neither, as the model's first code and vLLM do. The two layers that predict a
+further token are read where they have attention and experts: they are the halves of one (`mtp.py`).
 """
 
+from dataclasses import replace
 from typing import Any
 
-from compress.errors import UnsupportedArch
+from compress.errors import UnsupportedArch, UsageError
+from compress.models.arch import Arch
 from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.config_facts import only_own_code
 from compress.models.experts import LATENT_IN, LATENT_OUT, MAX_EXPERT_SIZE
-from compress.models.family import FAMILIES, Family
+from compress.models.family import FAMILIES, Family, family_of_arch
+from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL, LINEAR, no_layer
 from compress.models.mamba2_config import (
     MAMBA_FIELDS,
@@ -22,6 +25,7 @@ from compress.models.mamba2_config import (
 )
 from compress.models.mixture import EXPERT, ExpertLayout, Mixture
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import MtpNames
 from compress.untrusted.fields import Fields
 
 _MOE = "moe"
@@ -29,6 +33,8 @@ _OF_LETTER = {"M": LINEAR, "*": FULL, "-": "mlp", "E": _MOE}
 _TYPES = {"mamba": LINEAR, "attention": FULL} | {kind: kind for kind in _OF_LETTER.values()}
 _LATENT = "moe_latent_size"
 _PATTERN = "hybrid_override_pattern"
+_MTP_PATTERN = "mtp_hybrid_override_pattern"
+_MTP_TYPES = "mtp_layers_block_type"
 _LISTS = ("layers_block_type", "layer_types")
 _APART = ExpertLayout({f"{EXPERT}{each}": f"mixer.experts.*.{each}_proj" for each in ("up", "down")})
 _SPELLED = {
@@ -99,6 +105,54 @@ _MIXTURE = Mixture(
     read_more=_latents,
 )
 
+
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of both layers that predict a further token as one, attention and experts.
+
+    Raises:
+        UsageError: they are others, or no layer of the model has attention or experts.
+    """
+    sparse = [layer for layer in target.layers if layer.experts is not None]
+    mixers = [layer for layer in target.layers if layer.attends]
+    if not sparse or not mixers or _types_of_mtp(target) != [FULL, _MOE]:
+        raise UsageError(
+            f"the layers that predict a further token of this {target.family} model are not one with "
+            "attention and one with experts; draft with a smaller model or by n-grams instead."
+        )
+    experts = sparse[-1]
+    return replace(
+        mixers[-1], only_half=None, experts=experts.experts, intermediate_size=experts.intermediate_size
+    )
+
+
+def _types_of_mtp(target: Arch) -> list[str]:
+    """Return the types of the layers that predict further tokens, in the standard spelling."""
+    stated = family_of_arch(target).stated(target.config)
+    config = Fields(stated, f"the config of this {target.family} model", UnsupportedArch)
+    types = [FULL, _MOE]
+    if config.has(_MTP_PATTERN):
+        types = list(config.text(_MTP_PATTERN))
+    elif config.has(_MTP_TYPES):
+        types = list(config.texts(_MTP_TYPES))
+    return [{**_TYPES, **_OF_LETTER}.get(each, each) for each in types]
+
+
+def mtp_names(part: str) -> MtpNames:
+    """Return the names of the layers that predict a further token inside of a module on disk."""
+    names = MtpNames(
+        {
+            "embed_norm": f"{part}.layers.0.enorm",
+            "hidden_norm": f"{part}.layers.0.hnorm",
+            "fc": f"{part}.layers.0.eh_proj",
+            "norm": f"{part}.layers.1.final_layernorm",
+        },
+        f"{part}.layers.",
+        shape=_shape_of_mtp,
+        halves_apart=True,
+    )
+    return names if part == "mtp" else replace(names, in_vllm=(part, "mtp"))
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -112,6 +166,7 @@ NEMOTRON_H = Family(
     implied=_implied,
     recurrence=mamba2_of,
     mixture=_MIXTURE,
+    mtp=mtp_names("mtp"),
     aliases={"head_dim": "attention_head_dim"},
     outer_modules={"embed": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm_head"},
     layer_prefix="backbone.layers.",
@@ -136,8 +191,8 @@ NEMOTRON_H = Family(
         "expand",
         "mlp_bias",
         _LATENT,
-        "mtp_hybrid_override_pattern",
-        "mtp_layers_block_type",
+        _MTP_PATTERN,
+        _MTP_TYPES,
         "num_nextn_predict_layers",
         "time_step_min",
     },

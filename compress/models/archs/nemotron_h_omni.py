@@ -1,7 +1,7 @@
 """Nemotron 3 Nano Omni (NVIDIA, 2026): the text model is Nemotron-H. Its vision tower is RADIO, and that of
-audio, if it has one, Parakeet. Layers that predict further tokens are not read."""
+audio, if it has one, Parakeet."""
 
-from compress.models.archs.nemotron_h import NEMOTRON_H
+from compress.models.archs.nemotron_h import NEMOTRON_H, mtp_names
 from compress.models.family import FAMILIES
 from compress.models.wrapper import wrapper
 
@@ -21,6 +21,7 @@ NEMOTRON_H_OMNI = wrapper(
         "head": "language_model.lm_head",
     },
     in_memory={"language_model.backbone.": "language_model.model."},
+    mtp=mtp_names("language_model.mtp"),
     ignored_tensors=r"rotary_emb\.inv_freq$|^(language_model\.)?mtp\.",
     untouched=(*_ON_DISK, *_IN_MEMORY),
 )

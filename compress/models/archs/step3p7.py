@@ -1,6 +1,8 @@
 """Step 3.7 Flash (StepFun, 2026) with its vision tower. Layers with a window have other numbers of query
 heads and other ropes than those with full attention. Every head has a gate, and layers after the third have
-experts. In the last layers activations have caps."""
+experts. In the last layers activations have caps. Layers that predict further tokens have matrices of logits
+of their own (`mtp.py`), and each reads the stream of the one before, as in vLLM and SGLang.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +10,7 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
-from compress.models.caps import with_caps
+from compress.models.caps import caps_after, with_caps
 from compress.models.config_facts import only_own_code
 from compress.models.config_writer import PER_LAYER
 from compress.models.family import FAMILIES, Family
@@ -26,6 +28,8 @@ from compress.models.mixture import (
     state_types,
 )
 from compress.models.module_names import LAYER_MODULES
+from compress.models.mtp_names import AFTER_LAST
+from compress.models.mtp_types import shape_by_types
 from compress.models.per_layer import by_layer, keys_of_layers
 from compress.models.rope_config import check_factors_of_types
 from compress.models.wrapper import wrapper
@@ -230,6 +234,31 @@ def _restated(arch: Arch) -> dict[str, Any]:
     return fields
 
 
+def _shape_of_mtp(target: Arch) -> LayerShape:
+    """Return the shape of the layers that predict further tokens, whose types a config states after those of
+    the layers, or by themselves. Raises as `shape_by_types`."""
+    config = Fields(STEP3P7.stated(target.config), "the text config of this model", UnsupportedArch)
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    types = config.texts("layer_types", default=[FULL] * (num_layers + 1))[num_layers:]
+    is_sparse = num_layers in _sparse_layers(config, num_layers)
+    layer = shape_by_types(target, config, types, [SPARSE_LAYER if is_sparse else DENSE_LAYER])
+    cap = caps_after(config, _CAPS["dense"], num_layers)
+    return replace(layer, ffn_cap=cap, expert_cap=None) if layer.experts is None else layer
+
+
+_MTP = replace(
+    AFTER_LAST,
+    modules={
+        **AFTER_LAST.modules,
+        "norm": "{layer}.transformer.shared_head.norm",
+        "head": "{layer}.transformer.shared_head.output",
+    },
+    shape=_shape_of_mtp,
+    feeds="stream",
+    in_vllm=("model.layers.{index}", "model.layers.{index}.mtp_block"),
+)
+
+
 _TEXT = Family(
     model_type="step3p5",
     architecture="Step3p5ForCausalLM",
@@ -245,6 +274,7 @@ _TEXT = Family(
     implied=_implied,
     restated=_restated,
     aliases=_ALIASES,
+    mtp=_MTP,
     mixture=Mixture(
         _FIELDS,
         facts={"score": "sigmoid", "selection_bias": True, "renormalize": True},

@@ -62,7 +62,7 @@ class DraftModelProposer:
     """A loaded draft model. Its pages are allocated by `begin`."""
 
     feature_layers = ()
-    num_feature_rows = 0
+    num_feature_rows = num_tokens_after = 0
     on_device = True
 
     def __init__(self, source: WeightSource, setting: ProposerSetting) -> None:

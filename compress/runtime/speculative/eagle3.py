@@ -59,7 +59,7 @@ class Eagle3:
                 f"and reads it after layer {facts.layer_ids[-1]}; this one has {wanted[0]} tokens, hidden "
                 f"size {wanted[1]} and {target.num_layers} layers."
             )
-        return HeadProposer(LoadedEagle3(self.head, setting), setting)
+        return HeadProposer((LoadedEagle3(self.head, setting),), setting)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """An MTP head (arXiv 2412.19437; `models/mtp.py`) in serving: the layer of the target's own checkpoint that
-predicts a further token. It shares the target's embedding and head.
+predicts a further token. It shares the target's embedding, and its head unless it has one of its own.
 
-Drafting reads the head once for every token, so on a GPU it reads a copy in FP8 where the target's is dense,
-which is half of the bytes. Nothing but proposals depends on it.
+Drafting reads the matrix of logits once for every token, so on a GPU it reads a copy in FP8 where that is
+dense, which is half of the bytes. Nothing but proposals depends on it.
 
 Shapes: R requests, T rows, D hidden, V vocabulary.
 """
@@ -19,12 +19,14 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.mtp import MtpHead
-from compress.models.weights import norm_weights
+from compress.models.weights import dense, norm_weights
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
+from compress.runtime.batch import PrefillBatch
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
+from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, load_layer
 from compress.runtime.model_runner import ModelRunner
@@ -39,9 +41,11 @@ from compress.runtime.stream import Stream
 @PROPOSERS.register("mtp")
 @dataclass(frozen=True)
 class Mtp:
-    """Options of an MTP head: its weights, of the target model."""
+    """Options of an MTP head: its weights, of the target model. Where `further` heads predict the tokens
+    after that of the first, each proposes one, and the last of them all others."""
 
     head: MtpHead
+    further: tuple[MtpHead, ...] = ()
 
     def build(self, setting: ProposerSetting) -> HeadProposer:
         """Load the head.
@@ -55,13 +59,17 @@ class Mtp:
                 f"the MTP head was made for a model of {found[0]} tokens and hidden size {found[1]}; this "
                 f"one has {wanted[0]} tokens and hidden size {wanted[1]}."
             )
-        return HeadProposer(LoadedMtp(self.head, setting), setting)
+        first = LoadedMtp(self.head, setting)
+        further = [LoadedMtp(each, setting, first) for each in self.further[: setting.k - 1]]
+        heads = (first, *further)
+        chain = () if self.head.facts.feeds == "target" else heads[:-1]
+        return HeadProposer(heads, setting, chain=chain)
 
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """The weights of a head in the layouts of its kernels. `head` is a copy of the target's, None where that
-    itself is read."""
+    """The weights of a head in the layouts of its kernels. `head` is its own matrix of logits or a copy of
+    the target's, None where that itself is read."""
 
     target_norm: RowNorm
     embed_norm: RowNorm
@@ -78,8 +86,9 @@ class MtpWeights:
         return self.fc.weight_bytes + self.layer.bytes_read() + own
 
 
-def load_mtp(head: MtpHead, deployment: Deployment) -> MtpWeights:
-    """Load the weights of a head, and choose the kernels of its linears.
+def load_mtp(head: MtpHead, deployment: Deployment, first: MtpWeights | None = None) -> MtpWeights:
+    """Load the weights of a head, and choose the kernels of its linears. A copy of the target's matrix of
+    logits is that of the `first` head where there is one.
 
     Raises:
         EnvironmentUnfit: no kernel supports a linear.
@@ -96,13 +105,20 @@ def load_mtp(head: MtpHead, deployment: Deployment) -> MtpWeights:
         fc=fuse(("fc",), head.weights, deployment),
         layer=load_layer(head, 0, deployment),
         norm=norm("norm"),
-        head=_copy_of_head(head, deployment),
+        head=_own_head(head, deployment) if first is None or head.facts.own_head else first.head,
     )
 
 
-def _copy_of_head(head: MtpHead, deployment: Deployment) -> FusedLinear | None:
-    """Return a copy of the target's head in fewer bits, None where the target's own is read."""
-    head_VD = None if deployment.device.type == "cpu" else head.target_head()
+def _own_head(head: MtpHead, deployment: Deployment) -> FusedLinear | None:
+    """Return the matrix of logits that is the head's own, or a copy of the target's, on a GPU in fewer bits;
+    None where the target's is read."""
+    on_cpu = deployment.device.type == "cpu"
+    if head.facts.own_head:
+        if on_cpu:
+            return fuse(("head",), head.weights, deployment)
+        head_VD: Tensor | None = dense(head.weights["head.weight"])
+    else:
+        head_VD = None if on_cpu else head.target_head()
     if head_VD is None:
         return None
     weight = nearest_weight(deployment.placed(head_VD), SCHEMES["FP8_DYNAMIC"], deployment.dtype)
@@ -114,11 +130,14 @@ class LoadedMtp:
 
     kind = "MTP head"
 
-    def __init__(self, head: MtpHead, setting: ProposerSetting) -> None:
+    def __init__(self, head: MtpHead, setting: ProposerSetting, first: "LoadedMtp | None" = None) -> None:
         self.arch = head.arch
         self.feature_layers: tuple[int, ...] = (setting.arch.num_layers,)
         self._deployment = setting.deployment
-        self._weights = load_mtp(head, setting.deployment)
+        self._feeds_stream = head.facts.feeds == "stream"
+        self._weights: MtpWeights = load_mtp(
+            head, setting.deployment, None if first is None else first._weights
+        )
         self.weight_bytes = self._weights.weight_bytes
 
     def begin(self, target: ModelRunner, *, max_model_len: int, max_rows: int) -> None:
@@ -144,22 +163,41 @@ class LoadedMtp:
         where = rows.positions_T, rows.slots_T, cache.pages
         self._layers.store(self._weights.layer, x_TD, *where, phase)
 
+    def prefilled(self, rows: PromptRows, batch: PrefillBatch, cache: HeadCache, phase: Phase) -> Tensor:
+        """Return what the next head reads [T, D] of all rows of the chunks of prompts."""
+        attend = self._layers.attention.prefill(
+            batch.block_table_RB,
+            batch.query_lens,
+            batch.context_lens,
+            block_size=cache.block_size,
+            phase=phase,
+        )
+        x_TD = self._joined(rows.tokens_T, rows.hidden_TD, phase)
+        return self._after(x_TD, (rows.positions_T, rows.slots_T), cache, attend, phase)
+
     def hidden(self, fed: FedRows, hidden_TD: Tensor, cache: HeadCache, *, q_len: int) -> Tensor:
-        """Return g [T, D] of rows that read these hidden states, at the ends of their contexts."""
+        """Return what further rows read of rows that read these hidden states, at the ends of their contexts:
+        g [T, D], or the stream before its norm."""
         attend = self._layers.attention.decode(
             fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=cache.block_size
         )
-        stream = Stream(self._joined(fed.tokens_T, hidden_TD, "decode"))
-        where = fed.positions_T, fed.slots_T, cache.pages
-        after = self._layers.layer(self._weights.layer, stream, *where, attend, "decode")
-        return self._layers.ops.norm(after.x_TD, self._weights.norm)
+        x_TD = self._joined(fed.tokens_T, hidden_TD, "decode")
+        return self._after(x_TD, (fed.positions_T, fed.slots_T), cache, attend, "decode")
+
+    def _after(
+        self, x_TD: Tensor, where: tuple[Tensor, Tensor], cache: HeadCache, attend: Attend, phase: Phase
+    ) -> Tensor:
+        """Return what further rows read of rows with this input, at these positions and slots."""
+        after = self._layers.layer(self._weights.layer, Stream(x_TD), *where, cache.pages, attend, phase)
+        return after.x_TD if self._feeds_stream else self._layers.ops.norm(after.x_TD, self._weights.norm)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return float32 logits [R, V], by the target's head or a copy of it."""
+        """Return float32 logits [R, V], by the head's own matrix, the target's or a copy of it."""
         head = self._weights.head
+        normed_RD = self._layers.ops.norm(hidden_RD, self._weights.norm) if self._feeds_stream else hidden_RD
         if head is None:
-            return self._target.logits_of_normed(hidden_RD)
-        return self._layers.ops.capped(head(hidden_RD, "decode", out_dtype=torch.float32))
+            return self._target.logits_of_normed(normed_RD)
+        return self._layers.ops.capped(head(normed_RD, "decode", out_dtype=torch.float32))
 
     def _joined(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> Tensor:
         """Return the input [T, D] of the layer."""

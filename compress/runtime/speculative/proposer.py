@@ -89,6 +89,10 @@ class Proposer(Protocol):
         """The number of last tokens of a sequence whose hidden states a step reads; 0 if it reads none."""
 
     @property
+    def num_tokens_after(self) -> int:
+        """The number of tokens after a token on which what it writes of the token depends."""
+
+    @property
     def on_device(self) -> bool: ...
 
     def kernel_report(self) -> list[dict[str, Any]]:

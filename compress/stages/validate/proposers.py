@@ -16,7 +16,7 @@ from compress.export import DRAFT_FOLDER, codecs
 from compress.export.draft import kind_of_draft, open_draft
 from compress.export.mtp import OF_VLLM, checkpoint_with_mtp
 from compress.models.checkpoint import Checkpoint
-from compress.models.mtp_reader import read_mtp
+from compress.models.mtp_reader import read_mtps
 from compress.models.weights import WeightSource
 from compress.runtime.engine import Engine
 from compress.runtime.speculative.mtp import Mtp
@@ -65,7 +65,8 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
         kind = kind_of_draft(path)
         drafts["draft" if kind == "draft_model" else kind] = open_draft(path)
     if mtp is not None:
-        drafts["mtp"] = Mtp(read_mtp(mtp, codecs()))
+        first, *further = read_mtps(mtp, codecs())
+        drafts["mtp"] = Mtp(first, tuple(further))
     return drafts | lookup if spec.kind == "draft" else lookup | drafts
 
 

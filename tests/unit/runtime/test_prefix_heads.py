@@ -243,9 +243,10 @@ Steps = dict[tuple[str, int], Proposed]
 
 def pages_of(proposer: Any, generation: Generation) -> list[torch.Tensor]:
     """Return the keys and values, or latents, of all tokens but the last, whose next one is not known."""
-    cache: Any = proposer._cache if isinstance(proposer, DraftModelProposer) else proposer._kv_cache
-    num_layers = len(cache._layers)
-    pages = [tensor for idx in range(num_layers) for tensor in cache.layer(idx).tensors]
+    caches: Any = [proposer._cache] if isinstance(proposer, DraftModelProposer) else proposer._kv_caches
+    pages = [
+        tensor for cache in caches for idx in range(len(cache._layers)) for tensor in cache.layer(idx).tensors
+    ]
     return [each[:, generation.blocks].flatten(1, 2)[:, : len(generation.tokens) - 1] for each in pages]
 
 
@@ -451,7 +452,7 @@ def test_a_draft_without_states_proposes_for_a_model_with_saved_states() -> None
 
 def test_a_block_with_rows_of_a_head_is_found_by_its_tokens_and_the_next() -> None:
     pool = BlockPool(9)
-    cache = PrefixCache(pool, block_size=4, salt="", num_feature_rows=3)
+    cache = PrefixCache(pool, block_size=4, salt="", num_feature_rows=3, num_tokens_after=1)
 
     def generation(*prompt: int) -> Generation:
         return Generation(replace(request(0, prompt), id=str(prompt)), 0.0, list(prompt))

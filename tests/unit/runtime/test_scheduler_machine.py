@@ -198,7 +198,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.cells = self.cells = Cells(num_slots)
         self.batching = Batching(batch_size, policy=policy, delay_s=3.0)  # type: ignore[arg-type]
         self.prefixes = (
-            PrefixCache(self.pool, block_size=BLOCK, salt="", num_feature_rows=num_feature_rows)
+            PrefixCache(
+                self.pool,
+                block_size=BLOCK,
+                salt="",
+                num_feature_rows=num_feature_rows,
+                num_tokens_after=min(num_feature_rows, 1),
+            )
             if prefixes
             else None
         )

@@ -12,6 +12,7 @@ import torch
 from compress.api import load_engine
 from compress.errors import UsageError
 from compress.export import codecs, open_checkpoint
+from compress.export.draft import open_mtp
 from compress.models.attention import FullAttention
 from compress.models.mtp import MtpHead
 from compress.models.mtp_reader import read_mtp
@@ -38,7 +39,22 @@ SERVED = [
     slow("glm4_moe_lite"),
     "mimo_v2_flash",
     slow("exaone_moe"),
+    "ernie4_5_moe",
+    "step3p7",
+    "nemotron_h-experts",
+    slow("hy_v3"),
+    slow("bailing_hybrid"),
+    slow("exaone4_5"),
+    slow("glm_ocr"),
+    slow("mellum-types-yarn"),
+    slow("nemotron_h-latents-biases"),
+    slow("nemotron_h_omni"),
 ]
+
+
+SEVERAL = ["mimo_v2_flash", "step3p7", "glm4-moe"]
+"""Cases with several heads, which read the target's hidden states, or the stream or the normed output of the
+head before."""
 
 
 def model(path: Path, case: str, *, max_position: int = 256) -> tuple[WeightSource, MtpHead]:
@@ -47,17 +63,22 @@ def model(path: Path, case: str, *, max_position: int = 256) -> tuple[WeightSour
     return checkpoint, read_mtp(checkpoint, codecs())
 
 
+def model_of_several(path: Path, case: str) -> tuple[WeightSource, Mtp]:
+    saved_with_mtp(path, case, num_heads=3, max_position_embeddings=256)
+    return open_checkpoint(path), open_mtp(path)
+
+
 def engine_of(source: WeightSource, **options: Any) -> Engine:
     return Engine(source, device=CPU, config=EngineConfig(max_batch_size=4, max_model_len=192, **options))
 
 
 class Oracle:
-    """The head's likeliest tokens, each from the whole sequence anew: the target's decoder layer by layer,
-    then the head's module."""
+    """The likeliest tokens of one head or several, each from the whole sequence anew: the target's decoder
+    layer by layer, then the modules of the heads."""
 
-    def __init__(self, source: WeightSource, head: MtpHead) -> None:
+    def __init__(self, source: WeightSource, *heads: MtpHead) -> None:
         self._target = build_decoder(source, dtype=torch.float32, device=CPU)
-        self._module = head.decoder(dtype=torch.float32, device=CPU)
+        self._modules = [head.decoder(dtype=torch.float32, device=CPU) for head in heads]
 
     def continuation(self, tokens: Sequence[int], k: int) -> list[int]:
         tokens = list(tokens)
@@ -66,16 +87,23 @@ class Oracle:
         x_1SD = self._target.embedded(torch.tensor([tokens]), positions, attention)
         for layer in self._target.layers:
             x_1SD = layer(x_1SD, positions, attention)
-        hidden_1SD = self._module.fuse(x_1SD)[:, :-1]
-        chosen = []
-        for _ in range(k):
-            embedded_1SD = self._target.embed(torch.tensor([tokens[1:]]))
-            out_11D = self._module(embedded_1SD, hidden_1SD, torch.arange(len(tokens) - 1), FullAttention())[
-                :, -1:
-            ]
-            chosen.append(int(self._target.head(out_11D).argmax()))
+        fused_1SD = self._modules[0].fuse(x_1SD)[:, :-1]
+        hidden_1SD = out_1SD = fused_1SD
+        chosen = list[int]()
+        for step in range(k):
+            head_idx = min(step, len(self._modules) - 1)
+            module = self._modules[head_idx]
+            if step > head_idx:
+                hidden_1SD = torch.cat((hidden_1SD, out_1SD[:, -1:]), dim=1)
+            elif step:
+                hidden_1SD = fused_1SD if module.facts.feeds == "target" else out_1SD
+            embedded_1SD = self._target.embed(torch.tensor([tokens[1 + head_idx :]]))
+            out_1SD = module(embedded_1SD, hidden_1SD, torch.arange(hidden_1SD.shape[1]), FullAttention())
+            own_VD = module.own_head()
+            normed_11D = module.normed(out_1SD[:, -1:])
+            logits_11V = self._target.head(normed_11D) if own_VD is None else normed_11D @ own_VD.T
+            chosen.append(int(logits_11V.argmax()))
             tokens.append(chosen[-1])
-            hidden_1SD = torch.cat((hidden_1SD, out_11D), dim=1)
         return chosen
 
 
@@ -86,6 +114,45 @@ def test_the_head_proposes_what_its_module_says(case: str, k: int, chunk: int, t
     requests = greedy(make_requests(4))
     engine = engine_of(source, max_step_tokens=chunk, speculative=Speculative(Mtp(head), k=k))
     assert checked_proposals(engine, Oracle(source, head).continuation, requests, k) > 20
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.parametrize(("k", "chunk"), [(2, 2048), (4, 21), slow(3, 16)])
+def test_each_of_several_heads_proposes_a_token(case: str, k: int, chunk: int, tmp_path: Path) -> None:
+    source, several = model_of_several(tmp_path, case)
+    requests = greedy(make_requests(4))
+    engine = engine_of(source, max_step_tokens=chunk, speculative=Speculative(several, k=k))
+    oracle = Oracle(source, several.head, *several.further)
+    assert len(several.further) == 2
+    assert checked_proposals(engine, oracle.continuation, requests, k) > 20
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_rows_that_read_rejected_proposals_are_made_anew(case: str, tmp_path: Path) -> None:
+    source, several = model_of_several(tmp_path, case)
+    requests = greedy(make_requests(4, max_tokens=12))
+    engine = engine_of(source, speculative=Speculative(several, k=3, forced_rate=0.7))
+    oracle = Oracle(source, several.head, *several.further)
+    assert checked_proposals(engine, oracle.continuation, requests, 3) > 15
+    assert acceptance_of(engine).acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.parametrize("rule", ["coupled", slow("rejection")])
+def test_several_heads_change_no_bit_and_padding_rows_nothing(
+    case: str, rule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, several = model_of_several(tmp_path, case)
+    requests = make_requests(6)
+    speculative = Speculative(several, k=3, rule=rule)
+    as_written = record(engine_of(source, speculative=speculative), requests)
+    if rule == "coupled":
+        plain = record(engine_of(source), requests)
+        assert as_written.results == plain.results
+        assert_same_bits(as_written.rows, plain.rows)
+    monkeypatch.setattr(decoding, "Graphs", RehearsedGraphs)
+    monkeypatch.setattr(head_proposer, "Graphs", RehearsedGraphs)
+    assert record(engine_of(source, speculative=speculative), requests).results == as_written.results
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next"])
@@ -146,7 +213,8 @@ def test_a_loaded_model_speculates_beside_the_prefix_cache(tmp_path: Path) -> No
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     _, head = model(tmp_path / "one", "glm4-moe")
     other, _ = model(tmp_path / "other", "qwen3_next")
-    wrong = replace(head, arch=head.arch.replace(vocab_size=other.arch.vocab_size + 1))
+    arch = head.arch.replace(vocab_size=other.arch.vocab_size + 1)
+    wrong = replace(head, facts=replace(head.facts, arch=arch))
     with pytest.raises(UsageError, match="the MTP head was made for a model of"):
         engine_of(other, speculative=Speculative(Mtp(wrong)))
 
@@ -173,3 +241,21 @@ def test_a_head_beside_the_prefix_cache_proposes_what_its_module_says(
     for _ in range(2):
         assert checked_proposals(engine, Oracle(source, head).continuation, requests, 2) > num_prompts
     assert engine.counts.prefix_hits >= num_prompts * longer // 16 * 16 // 2
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_heads_share_prefixes(case: str, tmp_path: Path) -> None:
+    """Texts go on after a request of which the last step kept all proposals, at each place in a block."""
+    source, several = model_of_several(tmp_path, case)
+    speculative = Speculative(several, k=3, forced_rate=1.0)
+    engine = engine_of(source, speculative=speculative, prefix_cache=True)
+    continuation = Oracle(source, several.head, *several.further).continuation
+    num_checked = 0
+    for count in range(17, 33):
+        text = tuple((7 * idx * idx + count) % 90 for idx in range(20))
+        params = SamplingParams(count, ignore_eos=True)
+        first = engine.generate([Request("first", text, params)])[0]
+        followed = Request("second", (*text, *first.tokens, *text[:9]), SamplingParams(5, ignore_eos=True))
+        num_checked += checked_proposals(engine, continuation, [followed], 3)
+    assert num_checked == 16
+    assert engine.counts.prefix_hits > 16 * 16

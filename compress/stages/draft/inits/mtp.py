@@ -19,8 +19,18 @@ from compress.export.mtp import check_place_of_head, exported_mtp
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of_arch
-from compress.models.mtp import KIND, MtpDecoder, MtpHead, arch_of_head, facts_of, parameter_shapes, save_mtp
-from compress.models.mtp_reader import check_mtp, read_mtp
+from compress.models.mtp import (
+    KIND,
+    MtpDecoder,
+    MtpFacts,
+    MtpHead,
+    facts_of,
+    mtp_facts,
+    parameter_shapes,
+    save_mtp,
+)
+from compress.models.mtp_names import modules_of_target
+from compress.models.mtp_reader import check_mtp, num_heads, read_mtp
 from compress.models.weights import stored_as, without_codes
 from compress.recipe import Spec
 from compress.stages import Estimate, PlanFacts
@@ -43,8 +53,8 @@ class Mtp(Spec):
         "trained for one",
     )
 
-    def arch(self, target: Arch) -> Arch:
-        """Return the shapes of the head.
+    def facts(self, target: Arch) -> MtpFacts:
+        """Return the facts of the head.
 
         Raises:
             UsageError: models of the family are read without such a layer.
@@ -55,7 +65,7 @@ class Mtp(Spec):
                 f"draft: {target.family} models are read without a layer that predicts a further token; take "
                 "`init: {kind: eagle3}` or a smaller model."
             )
-        return arch_of_head(target, names.shape(target))
+        return mtp_facts(target, names)
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         """Return what training needs: each step ahead costs one layer and the target's head."""
@@ -68,15 +78,16 @@ class Mtp(Spec):
             raise UsageError(
                 "draft: an MTP head stays in 16 bits, as programs read it: leave out `quantize`."
             )
-        head = self.arch(facts.arch)
+        head = self.facts(facts.arch)
         if facts.source is not None:
             source = _checkpoint(facts.source)
-            _check_widths(check_mtp(source, codecs()), head)
+            _check_widths(check_mtp(source, codecs()).arch, head.arch)
+            self._check_others(source, head)
             export = facts.specs.get("export")
             forms = getattr(export, "formats", ())
             check_place_of_head(exported_mtp(source, facts.arch), forms[0] if forms else "compressed-tensors")
         num_params = _num_params(head)
-        steps = head.replace(layers=head.layers * self.steps)
+        steps = head.arch.replace(layers=head.arch.layers * self.steps)
         found = training_estimate(spec, steps, facts.arch, facts, num_trained=num_params, frozen_bytes=0)
         return replace(
             found,
@@ -87,19 +98,22 @@ class Mtp(Spec):
         )
 
     def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
-        arch = self.arch(without_codes(task.target.weights.arch))
-        head = _stored_head(task.source.path, arch, task.device)
+        own = self.facts(without_codes(task.target.weights.arch))
+        source = _checkpoint(task.source.path)
+        self._check_others(source, own)
+        head = _stored_head(source, own.arch, task.device)
+        of_target = modules_of_target(family_of_arch(task.target.weights.arch).mtp)
         for name, parameter in head.named_parameters():
-            parameter.requires_grad_(not name.startswith("target_norm."))
-        words_W = torch.arange(arch.vocab_size)
+            parameter.requires_grad_(name.partition(".")[0] not in of_target)
+        words_W = torch.arange(own.arch.vocab_size)
         depth = task.target.weights.arch.num_layers
         target = Target(task.decoder, (depth,), words_W, device=task.device, compile=task.spec.compile)
         curve, measure = train_head(head, target, self.steps, task, ctx)
-        trained = _as_stored(head, arch)
+        trained = _as_stored(head, own)
         final = measure(trained.decoder(dtype=torch.float32, device=task.device))
         facts = {
             "kind": KIND,
-            "params": _num_params(arch),
+            "params": _num_params(own),
             "start": self.model_dump(mode="json"),
             "head": facts_of(trained),
             "quantized": None,
@@ -109,6 +123,21 @@ class Mtp(Spec):
             "covered": final.covered,
         }
         return TrainedDraft(curve, facts, partial(_write, trained))
+
+    def _check_others(self, source: Checkpoint, head: MtpFacts) -> None:
+        """Refuse to train the first of several heads for what others do, or apart from those that read it."""
+        several = num_heads(source)
+        if several > 1 and head.feeds != "target":
+            raise UsageError(
+                f"draft: the checkpoint has {several} layers that predict further tokens, each of which "
+                "reads the one before, and the first alone is trained; take `init: {kind: eagle3}` or a "
+                "smaller model."
+            )
+        if several > 1 and self.steps > 1:
+            raise UsageError(
+                f"draft: the checkpoint has {several} layers that predict one further token each, and the "
+                "first of them is trained; set init.steps to 1."
+            )
 
 
 def _checkpoint(path: Path) -> Checkpoint:
@@ -129,27 +158,27 @@ def _check_widths(found: Arch, wanted: Arch) -> None:
         )
 
 
-def _stored_head(path: Path, arch: Arch, device: torch.device) -> MtpDecoder:
+def _stored_head(source: Checkpoint, arch: Arch, device: torch.device) -> MtpDecoder:
     """Return the head that a checkpoint stores, in float32.
 
     Raises:
         UsageError: it stores none, or one of other widths than those of the compressed model.
     """
-    head = read_mtp(_checkpoint(path), codecs())
+    head = read_mtp(source, codecs())
     _check_widths(head.arch, arch)
     return head.decoder(dtype=torch.float32, device=device)
 
 
-def _as_stored(head: MtpDecoder, arch: Arch) -> MtpHead:
-    dtype = getattr(torch, arch.dtype)
+def _as_stored(head: MtpDecoder, facts: MtpFacts) -> MtpHead:
+    dtype = getattr(torch, facts.arch.dtype)
     weights = {
         name: each.detach().to("cpu", stored_as(name, dtype)) for name, each in head.named_parameters()
     }
-    return MtpHead(arch, weights)
+    return MtpHead(facts, weights)
 
 
-def _num_params(arch: Arch) -> int:
-    return sum(torch.Size(shape).numel() for shape in parameter_shapes(arch).values())
+def _num_params(facts: MtpFacts) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(facts).values())
 
 
 def _write(trained: MtpHead, out: ArtifactWriter) -> Mapping[str, Any]:
