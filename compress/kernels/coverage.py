@@ -215,7 +215,7 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of recurrences: of the dimensions of Qwen3.5, Granite 4 and LFM2 where a model has
     none."""
-    found = {layer.recurrence for layer in arch.layers if layer.recurrence is not None}
+    found = {each for layer in arch.layers for each in layer.recurrences(arch.hidden_size)}
     dims: dict[Op, set[tuple[int, int]]] = {op: set() for op in RECURRENCE_OPS.values()}
     for each in found:
         dims[RECURRENCE_OPS[each.module]].add((each.key_dim, each.value_dim))

@@ -21,6 +21,7 @@ from compress.models.limits import (
     SPARSITIES,
     THETAS,
 )
+from compress.models.ngrams import NGrams
 from compress.models.recurrences import RECURRENCES
 from compress.untrusted.fields import Fields
 
@@ -41,6 +42,7 @@ _RARE_FACTS = (
     "expert_cap",
     "gate_sparsity",
     "norm_gate_rank",
+    "ngrams",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -52,6 +54,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         layer["experts"] = shape.experts.to_json()
     if shape.latent is not None:
         layer["latent"] = shape.latent.to_json()
+    if shape.block_indexer is not None:
+        layer["block_indexer"] = shape.block_indexer.to_json()
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
@@ -111,6 +115,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         expert_cap=layer.number("expert_cap", *CAPS) if layer.has("expert_cap") else None,
         gate_sparsity=layer.number("gate_sparsity", *SPARSITIES) if layer.has("gate_sparsity") else None,
         norm_gate_rank=layer.integer("norm_gate_rank", 0, MAX_SIZE, default=0),
+        ngrams=NGrams.from_json(layer.fields("ngrams")) if layer.has("ngrams") else None,
     )
 
 

@@ -21,6 +21,7 @@ from compress.models.linear_groups import (
     LinearGroup,
     expert_groups,
 )
+from compress.models.ngrams import NGrams
 from compress.models.recurrence import Recurrence
 
 
@@ -94,6 +95,7 @@ class LayerShape:
     of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
     of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). The
     norms before attention and before experts have gates of `norm_gate_rank`, 0 for none (`gated_norm.py`).
+    With `ngrams` a layer adds embeddings of n-grams to the residual before its first half (`ngrams.py`).
     """
 
     num_heads: int
@@ -119,6 +121,7 @@ class LayerShape:
     expert_cap: float | None = None
     gate_sparsity: float | None = None
     norm_gate_rank: int = 0
+    ngrams: NGrams | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -348,7 +351,8 @@ class LayerShape:
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters that no scheme quantizes, other than norms, sinks and biases of
         linears and the factors of activations and layers."""
-        parts = [part for part in (self.recurrence, self.experts, self.latent) if part is not None]
+        own = (self.recurrence, self.experts, self.latent, self.ngrams)
+        parts = [part for part in own if part is not None]
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
@@ -356,6 +360,12 @@ class LayerShape:
             shapes[f"{name}.gate_in.weight"] = (self.norm_gate_rank, hidden_size)
             shapes[f"{name}.gate_out.weight"] = (hidden_size, self.norm_gate_rank)
         return shapes if self.block_indexer is None else shapes | self.block_indexer.dense_shapes(hidden_size)
+
+    def recurrences(self, hidden_size: int) -> tuple[Recurrence, ...]:
+        """Return all of which a sequence keeps states: the recurrence in place of attention or with it, and
+        those of embeddings of n-grams."""
+        own = () if self.recurrence is None else (self.recurrence,)
+        return own if self.ngrams is None else (*own, *self.ngrams.recurrences(hidden_size))
 
     def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of the product that computes all linears of a group, their rows stacked."""

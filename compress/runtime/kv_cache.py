@@ -56,7 +56,17 @@ class JointKept:
     states: RecurrentStates
 
 
-Kept = Pages | RecurrentStates | JointKept | None
+@dataclass(frozen=True)
+class NGramKept:
+    """The states of a layer that adds embeddings of n-grams: those of its recurrence, the last tokens of
+    sequences, and the last inputs of the convolution of these embeddings."""
+
+    states: RecurrentStates
+    tokens: RecurrentStates
+    inputs: RecurrentStates
+
+
+Kept = Pages | RecurrentStates | JointKept | NGramKept | None
 """A layer keeps pages or states of sequences, or both, and nothing where it has an FFN only."""
 
 
@@ -77,9 +87,9 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
 def slot_bytes(arch: Arch, num_kept: int) -> int:
     """Return the bytes of the states of one sequence in all layers that have recurrences."""
     return sum(
-        RecurrentStates.slot_bytes(layer.recurrence, num_kept)
+        RecurrentStates.slot_bytes(each, num_kept)
         for layer in arch.layers
-        if layer.recurrence is not None
+        for each in layer.recurrences(arch.hidden_size)
     )
 
 
@@ -193,7 +203,7 @@ class KVCache:
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._device = device
         num_slots = num_blocks if num_slots is None else num_slots
-        kinds = Counter(layer.recurrence for layer in arch.layers if layer.recurrence is not None)
+        kinds = Counter(each for layer in arch.layers for each in layer.recurrences(arch.hidden_size))
         self._slots, self._saved = (
             {
                 kind: StackedStates.empty(kind, num_layers, slots, kept, device)
@@ -219,8 +229,8 @@ class KVCache:
             elif not layer.has_mixer:
                 self._layers.append(None)
             elif not layer.attends:
-                assert layer.recurrence is not None
-                self._layers.append(next_states(layer.recurrence))
+                own, *of_ngrams = map(next_states, layer.recurrences(arch.hidden_size))
+                self._layers.append(NGramKept(own, *of_ngrams) if of_ngrams else own)
             else:
                 pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
                 joining = layer.recurrence

@@ -6,7 +6,7 @@ q, k and v, H heads, C head dimension, B blocks of the longest sequence, R seque
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.kv_cache import NGramKept
 from compress.runtime.loader import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
 
@@ -40,7 +41,7 @@ class Projected:
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
     gates that a linear of latents computes [T, Z], and the factors of what each head attends to, float32
-    [T, H]."""
+    [T, H]. With the weights `conv_FW` of a convolution the rows are its inputs."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -49,6 +50,7 @@ class Projected:
     beta_decay_TH: Tensor | None = None
     gate_TZ: Tensor | None = None
     gates_TH: Tensor | None = None
+    conv_FW: Tensor | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
@@ -242,6 +244,25 @@ def _head_key(shape: LayerShape) -> tuple[int, int]:
 
 def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
     return shape.rope, shape.head_dim
+
+
+def with_ngrams(
+    layer: LayerWeights,
+    x_TE: Tensor,
+    digits_TN: Tensor,
+    where: Projected,
+    attend: Attend,
+    phase: Phase,
+    kept: NGramKept,
+) -> Tensor:
+    """Return the streams [T, n D] with the embeddings of n-grams that a layer adds to them. `where` are the
+    rows of the pass, whose states are `kept`."""
+    assert layer.ngrams is not None
+
+    def convolve(rows_TF: Tensor, conv_FW: Tensor, states: RecurrentStates) -> Tensor:
+        return attend(layer, replace(where, qkv_TF=rows_TF, kv=states, conv_FW=conv_FW))
+
+    return layer.ngrams.added(x_TE, digits_TN, kept, convolve, phase)
 
 
 def gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: T rows, H heads, V value dimension, B blocks of the longest sequence, R 
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
@@ -29,7 +30,7 @@ class RecurrentOps:
 
     def __init__(self, arch: Arch, deployment: Deployment) -> None:
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        for each in {layer.recurrence for layer in arch.layers if layer.recurrence is not None}:
+        for each in {each for layer in arch.layers for each in layer.recurrences(arch.hidden_size)}:
             op, (n, k) = _key(each)
             self._ops[op, (n, k)] = BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
 
@@ -57,10 +58,17 @@ class RecurrentOps:
         return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *of_lists)
 
     def recurred(self, layer: LayerWeights, projected: "Projected", sequences: Sequences | None) -> Tensor:
-        """Return the gated outputs of a recurrence [T, H V]."""
+        """Return the gated outputs of a recurrence [T, H V], or the outputs of a convolution of the rows
+        themselves, whose weights come with them."""
         states = projected.kv
         assert isinstance(states, RecurrentStates)
         fn = self._ops[_key(states.recurrence)].kernel.fn
+        if projected.conv_FW is not None:
+            ones_TF = torch.ones_like(projected.qkv_TF)
+            of_rows_TF: Tensor = fn(
+                torch.cat((ones_TF, ones_TF, projected.qkv_TF), dim=1), projected.conv_FW, states, sequences
+            )
+            return of_rows_TF
         operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
         facts: dict[str, Any] = {}
         if layer.delta is not None:
