@@ -80,14 +80,14 @@ class DecoderLayer(nn.Module):
         self.shape = arch.layers[layer_idx]
         norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
         ranks = dict.fromkeys(self.shape.gated_norms, self.shape.norm_gate_rank)
-        has_pre = arch.block_of(self.shape) != "post" and arch.norms_stream
+        self._has_pre = arch.block_of(self.shape) != "post" and arch.norms_stream
         has_post = arch.norms_outputs(self.shape)
 
         def norm(name: str, exists: bool) -> nn.Module:
             return stream_norm_of(arch, name, ranks.get(name, 0)) if exists else nn.Identity()
 
         if self.shape.has_mixer:
-            self.attn_norm = norm("attn_norm", has_pre)
+            self.attn_norm = norm("attn_norm", self._has_pre)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
                 mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)
@@ -102,7 +102,7 @@ class DecoderLayer(nn.Module):
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
-            self.ffn_norm = norm("ffn_norm", has_pre and not arch.shares_norm and not norms_apart)
+            self.ffn_norm = norm("ffn_norm", self._has_pre and not arch.shares_norm and not norms_apart)
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
@@ -298,7 +298,7 @@ class DecoderLayer(nn.Module):
     @property
     def _scales_inputs(self) -> bool:
         """Whether norms precede the halves, and have weights."""
-        return self.arch.block_of(self.shape) != "post" and self.arch.norms_stream and not self.arch.unit_norms
+        return self._has_pre and not self.arch.unit_norms
 
     @property
     def _has_indexer(self) -> bool:
