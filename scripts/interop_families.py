@@ -761,6 +761,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_group_size": 2,
     },
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **_DELTA, **_MANY_EXPERTS},
+    "qwen4_exp_text": {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        **{name: each for name, each in _DELTA.items() if name != "partial_rotary_factor"},
+        **_MANY_EXPERTS,
+        "hc_lowrank": 128,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 16,
+    },
 }
 MIXTURES = tuple(
     family for family, own in FAMILIES.items() if any("experts" in name and own[name] for name in own)

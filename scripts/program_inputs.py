@@ -108,6 +108,7 @@ FLAT_SHARED = (
     "qwen2_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "qwen4_exp_text",
     "ernie4_5_moe",
     "afmoe",
     "flint",

@@ -33,6 +33,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer
 from compress.models.embedding import EmbeddingTables
+from compress.models.gated_residual_layer import GatedHead
 from compress.models.linear_groups import LinearGroup
 from compress.models.logits import capped
 from compress.models.norms import Norm, UnitNorm, final_norm
@@ -72,7 +73,7 @@ class EmbedAndHead:
     several walks."""
 
     tables: EmbeddingTables
-    norm: Norm | UnitNorm
+    norm: Norm | UnitNorm | GatedHead
     head_VD: Tensor
     head_bias_V: Tensor | None
     of_side_inputs: Weights

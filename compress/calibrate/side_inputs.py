@@ -20,6 +20,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.layer_shape import LayerShape
+from compress.models.ngram_layer import inputs_of_ngrams
 from compress.models.weights import Weights, layer_embed_weights
 
 
@@ -29,13 +30,15 @@ class SideInputs:
 
     `inputs_ULP` are the embeddings of the tokens that occur, and `rows_NS` where in them each token lies;
     None where tokens have none. `kept` holds keys and then values [N, S, W] by layer, of those that later
-    layers read, and `shapes` are those of these layers.
+    layers read, and `shapes` are those of these layers. `ngrams` are the facts of a model whose layers have
+    embeddings of n-grams, and the tokens [N, S] of these samples, of which a piece computes its own.
     """
 
     inputs_ULP: Tensor | None
     rows_NS: Tensor | None
     kept: Mapping[int, Samples]
     shapes: Mapping[int, LayerShape]
+    ngrams: tuple[Arch, Tensor] | None = None
 
     @staticmethod
     def of(
@@ -70,7 +73,8 @@ class SideInputs:
             idx: Samples((*tokens_NS[own].shape, layer.cached_numbers), dtype, device, on_host=on_host)
             for idx, layer in layers.items()
         }
-        return SideInputs(inputs_ULP, rows_NS, kept, layers)
+        ngrams = (arch, tokens_NS[own].to(device)) if arch.has_ngrams else None
+        return SideInputs(inputs_ULP, rows_NS, kept, layers, ngrams)
 
     def twin(self) -> "SideInputs":
         """Return those of the same samples on their way through other layers."""
@@ -81,6 +85,9 @@ class SideInputs:
         attention = FullAttention()
         if self.inputs_ULP is not None and self.rows_NS is not None:
             attention.layer_inputs = _InputsOfPiece(self.inputs_ULP, self.rows_NS[piece])
+        if self.ngrams is not None:
+            arch, tokens_NS = self.ngrams
+            attention.layer_inputs = inputs_of_ngrams(arch, tokens_NS[piece], attention)
         attention.kept = _KeptOfPiece(self, piece)
         return attention
 

@@ -40,8 +40,9 @@ GATHERED = {
     "dots3_note": "the gates and ups of experts in its vision tower",
 }
 """Families -> what transformers gathers from tensors of each: the convolutions of q, k and v, or tensors
-with the gates and with the ups of all experts. Where experts, or other linears next to dense ones, have codes
-other than FP8, it drops what it gathers and has no codes: 'Ckpt contains: 0'."""
+with the gates and with the ups of all experts; in a model with n-grams their tables, too. Where experts, or
+other linears next to dense ones, have codes other than FP8, it drops what it gathers and has no codes: 'Ckpt
+contains: 0'."""
 
 Group = tuple[Scheme, list[str]]
 """A scheme and the names of its linears."""
@@ -85,9 +86,9 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
     one = next(iter(schemes)) if len(schemes) == 1 else None
     if arch.family in NOT_GATHERED and schemes:
         return "has all experts of a layer in one tensor, and does not gather them from tensors of each"
-    gathers = arch.family in GATHERED and (arch.has_experts or arch.has_recurrences)
-    if gathers and not _has_fp8_experts(one, scheme):
-        return f"drops {GATHERED[arch.family]} of checkpoints with other experts than FP8"
+    dropped = _gathered(arch)
+    if dropped is not None and not _has_fp8_experts(one, scheme):
+        return f"drops {dropped} of checkpoints with other experts than FP8"
     if arch.family in JOINED and not all(map(_is_channel_fp8, scheme.all)):
         return "joins gates and ups of FFNs while it loads, and takes FP8 with channel scales there"
     if not schemes or _is_channel_fp8(one) or (one is not None and _is_packed(one)):
@@ -98,6 +99,13 @@ def why_transformers_refuses(arch: Arch, scheme: ModelScheme, quant_method: str)
         "takes experts of one symmetric packed scheme, or of FP8 with channel scales and without static ones "
         "of inputs"
     )
+
+
+def _gathered(arch: Arch) -> str | None:
+    """Return what transformers gathers from several tensors of a checkpoint, None where nothing."""
+    if arch.has_ngrams:
+        return "the tables of n-grams"
+    return GATHERED.get(arch.family) if arch.has_experts or arch.has_recurrences else None
 
 
 def _has_fp8_experts(of_experts: Scheme | None, scheme: ModelScheme) -> bool:

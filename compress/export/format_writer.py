@@ -11,6 +11,7 @@ from compress.models.altup import ALTUP_LINEARS, stream_names
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
 from compress.models.family import Family, family_of_arch
+from compress.models.gated_residual_layer import gated_residual_linears
 from compress.models.laurel import LAUREL_LINEARS
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
 from compress.models.mtp_tensors import MtpTensors, module_of_matrix
@@ -106,13 +107,13 @@ def _untouched_matrices(source: WeightSource, family: Family) -> list[str]:
 def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
     """Return the schemes with the matrices that no scheme reaches among the dense linears, because consumers
     take them for linears like others: routers, the gates of shared experts, the decay and the beta of delta
-    nets, the gates of heads, indexers, those that read embeddings for each layer, and those of AltUp and of
-    LAuReL."""
+    nets, the gates of heads, indexers, those that read embeddings for each layer, and those of AltUp, of
+    LAuReL and of gated residuals."""
     others: list[tuple[str, Scheme | None]] = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)
         for name, shape in layer.dense_shapes(arch.hidden_size).items()
-        if name.endswith(".weight") and len(shape) == 2
+        if name.endswith(".weight") and len(shape) == 2 and not name.startswith("ngrams.table.")
     ]
     if arch.layer_embed_size:
         modules = [f"layers.{idx}.layer_embed.{name}" for idx in range(arch.num_layers) for name in IN_LAYERS]
@@ -122,7 +123,7 @@ def with_dense_matrices(scheme: ModelScheme, arch: Arch) -> ModelScheme:
         *(LAUREL_LINEARS if arch.laurel_rank else ()),
     ]
     others += [(f"layers.{idx}.{name}", None) for idx in range(arch.num_layers) for name in of_residual]
-    others += [(name, None) for name in stream_names(arch)]
+    others += [(name, None) for name in (*stream_names(arch), *gated_residual_linears(arch))]
     return replace(scheme, exceptions=(*scheme.exceptions, *others))
 
 

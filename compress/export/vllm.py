@@ -78,6 +78,8 @@ STACKS_ALONE = {
 }
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
+    "qwen4_exp": "no export of Qwen4 was tested with it",
+    "qwen4_exp_text": "no export of Qwen4 was tested with it",
     "gemma3n": "no export of Gemma 3n was tested with it",
     "gemma3n_text": "no export of Gemma 3n was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",

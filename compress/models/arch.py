@@ -21,6 +21,7 @@ from compress.models.arch_params import (
     num_params_of,
 )
 from compress.models.eos import NO_TOKEN, stated_eos
+from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
@@ -85,7 +86,7 @@ class Arch:
             `logit_scale` does not multiply.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
-        hyper: the residual of a token is several streams (`hyper_connection.py`); None for one.
+        hyper: the residual is several streams (`hyper_connection.py`, `gated_residual.py`); None for one.
         position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
             table added to it, after its scale (`embedding.py`); None without such a table.
         altup_streams: the residual of a token is so many streams, of which layers compute the first
@@ -141,7 +142,7 @@ class Arch:
     windowed_sinks: bool = False
     learned_growth: bool = False
     latent_eps: float = LATENT_EPS
-    hyper: HyperConnections | None = None
+    hyper: HyperConnections | GatedResiduals | None = None
     head_bias: bool = False
     position_offset: int | None = None
     layer_embed_vocab: int = 0
@@ -167,6 +168,11 @@ class Arch:
     def stream_size(self) -> int:
         """The numbers of the residual of one token: the hidden size, once for each of its streams."""
         return self.hidden_size * self.num_streams
+
+    @property
+    def norms_stream(self) -> bool:
+        """Whether half-layers have norms of what they read or of their outputs, and the head has one."""
+        return not isinstance(self.hyper, GatedResiduals)
 
     @property
     def num_position_rows(self) -> int:
@@ -217,20 +223,23 @@ class Arch:
 
     @cached_property
     def states(self) -> list[Recurrence]:
-        """The widths of the states of the layers that have some, of recurrences or of convolutions."""
-        of_layers = (layer.state(self.hidden_size) for layer in self.layers)
-        return [each for each in of_layers if each is not None]
+        """The widths of all states of the layers that have some: of recurrences, of convolutions or of
+        embeddings of n-grams."""
+        return [each for layer in self.layers for each in layer.states(self.hidden_size)]
 
     @cached_property
     def has_recurrences(self) -> bool:
         """Whether some layers have a recurrence, in place of attention or with it."""
         return any(layer.recurrence is not None for layer in self.layers)
 
+    @cached_property
+    def has_ngrams(self) -> bool:
+        """Whether some layers add embeddings of n-grams to the residual."""
+        return any(layer.ngrams is not None for layer in self.layers)
+
     def has_recurrence(self, module: str) -> bool:
         """Return whether some layers have the recurrence whose module has this name."""
-        return any(
-            layer.recurrence is not None and layer.recurrence.module == module for layer in self.layers
-        )
+        return any(each.recurrence is not None and each.recurrence.module == module for each in self.layers)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -290,7 +299,8 @@ class Arch:
     @property
     def staged(self) -> bool:
         """Whether the halves of layers follow one another, with the residual alone between them."""
-        return self.block != "parallel" and not self.altup_streams and not self.laurel_rank
+        others = self.altup_streams or self.laurel_rank or self.has_ngrams
+        return self.block != "parallel" and not others
 
     @property
     def shares_norm(self) -> bool:

@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
+from compress.models.gated_residual import GatedResiduals
 from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
+from compress.models.ngrams import MAX_TOKENS
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -116,6 +118,8 @@ def check_arch(arch: "Arch") -> None:
             f"{arch.layer_embed_vocab} tokens have embeddings for each layer, and the model has "
             f"{arch.vocab_size} tokens, or no such embeddings."
         )
+    if arch.has_ngrams and (reason := _why_no_ngrams(arch)):
+        raise UnsupportedArch(f"layers have embeddings of n-grams, and {reason}.")
     for idx, layer in enumerate(arch.layers):
         block = arch.block_of(layer)
         if arch.norms_rotated and layer.leading_dim:
@@ -244,10 +248,28 @@ def _why_no_streams(arch: "Arch") -> str | None:
         return "norms subtract the mean or have no weights; the decoder norms mixtures by 'rms' with a weight"
     if arch.residual_scale != 1 or arch.layer_scalar:
         return "outputs of half-layers or of layers have a factor; those of hyper-connections have their own"
-    if arch.hyper is not None and arch.hyper.sinkhorn_iterations and arch.hyper.eps <= 0:
+    if isinstance(arch.hyper, GatedResiduals):
+        if arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm:
+            return (
+                "logits have a factor, or norms a bias or an offset of their own; gated residuals have none"
+            )
+    elif arch.hyper is not None and arch.hyper.sinkhorn_iterations and arch.hyper.eps <= 0:
         return "their mixing has an eps of 0; sums of columns that are 0 are divided by"
     if any(layer.norms_experts for layer in arch.layers):
         return "the outputs of experts are normed; the decoder spreads them as they are"
+    return None
+
+
+def _why_no_ngrams(arch: "Arch") -> str | None:
+    """Return why the decoder, or the runtime, does not compute embeddings of n-grams, None where both do."""
+    if not isinstance(arch.hyper, GatedResiduals):
+        return "the residual has no gates; the decoder adds them to the streams of gated residuals"
+    if any(layer.ngrams and layer.ngrams.num_streams != arch.num_streams for layer in arch.layers):
+        return f"they have streams other than the {arch.num_streams} of the residual"
+    if arch.layer_embed_size or arch.position_offset is not None:
+        return "tokens have embeddings for each layer, or positions learned ones; no decoder here reads both"
+    if arch.vocab_size >= MAX_TOKENS:
+        return f"the vocabulary has {arch.vocab_size} tokens; the runtime keeps ids below {MAX_TOKENS}"
     return None
 
 

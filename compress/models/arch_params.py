@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
+from compress.models.gated_residual import GatedResiduals
 from compress.models.layer_shape import XIELU
 from compress.models.xielu import PARAMETERS
 
@@ -12,13 +13,12 @@ if TYPE_CHECKING:
 
 def num_params_of(arch: "Arch") -> int:
     """Return the number of all parameters; a tied head counts once. Biases and norms included."""
-    norm_size = 0 if arch.unit_norms else (1 + arch.norm_bias) * arch.hidden_size
+    norm_size = (1 + arch.norm_bias) * arch.hidden_size
+    norm_size = 0 if arch.unit_norms or not arch.norms_stream else norm_size
     total = arch.num_outer_params + norm_size + arch.num_linear_params
     total += dense_layer_params(arch) + arch.head_bias * arch.vocab_size
     total += arch.embed_norm_weight * arch.hidden_size
-    if arch.hyper is not None:
-        halves = sum(layer.has_mixer + layer.has_ffn for layer in arch.layers)
-        total += arch.hyper.num_params(arch.hidden_size, halves)
+    total += stream_params(arch)
     for layer in arch.layers:
         total += arch.num_norms(layer) * norm_size
         if arch.qk_norm and layer.attends:
@@ -91,3 +91,24 @@ def dense_layer_params(arch: "Arch") -> int:
     if arch.laurel_rank:
         of_layer += (2 * arch.laurel_rank + 1) * hidden_size
     return arch.layer_embed_size + arch.num_layers * of_layer
+
+
+def stream_params(arch: "Arch") -> int:
+    """Return the number of parameters by which half-layers and the head read several streams of the residual,
+    without those of AltUp."""
+    if arch.hyper is None:
+        return 0
+    halves = sum(layer.has_mixer + layer.has_ffn for layer in arch.layers)
+    return arch.hyper.num_params(arch.hidden_size, halves)
+
+
+def large_dense_params(arch: "Arch") -> int:
+    """Return the number of parameters that no scheme quantizes and that are a large part of some models:
+    those of `dense_layer_params`, those of gated residuals, and those of embeddings of n-grams."""
+    total = dense_layer_params(arch)
+    if isinstance(arch.hyper, GatedResiduals):
+        total += stream_params(arch)
+    tables = (
+        layer.ngrams.dense_shapes(arch.hidden_size) for layer in arch.layers if layer.ngrams is not None
+    )
+    return total + sum(math.prod(shape) for shapes in tables for shape in shapes.values())

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.models import causal_gradient
+from compress.models.ngrams import NO_POSITION
 from compress.models.recurrence import RecurrentState
 from compress.models.relative_logits import by_keys
 
@@ -125,10 +126,16 @@ class FullAttention:
 
     def __init__(self) -> None:
         self.layer_inputs: Mapping[int, Tensor] = {}
-        """Layer -> the embeddings [B, S, P] of the tokens of this call for it (`layer_embedding.py`)."""
+        """Layer -> the embeddings [B, S, P] of the tokens of this call for it (`layer_embedding.py`), or the
+        rows [B, S, H] of its n-grams (`ngrams.py`)."""
         self.kept: MutableMapping[int, tuple[Tensor, Tensor]] = {}
         """Layer -> its keys and values [B, S, K, C]; with latents, those of this call [B, S, R] and the
         dimensions that all keys share."""
+
+    def tokens_before(self, tokens_BS: Tensor, num_tokens: int) -> Tensor:
+        """Return so many tokens before these [B, W], `NO_POSITION` before the first position: of none here,
+        and of a cache those of earlier calls, which has these tokens afterwards."""
+        return tokens_BS.new_full((len(tokens_BS), num_tokens), NO_POSITION)
 
     def __call__(
         self,
@@ -165,6 +172,16 @@ class CachedAttention(FullAttention):
         """The state of each layer that has a recurrence in place of attention."""
         self.conv_inputs: dict[tuple[int, str], Tensor] = {}
         """Layer and convolution with a residual -> its last inputs [B, W - 1, F] (`residual_conv.py`)."""
+        self.ngram_inputs: dict[int, Tensor] = {}
+        """The last inputs [B, W - 1, n D] of the convolution of each layer with embeddings of n-grams."""
+        self._past_tokens: Tensor | None = None
+
+    def tokens_before(self, tokens_BS: Tensor, num_tokens: int) -> Tensor:
+        before_BW = self._past_tokens
+        if before_BW is None:
+            before_BW = super().tokens_before(tokens_BS, num_tokens)
+        self._past_tokens = torch.cat((before_BW, tokens_BS), dim=1)[:, -num_tokens:]
+        return before_BW
 
     @property
     def length(self) -> int:

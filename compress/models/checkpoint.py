@@ -21,6 +21,7 @@ from compress.models.config_file import read_config
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
+from compress.models.ngram_buffers import check_ngram_buffers
 from compress.models.passed_over import passed_over
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
 from compress.models.stored_tensors import as_stored, most_experts
@@ -68,6 +69,7 @@ class Checkpoint:
         self._codec = codec_of(config, codecs or {})
         self.files = FamilyFiles(path, self.family)
         self._arch = with_exponents(arch, self.files, self.family.rope_exponents)
+        check_ngram_buffers(self._arch, self.files, self.family)
         if not self.family.states_tie(config):
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self.files.shape(name) for name in self.files.names()}

@@ -9,18 +9,17 @@ A layer may have one of the two halves only, and an FFN without gates is down(ac
 normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries (arXiv
 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
 instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
-number. The residual may be several streams (`hyper_connection.py`), which layers then take and return one
-after the other in place of D numbers, or of which layers compute one (`altup.py`). A mixture of experts
-(`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`), a Mamba-2 mixer
-(`mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it joins attention. Tokens may
-have embeddings for each layer (`layer_embedding.py`), a layer may read the keys and values of an earlier one,
-and a low-rank residual may be added around attention (`laurel.py`).
+number. The residual may be several streams (`hyper_connection.py`, `gated_residual.py`), which layers then
+take and return one after the other in place of D numbers, or of which layers compute one (`altup.py`). A
+mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`), a Mamba-2
+mixer (`mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it joins attention. Tokens
+may have embeddings for each layer (`layer_embedding.py`), or n-grams of them (`ngrams.py`), a layer may read
+the keys and values of an earlier one, and a low-rank residual may be added around attention (`laurel.py`).
 Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
 the golden tests run this forward; the serving runtime has its own fused step, which is tested against it. Not
 supported: dropout, encoder-decoder.
 
-Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
-I in.
+Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary.
 """
 
 from functools import partial
@@ -36,8 +35,8 @@ from compress.models.delta_net import DeltaNet
 from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
 from compress.models.gated_norm import stream_norm_of
+from compress.models.gated_residual_layer import half_residual
 from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
-from compress.models.hyper_connection import HyperConnection
 from compress.models.latent import KV_LATENT, Q_LATENT
 from compress.models.laurel import Laurel
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
@@ -47,6 +46,7 @@ from compress.models.logits import capped
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
 from compress.models.moe import Moe
+from compress.models.ngram_layer import NGramEmbedding, take_ngrams
 from compress.models.norms import final_norm, norm_of
 from compress.models.recurrent_mixers import recurrent_mixer
 from compress.models.residual_conv import OF_ATTENTION, OF_FFN, ResidualConv
@@ -69,14 +69,14 @@ class DecoderLayer(nn.Module):
         self.shape = arch.layers[layer_idx]
         norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
         ranks = dict.fromkeys(self.shape.gated_norms, self.shape.norm_gate_rank)
-        has_pre = arch.block_of(self.shape) != "post"
+        self._has_pre = arch.block_of(self.shape) != "post" and arch.norms_stream
         has_post = arch.norms_outputs(self.shape)
 
         def norm(name: str, exists: bool) -> nn.Module:
             return stream_norm_of(arch, name, ranks.get(name, 0)) if exists else nn.Identity()
 
         if self.shape.has_mixer:
-            self.attn_norm = norm("attn_norm", has_pre)
+            self.attn_norm = norm("attn_norm", self._has_pre)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
                 mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)
@@ -87,18 +87,18 @@ class DecoderLayer(nn.Module):
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
             if arch.hyper is not None:
-                self.attn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
+                self.attn_hyper = half_residual(arch, arch.hyper)
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
-            self.ffn_norm = norm("ffn_norm", has_pre and not arch.shares_norm and not norms_apart)
+            self.ffn_norm = norm("ffn_norm", self._has_pre and not arch.shares_norm and not norms_apart)
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
                 self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
             if arch.hyper is not None:
-                self.ffn_hyper = HyperConnection(arch.hyper, arch.hidden_size, arch.norm_eps)
+                self.ffn_hyper = half_residual(arch, arch.hyper)
         if self.shape.residual_convs is not None:
             size = arch.hidden_size, self.shape.residual_convs
             self.attn_conv, self.ffn_conv = (ResidualConv(name, *size) for name in (OF_ATTENTION, OF_FFN))
@@ -108,6 +108,8 @@ class DecoderLayer(nn.Module):
             self.altup = AltUp(arch)
         if arch.laurel_rank:
             self.laurel = Laurel(arch)
+        if self.shape.ngrams is not None:
+            self.ngrams = NGramEmbedding(arch, self.shape.ngrams)
         if arch.layer_scalar:
             self.layer_scalar = nn.Parameter(torch.ones(1))
 
@@ -125,6 +127,8 @@ class DecoderLayer(nn.Module):
 
     def _halves_of(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Return the stream after both halves of the layer."""
+        if self.shape.ngrams is not None:
+            x_BSD = self.ngrams.added(x_BSD, attention, self.layer_idx)
         before_BSD = x_BSD
         normed_BSD = x_BSD
         if self.shape.has_mixer:
@@ -299,7 +303,7 @@ class DecoderLayer(nn.Module):
     @property
     def _scales_inputs(self) -> bool:
         """Whether norms precede the halves, and have weights."""
-        return self.arch.block_of(self.shape) != "post" and not self.arch.unit_norms
+        return self._has_pre and not self.arch.unit_norms
 
     @property
     def _has_indexer(self) -> bool:
@@ -395,4 +399,6 @@ class Decoder(nn.Module):
             assert isinstance(attention, FullAttention)
             inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD[..., : self.arch.hidden_size])
             attention.layer_inputs = dict(enumerate(inputs_BSLP.unbind(-2)))
+        elif self.arch.has_ngrams:
+            take_ngrams(self.arch, tokens_BS, attention)
         return x_BSD

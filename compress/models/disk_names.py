@@ -55,8 +55,10 @@ class DiskNames:
     calls modules of theirs where that is another name, and tensors whose names match `ignored_tensors` are
     read by nobody. Parameters of a layer that are `zero_if_absent` are zeros in checkpoints that do not store
     them. `rope_exponents` is the untouched tensor that holds the trained exponents of a rope's frequencies
-    (`trained_rope.py`). `mtp` are the names of the layer that predicts a further token, `first_layer` is the
-    index of the first layer on disk, and with `halves_apart` each half of a layer has an index of its own.
+    (`trained_rope.py`), and `ngram_buffers` are the untouched tensors of a layer that hold what n-grams are
+    hashed with (`ngram_buffers.py`). `mtp` are the names of the layer that predicts a further token,
+    `first_layer` is the index of the first layer on disk, and with `halves_apart` each half of a layer has an
+    index of its own.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -82,6 +84,7 @@ class DiskNames:
     untouched_elsewhere: tuple[str, ...] = ()
     zero_if_absent: frozenset[str] = frozenset()
     rope_exponents: str | None = None
+    ngram_buffers: tuple[str, ...] = ()
     mtp: MtpNames | None = None
     first_layer: int = 0
     halves_apart: bool = False

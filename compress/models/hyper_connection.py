@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,14 @@ FIRST_GAIN = 0.01
 """The gains of a model that is not trained, as `transformers` initializes them."""
 HYPER_PARAMETERS = ("hyper.weight", "hyper.bias", "hyper.gains")
 """How the names of the parameters end, which are float32 in a model of any dtype."""
+
+
+class Streams(Protocol):
+    """The facts of a residual of several streams."""
+
+    @property
+    def num_streams(self) -> int:
+        """The number of streams."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +165,9 @@ def _sum(x_nn: Tensor, dim: int) -> Tensor:
     return total
 
 
-def repeated(facts: HyperConnections | None, x: Tensor) -> Tensor:
+def repeated(facts: Streams | None, x: Tensor) -> Tensor:
     """Return the streams [..., n D] before the first layer from the embeddings [..., D]; these themselves in
-    a model without hyper-connections."""
+    a model whose residual is one stream."""
     return x if facts is None else x.repeat(*(1,) * (x.dim() - 1), facts.num_streams)
 
 

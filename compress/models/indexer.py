@@ -5,7 +5,8 @@ they grow with the position as those of attention do (`Arch.learned_growth`).
 
 Attention without latents may have an indexer that chooses blocks of keys (MiniMax-M3): each of its heads
 chooses for the query heads of one KV head, and its queries and keys are linears of the input of attention,
-normed like those of attention.
+normed like those of attention. In a `pooled` one (Qwen4) all heads choose for all query heads, the keys of a
+block are averaged, and the positions after the last whole block are always chosen.
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
 decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
@@ -89,20 +90,24 @@ class BlockIndexer:
     """The widths of the indexer of one layer whose attention has no latents.
 
     Args:
-        num_heads: its heads, one for each KV head of the layer.
+        num_heads: its heads, one for each KV head of the layer, or any number of a `pooled` one.
         block_size: the positions of a block, the first block beginning with the first position.
-        top_blocks: the most blocks that it chooses for a query, the query's own among them.
+        top_blocks: the most blocks that it chooses for a query, the query's own among them; of a `pooled`
+            one the most whole blocks.
+        pooled: the keys of a whole block are averaged.
     """
 
     num_heads: int
     head_dim: int
     block_size: int
     top_blocks: int
+    pooled: bool = False
 
     @property
     def top_k(self) -> int:
         """The positions up to which a query attends to every earlier one."""
-        return self.block_size * self.top_blocks
+        after_last = self.block_size - 1 if self.pooled else 0
+        return self.block_size * self.top_blocks + after_last
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by their names in attention."""
@@ -113,6 +118,13 @@ class BlockIndexer:
             "attn.indexer.k_norm.weight": (self.head_dim,),
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as a manifest stores them."""
+        facts = dataclasses.asdict(self)
+        if not self.pooled:
+            del facts["pooled"]
+        return facts
+
     @staticmethod
     def from_json(stored: Fields) -> "BlockIndexer":
         """Read the facts as a manifest stores them, by their names; `Fields` raises its error for a value
@@ -122,6 +134,7 @@ class BlockIndexer:
             head_dim=stored.integer("head_dim", 1, MAX_SIZE),
             block_size=stored.integer("block_size", 1, MAX_POSITIONS),
             top_blocks=stored.integer("top_blocks", 1, MAX_POSITIONS),
+            pooled=stored.flag("pooled", default=False),
         )
 
 

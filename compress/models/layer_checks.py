@@ -10,6 +10,10 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         return "it has experts, and no half for them."
     if reason := _why_caps_unfit(layer):
         return reason
+    if layer.ngrams is not None and (layer.recurrence is None or layer.joint):
+        return "it has embeddings of n-grams, and no recurrence in place of attention."
+    if layer.ngrams is not None and (reason := layer.ngrams.why_unfit()):
+        return reason
     plain = layer.has_ffn and layer.gated and layer.experts is None and layer.ffn_cap is None
     if layer.gate_sparsity is not None and not plain:
         return "gates of an FFN are sparse, and it has no FFN with a gate, experts in its place, or a cap."
@@ -110,7 +114,7 @@ def _why_indexer_unfit(layer: LayerShape) -> str | None:
             "an indexer chooses blocks, and it has a recurrence, latents, a window, or the keys and values "
             "of another layer."
         )
-    if layer.block_indexer.num_heads != layer.num_kv_heads:
+    if not layer.block_indexer.pooled and layer.block_indexer.num_heads != layer.num_kv_heads:
         return (
             f"{layer.block_indexer.num_heads} heads of the indexer choose blocks for "
             f"{layer.num_kv_heads} KV heads; each has one of its own."

@@ -21,6 +21,7 @@ from compress.models.limits import (
     SPARSITIES,
     THETAS,
 )
+from compress.models.ngrams import NGrams
 from compress.models.recurrence import MAX_KERNEL
 from compress.models.recurrences import RECURRENCES
 from compress.models.relative_logits import RelativeLogits
@@ -46,6 +47,7 @@ _RARE_FACTS = (
     "relative",
     "residual_convs",
     "scaled_ffn",
+    "ngrams",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -57,6 +59,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         layer["experts"] = shape.experts.to_json()
     if shape.latent is not None:
         layer["latent"] = shape.latent.to_json()
+    if shape.block_indexer is not None:
+        layer["block_indexer"] = shape.block_indexer.to_json()
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
@@ -123,6 +127,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         if layer.has("residual_convs")
         else None,
         scaled_ffn=layer.flag("scaled_ffn", default=False),
+        ngrams=NGrams.from_json(layer.fields("ngrams")) if layer.has("ngrams") else None,
     )
 
 

@@ -21,6 +21,7 @@ from compress.models.linear_groups import (
     LinearGroup,
     expert_groups,
 )
+from compress.models.ngrams import NGrams
 from compress.models.recurrence import Recurrence
 from compress.models.relative_logits import RelativeLogits
 from compress.models.residual_conv import ResidualConvs
@@ -100,6 +101,7 @@ class LayerShape:
     `relative` logits, scores have a term of the query and of the distance of the key (`relative_logits.py`).
     With `residual_convs`, convolutions over so many positions are added to keys, to values and to the outputs
     of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are multiplied by a number of its own.
+    With `ngrams` a layer adds embeddings of n-grams to the residual before its first half (`ngrams.py`).
     """
 
     num_heads: int
@@ -128,6 +130,7 @@ class LayerShape:
     relative: RelativeLogits | None = None
     residual_convs: int | None = None
     scaled_ffn: bool = False
+    ngrams: NGrams | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -268,6 +271,13 @@ class LayerShape:
             return self.recurrence
         return ResidualConvs.of(self.num_kv_heads * self.head_dim, hidden_size, self.residual_convs)
 
+    def states(self, hidden_size: int) -> tuple[Recurrence, ...]:
+        """Return the widths of all states that a sequence has of the layer: `state`, and those of embeddings
+        of n-grams."""
+        own = self.state(hidden_size)
+        of_ngrams = () if self.ngrams is None else self.ngrams.recurrences(hidden_size)
+        return of_ngrams if own is None else (own, *of_ngrams)
+
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""
@@ -370,7 +380,8 @@ class LayerShape:
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters that no scheme quantizes, other than norms, sinks and biases of
         linears and the factors of activations and layers."""
-        parts = [part for part in (self.state(hidden_size), self.experts, self.latent) if part is not None]
+        own = (self.state(hidden_size), self.experts, self.latent, self.ngrams)
+        parts = [part for part in own if part is not None]
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)

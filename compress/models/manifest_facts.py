@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from compress.models.hyper_connection import MAX_STREAMS, HyperConnections
+from compress.models.gated_residual import streams_from_json
+from compress.models.hyper_connection import MAX_STREAMS
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
 
@@ -75,7 +76,7 @@ def rare_facts(model: Fields) -> dict[str, Any]:
         factors = model.fields("linear_factors")
         rare["linear_factors"] = tuple((name, factors.number(name, *SCALES)) for name in factors)
     if model.has("hyper"):
-        rare["hyper"] = HyperConnections.from_json(model.fields("hyper"))
+        rare["hyper"] = streams_from_json(model.fields("hyper"))
     if model.has("growth_offset"):
         model.integer("growth_offset", 0, MAX_POSITIONS)
     for name in ("position_offset", "layer_embed_size", "layer_embed_vocab", "laurel_rank", "head_vocab"):

@@ -10,4 +10,6 @@ def why_no_longer(arch: Arch) -> str:
     if all(each is None or each.top_k > arch.max_position for each in chosen):
         return ""
     fields = "index_topk" if arch.has_latents else "index_block_size times index_topk_blocks"
+    if any(layer.block_indexer is not None and layer.block_indexer.pooled for layer in arch.layers):
+        fields = "indexer_budget, and those after the last whole block"
     return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from compress.models.altup import JoinedStreams
 from compress.models.arch import FINAL_NORM, Arch
+from compress.models.gated_residual import GatedResiduals
+from compress.models.gated_residual_layer import GatedHead
 from compress.models.hyper_connection import HyperConnection, MeanOfStreams
 from compress.models.norm_gradient import norm_cpu
 
@@ -98,6 +100,7 @@ class JoinedNorm(Norm):
         super().__init__(arch.hidden_size, arch.norm_eps, offset=offset, scale=arch.logit_scale)
         self.of_altup = bool(arch.altup_streams)
         facts = arch.hyper
+        assert not isinstance(facts, GatedResiduals)
         if facts is None:
             self.streams = JoinedStreams(arch)
         elif facts.mean_head:
@@ -109,9 +112,11 @@ class JoinedNorm(Norm):
         return super().forward(self.streams(x) if self.of_altup else self.hyper(x))
 
 
-def final_norm(arch: Arch) -> Norm | UnitNorm:
+def final_norm(arch: Arch) -> Norm | UnitNorm | GatedHead:
     """Return the norm before the head; its output has the scale of the logits. It reads the output of the
-    last layer, and joins its streams where there are several."""
+    last layer, and joins its streams where there are several; with gated residuals it is their mixture."""
+    if isinstance(arch.hyper, GatedResiduals):
+        return GatedHead(arch, arch.hyper)
     if arch.num_streams > 1:
         return JoinedNorm(arch)
     return norm_of(arch, arch.hidden_size, FINAL_NORM, scale=arch.logit_scale)

@@ -87,7 +87,7 @@ def keep_heads_(
         rows["attn.k"] = kept_U.repeat_interleave(shape.head_dim)
         rows["attn.v"] = kept_U.repeat_interleave(shape.value_dim)
         rows |= {"attn.k_conv": rows["attn.k"], "attn.v_conv": rows["attn.v"]}
-        if shape.block_indexer is not None:
+        if shape.block_indexer is not None and not shape.block_indexer.pooled:
             rows["attn.indexer.q"] = kept_U.repeat_interleave(shape.block_indexer.head_dim)
     if shape.latent is not None:
         if shape.latent.gated:
@@ -147,8 +147,8 @@ def resized(arch: Arch, widths: Widths) -> Arch:
 
 
 def _with_heads_of_indexers(layer: LayerShape) -> LayerShape:
-    """Return a layer whose indexer of blocks has a head for each KV head."""
-    if layer.block_indexer is None:
+    """Return a layer whose indexer of blocks has a head for each KV head, unless it has one for all."""
+    if layer.block_indexer is None or layer.block_indexer.pooled:
         return layer
     return replace(layer, block_indexer=replace(layer.block_indexer, num_heads=layer.num_kv_heads))
 
@@ -230,6 +230,8 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
+    if arch.has_ngrams:
+        return f"tables of n-grams of this {arch.family} model differ by the number of tables before them."
     whole = [each for each in arch.layers if each.latent is not None and each.window is None]
     if arch.has_latents and len({each.indexer is None for each in whole}) > 1:
         return f"layers of this {arch.family} model attend to the keys that the indexers of others choose."

@@ -240,7 +240,7 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     outer: dict[str, tuple[int, ...]] = {"embed.weight": (arch.vocab_size, arch.hidden_size)}
     if arch.position_offset is not None:
         outer[POSITIONS] = (arch.num_position_rows, arch.hidden_size)
-    if not arch.unit_norms:
+    if not arch.unit_norms and arch.norms_stream:
         outer["norm.weight"] = (arch.hidden_size,)
     if arch.embed_norm_weight:
         outer[EMBED_NORM] = (arch.hidden_size,)

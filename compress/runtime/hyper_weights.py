@@ -1,18 +1,28 @@
-"""The hyper-connections of a model as its kernels take them, from the parameters that a checkpoint has."""
+"""The hyper-connections, or the gated residuals, of a model as its kernels take them, from the parameters
+that a checkpoint has."""
 
 import torch
 from torch import Tensor
 
 from compress.kernels.operands.hyper import HyperWeights
 from compress.models.arch import Arch
-from compress.models.hyper_connection import MeanOfStreams
+from compress.models.gated_residual import GatedResiduals
+from compress.models.hyper_connection import HyperConnections, MeanOfStreams
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
+from compress.runtime.gated_residual import GatedResidualWeights, gated_residual_weights
+
+OfStreams = HyperWeights | GatedResidualWeights
+"""The weights by which a half-layer reads the streams of the residual and adds to them."""
 
 
-def hyper_weights(arch: Arch, weights: Weights, name: str, deployment: Deployment) -> HyperWeights | None:
-    """Return the hyper-connection by its canonical name, None where there is none. Its parameters stay
-    float32."""
+def hyper_weights(arch: Arch, weights: Weights, name: str, deployment: Deployment) -> OfStreams | None:
+    """Return the hyper-connection, or the gated residual, by its canonical name, None where there is none.
+    The parameters of the first stay float32."""
+    if isinstance(arch.hyper, GatedResiduals):
+        if f"{name}.down.weight" not in weights:
+            return None
+        return gated_residual_weights(arch, arch.hyper, weights, name, deployment)
     if arch.hyper is None or f"{name}.weight" not in weights:
         return None
 
@@ -23,8 +33,8 @@ def hyper_weights(arch: Arch, weights: Weights, name: str, deployment: Deploymen
     return HyperWeights(arch.hyper, arch.norm_eps, placed("weight"), placed("bias"), placed("gains"))
 
 
-def head_hyper(arch: Arch, outer: Weights, deployment: Deployment) -> HyperWeights | MeanOfStreams | None:
+def head_hyper(arch: Arch, outer: Weights, deployment: Deployment) -> OfStreams | MeanOfStreams | None:
     """Return what joins the streams for the last norm, None where there is one stream."""
-    if arch.hyper is not None and arch.hyper.mean_head:
+    if isinstance(arch.hyper, HyperConnections) and arch.hyper.mean_head:
         return MeanOfStreams(arch.hyper.num_streams)
     return hyper_weights(arch, outer, "norm.hyper", deployment)

@@ -56,7 +56,17 @@ class JointKept:
     states: RecurrentStates
 
 
-Kept = Pages | RecurrentStates | JointKept | None
+@dataclass(frozen=True)
+class NGramKept:
+    """The states of a layer that adds embeddings of n-grams: those of its recurrence, the last tokens of
+    sequences, and the last inputs of the convolution of these embeddings."""
+
+    states: RecurrentStates
+    tokens: RecurrentStates
+    inputs: RecurrentStates
+
+
+Kept = Pages | RecurrentStates | JointKept | NGramKept | None
 """A layer keeps pages or states of sequences, or both, and nothing where it has an FFN only."""
 
 
@@ -215,8 +225,8 @@ class KVCache:
             elif not layer.has_mixer:
                 self._layers.append(None)
             elif not layer.attends:
-                assert state is not None
-                self._layers.append(next_states(state))
+                own, *of_ngrams = map(next_states, layer.states(arch.hidden_size))
+                self._layers.append(NGramKept(own, *of_ngrams) if of_ngrams else own)
             else:
                 pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
                 self._layers.append(pages if state is None else JointKept(pages, next_states(state)))

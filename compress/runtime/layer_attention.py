@@ -6,7 +6,7 @@ q, k and v, H heads, C head dimension, B blocks of the longest sequence, R seque
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.kv_cache import NGramKept
 from compress.runtime.layer_convs import ConvPart
 from compress.runtime.loader import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
@@ -43,7 +44,7 @@ class Projected:
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
     gates that a linear of latents computes [T, Z], the factors of what each head attends to, float32 [T, H],
     and the numbers of heads of relative logits, float32 [T, H, R]. With a `conv`, which has states, too, they
-    are rows that it is added to."""
+    are rows that it is added to, and with the weights `conv_FW` of a convolution its inputs."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -54,6 +55,7 @@ class Projected:
     gates_TH: Tensor | None = None
     relative_THR: Tensor | None = None
     conv: ConvPart | None = None
+    conv_FW: Tensor | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
@@ -263,6 +265,25 @@ def _head_key(shape: LayerShape) -> tuple[int, int]:
 
 def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
     return shape.rope, shape.head_dim
+
+
+def with_ngrams(
+    layer: LayerWeights,
+    x_TE: Tensor,
+    digits_TN: Tensor,
+    where: Projected,
+    attend: Attend,
+    phase: Phase,
+    kept: NGramKept,
+) -> Tensor:
+    """Return the streams [T, n D] with the embeddings of n-grams that a layer adds to them. `where` are the
+    rows of the pass, whose states are `kept`."""
+    assert layer.ngrams is not None
+
+    def convolve(rows_TF: Tensor, conv_FW: Tensor, states: RecurrentStates) -> Tensor:
+        return attend(layer, replace(where, qkv_TF=rows_TF, kv=states, conv_FW=conv_FW))
+
+    return layer.ngrams.added(x_TE, digits_TN, kept, convolve, phase)
 
 
 def gates_of_heads(layer: LayerWeights, rows_TD: Tensor, phase: Phase) -> Tensor:

@@ -18,6 +18,7 @@ from compress.models.arch import Arch
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.weights import Weights, dense, layer_embed_weights
 from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.ngrams import with_digits
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def layer_embed_linears(
 
 def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     """Return the table [V, D + L P] of the embeddings of all tokens for the model, and for all layers where
-    tokens have those."""
+    tokens have those; where layers have embeddings of n-grams, with the digits of tokens."""
     if not arch.layer_embed_size:
-        return embed_VD
+        return with_digits(embed_VD, arch)
     width = arch.hidden_size + arch.num_layers * arch.layer_embed_size
     table_VF = embed_VD.new_empty(arch.vocab_size, width)
     table_VF[:, : arch.hidden_size] = embed_VD
@@ -63,8 +64,11 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
 
 
 def parted(rows_TF: Tensor, arch: Arch) -> tuple[Tensor, list[Tensor] | None]:
-    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, None where there
-    are none."""
+    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, or the digits of
+    tokens [T, N]; None where there are none."""
+    if arch.has_ngrams:
+        digits_TN = rows_TF[:, arch.hidden_size :]
+        return rows_TF[:, : arch.hidden_size].contiguous(), [digits_TN] * arch.num_layers
     if not arch.layer_embed_size:
         return rows_TF, None
     x_TD, inputs_TF = rows_TF.split([arch.hidden_size, rows_TF.shape[1] - arch.hidden_size], dim=1)

@@ -11,10 +11,11 @@
 A layer may have one of the two halves only, and an FFN without gates is down(act(up(norm(x)))).
 
 Norms, the rows that linears read and additions to x are those of `stream_ops.py`. Where tokens have
-embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own. Where both halves
-read one input, it is normed once, or by a norm of each. The stream x may be a fraction of the hidden states
-(`loader.py`). Where it is several streams, each half reads a mixture of them and is added to each
-(`models/hyper_connection.py`); with AltUp a layer computes one stream, and the others follow (`altup.py`).
+embeddings for each layer, a layer ends with x = x + norm(out(act(gate(x)) * e)) of its own; where a layer has
+embeddings of n-grams, it begins with them (`ngrams.py`). Where both halves read one input, it is normed once,
+or by a norm of each. The stream x may be a fraction of the hidden states (`loader.py`). Where it is several
+streams, each half reads a mixture of them and is added to each (`models/hyper_connection.py`); with AltUp a
+layer computes one stream, and the others follow (`altup.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
@@ -42,7 +43,7 @@ from compress.runtime.convolutions import Convolutions
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import FfnHalves
 from compress.runtime.fused_linear import BoundKernel, Rows
-from compress.runtime.kv_cache import JointKept, Kept
+from compress.runtime.kv_cache import JointKept, Kept, NGramKept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import (
     Attend,
@@ -51,6 +52,7 @@ from compress.runtime.layer_attention import (
     gates_of_heads,
     joint_output,
     relative_states,
+    with_ngrams,
 )
 from compress.runtime.loader import LayerWeights
 from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
@@ -148,6 +150,11 @@ class LayerRunner:
         if layer.qkv is None or kv is None:
             return self._after_mixer(layer, stream, phase, reader, input_TP=input_TP)
         convs = None
+        if isinstance(kv, NGramKept):
+            assert input_TP is not None
+            where = Projected(stream.x_TD, positions_T, slots_T, kv.states)
+            stream = Stream(with_ngrams(layer, stream.x_TD, input_TP, where, attend, phase, kv))
+            kv = kv.states
         factors_TF = None
         if self._arch.shares_norm:
             qkv_rows, ffn_rows = self.ops.rows_of_both(layer, stream.x_TD, phase)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
@@ -41,12 +40,14 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.expert_loader import load_experts
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
+from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.head_weights import growth_of, profiles_of, sinks_of
-from compress.runtime.hyper_weights import hyper_weights
+from compress.runtime.hyper_weights import OfStreams, hyper_weights
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_convs import LayerConvs, layer_convs
 from compress.runtime.layer_embed import LayerEmbedLinears, layer_embed_linears
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
+from compress.runtime.ngrams import NGramWeights, ngram_weights
 from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining, load_outer
 from compress.runtime.row_norms import (
@@ -79,6 +80,7 @@ class LayerWeights:
     `altup` computes the other streams of the residual, and `laurel` a residual around attention. `relative`
     computes the numbers of heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to
     keys, values and the outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN.
+    `ngrams` are embeddings of n-grams.
     """
 
     shape: LayerShape
@@ -108,8 +110,8 @@ class LayerWeights:
     layer_embed: LayerEmbedLinears | None = None
     xielu_4: Tensor | None = None
     recurrent_o: FusedLinear | None = None
-    attn_hyper: HyperWeights | None = None
-    ffn_hyper: HyperWeights | None = None
+    attn_hyper: OfStreams | None = None
+    ffn_hyper: OfStreams | None = None
     altup: AltUpWeights | None = None
     laurel: LaurelLinears | None = None
     attn_norm_gate: NormGate | None = None
@@ -118,6 +120,7 @@ class LayerWeights:
     profiles_RE: Tensor | None = None
     convs: LayerConvs | None = None
     ffn_scale: float = 1.0
+    ngrams: NGramWeights | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -130,17 +133,18 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        others = (
-            *(self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper),
-            *(self.altup, self.laurel, self.attn_norm_gate, self.ffn_norm_gate),
-        )
-        own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
-            (self.mamba, self.conv_FW, self.convs, self.profiles_RE)
-        )
+        parts = (*self._with_linears, self.attn_hyper, self.ffn_hyper)
+        own += sum(each.weight_bytes for each in parts if each is not None)
+        own += packed_bytes((self.mamba, self.conv_FW, self.convs, self.profiles_RE))
         if self.experts is None:
             return own
         hit = self.experts.facts.top_k if experts_hit is None else experts_hit
         return own + self.experts.bytes_read(hit)
+
+    @property
+    def _with_linears(self) -> tuple[Any, ...]:
+        first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
+        return (*first, self.attn_norm_gate, self.ffn_norm_gate, self.ngrams)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:
         """Return whether the rows of a phase go through the shared expert among the others."""
@@ -156,12 +160,13 @@ class LayerWeights:
             for row in each.report(layer_idx)
             if not self._is_unused(each, row["phase"])
         ]
-        others = (
-            *(self.latent, self.delta, self.layer_embed, self.altup, self.laurel),
-            *(self.attn_norm_gate, self.ffn_norm_gate),
-        )
-        rows += [row for each in others if each is not None for row in each.report(layer_idx)]
+        gated = (each for each in (self.attn_hyper, self.ffn_hyper) if isinstance(each, GatedResidualWeights))
+        rows += [row for each in (*self._with_linears, *gated) if each for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
+
+
+OF_LINEARS = StreamLinears, GatedResidualWeights
+"""The weights of streams outside of the layers that are linears."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class ModelWeights:
     deployment: Deployment
     embed_VD: Tensor
     layers: tuple[LayerWeights, ...]
-    norm: RowNorm
+    norm: RowNorm | None
     head: FusedLinear
     hyper: Joining | None = None
     first: StreamLinears | None = None
@@ -213,7 +218,7 @@ class ModelWeights:
     @property
     def _outer_bytes(self) -> int:
         """The bytes that a decode step reads of the linears outside of the layers."""
-        of_streams = [each for each in (self.first, self.hyper) if isinstance(each, StreamLinears)]
+        of_streams = [each for each in (self.first, self.hyper) if isinstance(each, OF_LINEARS)]
         return self.head.weight_bytes + sum(each.weight_bytes for each in of_streams)
 
 
@@ -307,6 +312,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         laurel=laurel_linears(arch, weights, deployment),
         attn_norm_gate=NormGate.of(shape, "attn_norm", weights, deployment),
         ffn_norm_gate=NormGate.of(shape, "ffn_norm", weights, deployment),
+        ngrams=ngram_weights(arch, shape.ngrams, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
     )

@@ -28,6 +28,7 @@ from compress.runtime.altup import StreamLinears
 from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.chunked_attention import check_chunks
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
+from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.kv_cache import Kept, KVCache
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_embed import parted
@@ -209,6 +210,8 @@ class ModelRunner:
         rows += self._weights.head.report(None)
         of_streams = (self._weights.first, self._weights.hyper)
         rows += [row for each in of_streams if isinstance(each, StreamLinears) for row in each.report()]
+        if isinstance(self._weights.hyper, GatedResidualWeights):
+            rows += self._weights.hyper.report(None)
         return rows + self._layers.kernel_report()
 
     def _hidden(

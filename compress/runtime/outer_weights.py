@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
@@ -21,12 +20,12 @@ from compress.runtime.altup import StreamLinears, stream_linears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
-from compress.runtime.hyper_weights import head_hyper
+from compress.runtime.hyper_weights import OfStreams, head_hyper
 from compress.runtime.layer_embed import with_layer_inputs
 from compress.runtime.row_norms import stream_norm, stream_scale
 
-Joining = HyperWeights | MeanOfStreams | StreamLinears
-"""The weights by which the streams of the residual are joined for a norm, in one of three ways."""
+Joining = OfStreams | MeanOfStreams | StreamLinears
+"""The weights by which the streams of the residual are joined, in one of four ways."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class OuterWeights:
 
     embed_VD: Tensor
     positions_ND: Tensor | None
-    norm: RowNorm
+    norm: RowNorm | None
     head: FusedLinear
     hyper: Joining | None
     first: StreamLinears | None
@@ -93,15 +92,17 @@ def with_positions(x_TD: Tensor, positions_ND: Tensor | None, positions_T: Tenso
     return x_TD + F.embedding(positions_T.clamp(0, len(positions_ND) - 1), positions_ND)
 
 
-def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm, FusedLinear]:
-    """Return the last norm and the head of the outer weights.
+def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm | None, FusedLinear]:
+    """Return the last norm, None where the head has none, and the head of the outer weights.
 
     Raises:
         EnvironmentUnfit: no kernel serves the head.
     """
     head = {"head.weight": outer["embed.weight" if arch.tied_head else "head.weight"]}
     head |= {"head.bias": outer["head.bias"]} if arch.head_bias else {}
-    norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
+    norm = None
+    if arch.norms_stream:
+        norm = stream_norm(arch, outer, "norm", deployment, scale=arch.logit_scale)
     return norm, fuse(("head",), head, deployment)
 
 

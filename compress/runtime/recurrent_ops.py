@@ -6,6 +6,7 @@ Shapes: T rows, H heads, V value dimension, B blocks of the longest sequence, R 
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
@@ -58,7 +59,8 @@ class RecurrentOps:
         return Sequences(query_lens, context_lens_R, slots_R.contiguous(), starts_R, of_row_T, *of_lists)
 
     def recurred(self, layer: LayerWeights, projected: "Projected", sequences: Sequences | None) -> Tensor:
-        """Return the gated outputs of a recurrence [T, H V], or rows with a convolution added."""
+        """Return the gated outputs of a recurrence [T, H V], or rows with a convolution added, or the
+        outputs of a convolution of the rows themselves, whose weights come with them."""
         states = projected.kv
         assert isinstance(states, RecurrentStates)
         fn = self._ops[_key(states.recurrence)].kernel.fn
@@ -68,6 +70,12 @@ class RecurrentOps:
                 projected.qkv_TF, conv.weight_FW, states, sequences, first_channel=conv.first_channel
             )
             return added_TF
+        if projected.conv_FW is not None:
+            ones_TF = torch.ones_like(projected.qkv_TF)
+            of_rows_TF: Tensor = fn(
+                torch.cat((ones_TF, ones_TF, projected.qkv_TF), dim=1), projected.conv_FW, states, sequences
+            )
+            return of_rows_TF
         operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
         facts: dict[str, Any] = {}
         if layer.delta is not None:

@@ -17,7 +17,7 @@ from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
-from compress.runtime.kv_cache import JointKept, Kept, KVCache
+from compress.runtime.kv_cache import JointKept, Kept, KVCache, NGramKept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
 
@@ -85,6 +85,8 @@ class _ScratchPages:
             return None
         if isinstance(like, JointKept):
             return JointKept(self._pages(layer_idx, like.pages), self._states_like(like.states))
+        if isinstance(like, NGramKept):
+            return NGramKept(*map(self._states_like, (like.states, like.tokens, like.inputs)))
         if isinstance(like, RecurrentStates):
             return self._states_like(like)
         return self._pages(layer_idx, like)

@@ -4,8 +4,9 @@ the addition of the output of a half-layer.
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
 and norms the stream for the linear that follows, which is the next layer's or the head, and for the branches
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
-Where the residual is several streams, a kernel joins them before each half and norms their mixture, and
-another adds the output of the half to each (`models/hyper_connection.py`).
+Where the residual is several streams, a kernel joins them before each half and norms their mixture, or they
+are joined by gates (`gated_residual.py`), and a kernel adds the output of the half to each
+(`models/hyper_connection.py`).
 
 Shapes: T rows, D hidden, V vocabulary.
 """
@@ -23,6 +24,7 @@ from compress.runtime.altup import StreamLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import Half
 from compress.runtime.fused_linear import BoundKernel, Rows
+from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.loader import LayerWeights
 from compress.runtime.stream import Reader, Stream, ffn_reader, same_quant
 
@@ -46,7 +48,8 @@ class StreamOps:
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
         if arch.hyper is not None:
             sizes = arch.hidden_size, arch.hyper.num_streams
-            self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
+            if arch.norms_stream:
+                self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
             self._ops["hyper_spread"] = bound("hyper_spread", *sizes)
         if arch.logit_softcap is not None:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
@@ -103,6 +106,8 @@ class StreamOps:
     def entered(self, stream: Stream, reader: Reader, phase: Phase) -> tuple[Rows, Tensor | None]:
         """Return `rows`, and the factors by which the output of the half-layer is added to the residual where
         that is several streams."""
+        if isinstance(reader.hyper, GatedResidualWeights):
+            return reader.hyper.enter(stream.x_TD, phase)
         if isinstance(reader.hyper, HyperWeights):
             mix = self._ops["hyper_mix"].kernel.fn
             rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)

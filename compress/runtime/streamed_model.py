@@ -34,12 +34,12 @@ from compress.runtime.stream import Reader, Stream, mixer_reader
 
 def why_not_streamed(arch: Arch) -> str | None:
     """Return why a model cannot be scored layer by layer, None where it can."""
-    if not arch.kv_sources and not arch.layer_embed_size and not arch.altup_streams:
+    if not (arch.kv_sources or arch.layer_embed_size or arch.altup_streams or arch.has_ngrams):
         return None
     return (
         f"layers of this {arch.family} model read more than the stream (keys and values or latents of "
-        "others, or embeddings of their own), or compute one of several, so it is not scored layer by "
-        "layer: score it loaded."
+        "others, or embeddings of their own or of n-grams), or compute one of several, so it is not scored "
+        "layer by layer: score it loaded."
     )
 
 

@@ -117,3 +117,62 @@ def test_streams_of_which_layers_compute_one_go_through_every_stage(
         weights = after.layer(idx)
         assert isinstance(weights["laurel.left.weight"], torch.Tensor)
         assert isinstance(weights["altup.router.weight"], torch.Tensor)
+
+
+STATED_QWEN4: dict[str, Any] = {
+    "model_type": "qwen4_exp_text",
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "hc_count": 3,
+    "hc_lowrank": 16,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 128,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1, 3],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 300,
+    "split_ngram_parts": 4,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G32", "FP8_DYNAMIC"])
+def test_streams_that_are_read_through_gates_and_n_grams_go_through_every_stage(
+    recipe: Recipe, command: Command, work: Path, tmp_path: Path, scheme: str
+) -> None:
+    source = write_tiny_model(tmp_path / "source", **STATED_QWEN4)
+    smooth = {"kind": "awq"} if scheme == "W4A16_G32" else None
+    quantize = {**QUANTIZE, "scheme": scheme, "smooth": smooth, "round": {"kind": "gptq"}}
+    prune = {"kind": "prune", "experts": {"keep": 0.75}}
+    path = recipe(model=str(source), stages=[CALIBRATE, prune, quantize, RECOVER, EXPORT, VALIDATE])
+    for arguments in (("plan", path, "--offline"), ("run", path, "--run-dir", work / "run", "--json")):
+        code, _, err = command(*arguments)
+        assert code == 0, err
+    after = open_checkpoint(open_artifact(work / "run" / "artifacts" / "export").path)
+    before = open_checkpoint(source)
+    assert after.arch.hyper == before.arch.hyper
+    assert [layer.ngrams for layer in after.arch.layers] == [layer.ngrams for layer in before.arch.layers]
+    assert [layer.experts.num_experts for layer in after.arch.layers if layer.experts] == [3, 3, 3]
+    linears = {
+        f"layers.{idx}.{name}" for idx, layer in enumerate(after.arch.layers) for name in layer.linears
+    }
+    assert after.schemes.keys() == linears
+    for idx in (0, 2):
+        stored, written = before.layer(idx), after.layer(idx)
+        for name in stored:
+            if name.startswith("ngrams.") and ".hyper" not in name:
+                assert torch.equal(stored[name], written[name]), name  # type: ignore[arg-type]

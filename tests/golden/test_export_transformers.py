@@ -125,6 +125,8 @@ EXPORTED = [
     ("seed_oss", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
     ("gemma3n", "W4A16_G32"),
+    ("qwen4_exp_text-tied", "FP8_DYNAMIC"),
+    ("qwen4_exp", "FP8_DYNAMIC"),
     ("gemma3n-slices", "FP8_DYNAMIC"),
     ("gemma3n-vision", "INT8_DYNAMIC"),
     ("gemma4", "W4A16_G32"),

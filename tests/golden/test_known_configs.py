@@ -91,8 +91,10 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
+    budget = getattr(theirs, "indexer_budget", None)
+    of_budget = MAX_POSITIONS if budget is None else budget + theirs.indexer_compress_ratio - 1
     assert arch.max_position == min(
-        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS), of_blocks
+        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS), of_blocks, of_budget
     )
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)

@@ -64,6 +64,8 @@ EXPORTED = [
     ("kimi_linear", "FP8_DYNAMIC"),
     ("mimo_v2_flash", "W4A16_G128"),
     ("bailing_hybrid", "FP8_DYNAMIC"),
+    ("qwen4_exp_text-without-ngrams", "W4A16_G128"),
+    ("qwen4_exp_text", "FP8_DYNAMIC"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -111,6 +113,7 @@ IN_MEMORY = (
     "flint",
     "mimo_v2_flash",
     "qwen3_next",
+    "qwen4_exp_text-without-ngrams",
     "granitemoehybrid-h-experts",
     "lfm2_moe",
 )
@@ -403,6 +406,8 @@ COMBINED: list[tuple[str, str, str | None, dict[str, str | None], bool]] = [
     ("bailing_hybrid", "W4A16_G128", None, {}, False),
     ("bailing_hybrid", "W4A16_G128", None, {"*.moe.experts.*": "FP8_DYNAMIC"}, True),
     ("bailing_hybrid", "W8A16", None, DENSE_EXPERTS, False),
+    ("qwen4_exp_text", "W4A16_G128", None, {}, False),
+    ("qwen4_exp_text", "W4A16_G128", None, {"*.moe.experts.*": "FP8_DYNAMIC"}, True),
 ]
 
 

@@ -74,6 +74,7 @@ REFUSED = {
         "deepseek_v32",
         "glm_moe_dsa",
         "hy_v4",
+        "qwen4_exp",
         "afmoe",
         "axk1",
         "axk2",

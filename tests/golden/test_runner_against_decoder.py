@@ -11,6 +11,7 @@ from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
@@ -27,7 +28,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
-from tests.support.tiny_source import LIKE_LARGE4, tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_LARGE4, LIKE_QWEN4, tiny_shape, tiny_source
 
 LATENT = {
     "num_kv_heads": 4,
@@ -765,6 +766,13 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(only_half="ffn"),
         ),
     },
+    "streams that are read through gates": {
+        "hyper": GatedResiduals(4, 24),
+        "norm_offset": 1.0,
+        "embed_scale": 2.5,
+        "layers": (tiny_shape(window=5), tiny_shape(experts=Experts(6, 2, 48, shared_size=64))),
+    },
+    "embeddings of n-grams": LIKE_QWEN4,
     "streams of which layers compute one": {
         "block": "sandwich",
         "altup_streams": 3,
@@ -1020,6 +1028,7 @@ RARE = [
     *("streams of which layers compute one", "gates that are sparse", "gemma 3n"),
     *("relative logits", "relative logits of grown scores beyond a chunk", "convolutions with a residual"),
     *("experts that all tokens choose", "a head with rows of padding", "inkling"),
+    *("streams that are read through gates", "embeddings of n-grams"),
 ]
 
 

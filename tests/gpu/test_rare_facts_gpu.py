@@ -27,11 +27,13 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
+from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.mamba2 import Mamba2
+from compress.models.ngrams import NGrams
 from compress.models.random_source import RandomSource
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
@@ -88,6 +90,7 @@ UNROTATED = replace(
     rope=None,
     latent=Latent(q_rank=0, kv_rank=384, rope_dim=0, value_dim=128, interleaved=True),
 )
+NGRAMS = NGrams(3, 8, 24, 4, 4, base=500, index=0, seed=9, eos=5, divisor=128, num_parts=3)
 FACTS: dict[str, dict[str, Any]] = {
     "hy 4": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
@@ -96,6 +99,18 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LATENT, output_gate=True),
             replace(LATENT, output_gate=True, experts=CAPPED, expert_cap=0.125, intermediate_size=128),
             replace(LATENT, output_gate=True),
+        ),
+    },
+    "qwen 4": {
+        "hyper": GatedResiduals(4, 128),
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "layers": (
+            replace(LAYER, recurrence=DeltaNet(8, 4, 128, 128, 4), rope=None, ngrams=NGRAMS),
+            replace(LAYER, output_gate=True, experts=SPARSE.experts, intermediate_size=176),
+            replace(
+                LAYER, recurrence=DeltaNet(8, 4, 128, 128, 4), rope=None, ngrams=replace(NGRAMS, index=1)
+            ),
         ),
     },
     "streams that are mixed": {
@@ -681,7 +696,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        *("mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n"),
+        *("mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n", "qwen 4"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:

@@ -122,6 +122,7 @@ CONFIGS: dict[str, Any] = {
     "kimi_linear": transformers.KimiLinearConfig,
     "bailing_hybrid": transformers.BailingHybridConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+    "qwen4_exp_text": transformers.Qwen4ExpTextConfig,
     "internlm3": transformers.InternLM3Config,
     "iquestcoder": transformers.IQuestCoderConfig,
     "youtu": transformers.YoutuConfig,
@@ -147,6 +148,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
     "qwen3_5": transformers.Qwen3_5Config,
     "qwen3_5_moe": transformers.Qwen3_5MoeConfig,
+    "qwen4_exp": transformers.Qwen4ExpConfig,
     "gemma4_unified": transformers.Gemma4UnifiedConfig,
     "glm46v": transformers.Glm46VConfig,
     "glm4v_moe": transformers.Glm4vMoeConfig,
@@ -384,6 +386,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_5_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "qwen4_exp": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "paddleocr_vl": {"vision_config": _VISION, **_QWEN_IDS},
     "glm_ocr": _GLM4V,
     "lfm2_vl": {
@@ -695,6 +698,16 @@ _GEMMA3N = {
     "vocab_size_per_layer_input": 97,
     "laurel_rank": 8,
 }
+_QWEN4 = {
+    "head_dim": 8,
+    "hc_lowrank": 20,
+    "indexer_n_heads": 3,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 70,
+}
 NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
@@ -730,6 +743,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "minimax_m3_vl_text": {"head_dim": 8, "rotary_dim": 8},
     "minimax_m3_vl": {"head_dim": 8, "rotary_dim": 8},
+    "qwen4_exp_text": _QWEN4,
+    "qwen4_exp": _QWEN4,
     "gemma3n_text": _GEMMA3N,
     "gemma3n": _GEMMA3N,
     "gemma4_text": _GEMMA4,
@@ -851,6 +866,19 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+}
+# Qwen4: embeddings of n-grams in both layers with a delta net, and an indexer that chooses all blocks.
+NGRAMS = {
+    **EXPERTS,
+    **DELTA_NET,
+    "shared_expert_intermediate_size": 56,
+    "hc_count": 3,
+    "indexer_budget": 36,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "ple_layer_ids": [1, 3],
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 3,
+    "make_ngram_vocab_size_divisible_by": 16,
 }
 # A delta net of OLMo Hybrid, whose betas are doubled, before attention.
 TWO_BLOCKS = {
@@ -2568,6 +2596,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe",
         {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "head_dim": 16},
     ),
+    "qwen4_exp_text": ("qwen4_exp_text", NGRAMS),
+    "qwen4_exp_text-tied": (
+        "qwen4_exp_text",
+        {
+            **EXPERTS,
+            **OTHER_DELTA_NET,
+            "norm_topk_prob": False,
+            "ple_layer_ids": [3],
+            "ngram_size": 4,
+            "heads_per_ngram": 1,
+            "ple_embed_dim": 18,
+            "ple_conv_kernel_size": 3,
+            "split_ngram_parts": 1,
+            "seed": 7,
+            "eos_token_id": [5, 2],
+        },
+    ),
+    "qwen4_exp_text-without-ngrams": (
+        "qwen4_exp_text",
+        {**EXPERTS, **DELTA_NET, "indexer_compress_ratio": 8},
+    ),
+    "qwen4_exp": ("qwen4_exp", {**NGRAMS, "head_dim": 16}),
+    "qwen4_exp-without-ngrams": (
+        "qwen4_exp",
+        {**EXPERTS, **DELTA_NET, "head_dim": 16, "shared_expert_intermediate_size": 40},
+    ),
     "nanochat": ("nanochat", {"rope_parameters": LLAMA3}),
     "nanochat-biases-tied": (
         "nanochat",
@@ -3163,6 +3217,10 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if stated.get("kv_source_layers"):
         for name in ("kv_source_layers", "no_rope_layers", "indexer_types"):
             stated[name] = stated[name][: stated["num_hidden_layers"]]
+    if stated.get("ple_layer_ids"):
+        stated["ple_layer_ids"] = [
+            each for each in stated["ple_layer_ids"] if each <= stated["num_hidden_layers"]
+        ]
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])

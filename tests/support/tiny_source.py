@@ -1,13 +1,19 @@
 """Small random decoders stated by their facts, for tests of the serving forward."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.delta_net import DeltaNet
+from compress.models.experts import Experts
+from compress.models.gated_residual import GatedResiduals
+from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.ngrams import NGrams
 from compress.models.weights import MemorySource
 
 
@@ -64,6 +70,29 @@ LIKE_LARGE4: dict[str, Any] = {
     ),
 }
 """Facts of a model with latent attention whose layers share latents, some of which encode no positions."""
+
+NGRAMS = NGrams(3, 2, 14, 3, 4, base=60, index=0, seed=9, eos=5, divisor=16, num_parts=3)
+"""Embeddings of triples and pairs of tokens, in three streams; token 5 ends a sequence."""
+LIKE_QWEN4: dict[str, Any] = {
+    "hyper": GatedResiduals(3, 16),
+    "norm_offset": 1.0,
+    "qk_norm": True,
+    "layers": (
+        tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None, ngrams=NGRAMS),
+        tiny_shape(
+            output_gate=True,
+            rope=Rope(10000.0, rotary_dim=8),
+            experts=Experts(6, 2, 48, shared_size=64, shared_gate=True, renormalize=True),
+            block_indexer=BlockIndexer(3, 12, 16, 200, pooled=True),
+        ),
+        tiny_shape(
+            recurrence=DeltaNet(4, 2, 8, 12, 4),
+            rope=None,
+            ngrams=replace(NGRAMS, index=1, order=4, head_dim=7),
+        ),
+    ),
+}
+"""Facts of a model with gated residuals, a pooled indexer and embeddings of n-grams of two kinds."""
 
 
 def tiny_source(**changes: Any) -> MemorySource:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.arch_params import dense_layer_params
+from compress.models.arch_params import large_dense_params
 from compress.models.overrides import decide, overridden
 from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import Scheme
@@ -140,7 +140,7 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
 def outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int = 2) -> int:
     """Return the bytes on disk of embeddings, of the head, and of the linears of layers that no
     scheme quantizes; all have numbers of `itemsize` bytes, unless the head has a scheme."""
-    dense_bytes = itemsize * (arch.num_outer_params + dense_layer_params(arch))
+    dense_bytes = itemsize * (arch.num_outer_params + large_dense_params(arch))
     if arch.tied_head:
         return dense_bytes
     shape = arch.vocab_size, arch.hidden_size

@@ -129,7 +129,10 @@ def of_whole_graph(
     return inputs, gradients
 
 
-OF_NO_SCHEME = ("layer_embed.", "altup.", "laurel.")
+OF_NO_SCHEME = (
+    *("layer_embed.", "altup.", "laurel.", "attn_hyper.", "ffn_hyper.", "ngrams."),
+    *("delta.beta", "delta.decay"),
+)
 
 
 def linears_of(decoder: Decoder) -> dict[tuple[int, str], torch.nn.Module]:

@@ -1,0 +1,126 @@
+"""Layers with embeddings of n-grams are served: each keeps the last tokens of a sequence and the last inputs
+of their convolution beside its recurrence, and no way to serve a request changes what they compute."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compress.errors import UsageError
+from compress.kernels.operands.recurrent_states import RecurrentStates
+from compress.models.short_conv import ShortConv
+from compress.models.weights import MemorySource
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.kv_cache import KVCache, NGramKept, kv_bytes_per_token, slot_bytes
+from compress.runtime.layer_embed import parted, with_layer_inputs
+from compress.runtime.ngrams import NUM_DIGITS, ids_of, with_digits
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.speculation import Speculative
+from compress.runtime.streamed_model import StreamedModel
+from tests.support.tiny_source import LIKE_QWEN4, tiny_source
+from tests.unit.runtime.test_half_layers_served import (
+    CPU,
+    LONG,
+    REQUESTS,
+    SHARED,
+    SIZE,
+    alone,
+    decoded,
+    engine_of,
+    ids,
+    tokens_of,
+)
+
+
+def source_of() -> MemorySource:
+    return tiny_source(**LIKE_QWEN4, max_position=2048)
+
+
+def test_a_layer_keeps_tokens_and_inputs_beside_its_recurrence() -> None:
+    arch = source_of().arch
+    cache = KVCache(arch, num_blocks=4, block_size=SIZE, kv_format="F32", device=CPU)
+    first, second = cache.layer(0), cache.layer(2)
+    assert isinstance(first, NGramKept)
+    assert isinstance(second, NGramKept)
+    assert first.tokens.recurrence == ShortConv.of(2, 3)
+    assert second.tokens.recurrence == ShortConv.of(3, 4)
+    assert first.inputs.recurrence == ShortConv.of(3 * 56, 10)
+    assert second.inputs.recurrence == ShortConv.of(3 * 56, 13)
+    kept = [each for of in (first, second) for each in (of.states, of.tokens, of.inputs)]
+    assert slot_bytes(arch, 1) == sum(RecurrentStates.slot_bytes(each.recurrence, 1) for each in kept)
+    for idx, each in enumerate(kept):
+        each.inputs.fill_(idx + 1)
+    assert [float(each.inputs.mean()) for each in kept] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_digits_of_every_token_are_exact(dtype: torch.dtype) -> None:
+    arch = source_of().arch.replace(vocab_size=70_000)
+    table_VF = with_digits(torch.zeros(70_000, 2, dtype=dtype), arch)
+    assert table_VF.shape == (70_000, 2 + NUM_DIGITS)
+    assert torch.equal(ids_of(table_VF[:, 2:]).flatten().long(), torch.arange(1, 70_001))
+
+
+def test_rows_of_the_table_are_parted_into_embeddings_and_digits() -> None:
+    source = source_of()
+    embed_VD = torch.randn(101, 56)
+    table_VF = with_layer_inputs(embed_VD, source.outer(), source.arch)
+    x_TD, inputs = parted(table_VF[5:9], source.arch)
+    assert torch.equal(x_TD, embed_VD[5:9])
+    assert inputs is not None
+    assert [ids_of(each).flatten().tolist() for each in inputs] == [[6.0, 7.0, 8.0, 9.0]] * 3
+
+
+def test_a_prefix_that_is_cached_changes_no_token() -> None:
+    source = source_of()
+    engine = engine_of(source, prefix_cache=True)
+    found = [engine.generate([each])[0] for each in REQUESTS]
+    assert [each.tokens for each in found] == alone(source)
+    assert found[3].cached_tokens == len(SHARED)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_prompt_that_is_cut_between_the_tokens_of_an_n_gram_has_the_same_rows(cut: int) -> None:
+    """The budget of a step ends a chunk so many tokens into the prompt."""
+    source = source_of()
+    prompt = (7, 5, 9, 11, 5, 5, 3, 8)
+    requests = [replace(REQUESTS[0], prompt=prompt)]
+    whole = engine_of(source, prefix_cache=False).generate(requests)[0]
+    parts = engine_of(source, prefix_cache=False, max_step_tokens=cut, max_batch_size=1).generate(requests)[0]
+    assert parts.tokens == whole.tokens
+    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_requests_that_lose_their_blocks_go_on() -> None:
+    source = source_of()
+    block = SIZE * kv_bytes_per_token(source.arch, "F32")
+    requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
+    plain = engine_of(source, prefix_cache=False)
+    expected = [plain.generate([each])[0].tokens for each in requests]
+    engine = engine_of(
+        source,
+        max_model_len=128,
+        max_batch_size=4,
+        kv_cache_bytes=14 * block,
+        prefix_cache=False,
+    )
+    assert [each.tokens for each in engine.generate(requests)] == expected
+    assert engine.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft model"])
+def test_speculation_changes_no_token(kind: str) -> None:
+    source = source_of()
+    options = {"ngram": NGram(), "draft model": DraftModel(source)}[kind]
+    assert tokens_of(engine_of(source, speculative=Speculative(options, k=3))) == alone(source)
+
+
+def test_scores_are_those_of_the_decoder_and_no_layer_is_read_alone() -> None:
+    source = source_of()
+    tokens_BS = torch.tensor([ids(75, 8), ids(75, 9)])
+    with torch.inference_mode():
+        found = engine_of(source).runner.score(tokens_BS)
+    assert torch.allclose(found, decoded(source, tokens_BS), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UsageError, match="or of n-grams"):
+        StreamedModel(source, device=CPU, config=EngineConfig(max_model_len=512))
