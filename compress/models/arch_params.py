@@ -91,3 +91,13 @@ def dense_layer_params(arch: "Arch") -> int:
     if arch.laurel_rank:
         of_layer += (2 * arch.laurel_rank + 1) * hidden_size
     return arch.layer_embed_size + arch.num_layers * of_layer
+
+
+def routes_by_token(arch: "Arch") -> bool:
+    """Return whether a table chooses the experts of tokens in some layers."""
+    return any(layer.experts is not None and layer.experts.table_size > 0 for layer in arch.layers)
+
+
+def is_compressed(arch: "Arch") -> bool:
+    """Return whether a model has compressed attention, which all of its layers have then."""
+    return any(layer.compressed is not None for layer in arch.layers)

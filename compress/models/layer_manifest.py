@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from compress.errors import StorageError
+from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
@@ -46,6 +47,7 @@ _RARE_FACTS = (
     "relative",
     "residual_convs",
     "scaled_ffn",
+    "compressed",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -57,6 +59,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         layer["experts"] = shape.experts.to_json()
     if shape.latent is not None:
         layer["latent"] = shape.latent.to_json()
+    if shape.compressed is not None:
+        layer["compressed"] = shape.compressed.to_json()
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
@@ -123,6 +127,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         if layer.has("residual_convs")
         else None,
         scaled_ffn=layer.flag("scaled_ffn", default=False),
+        compressed=Compressed.from_json(layer.fields("compressed")) if layer.has("compressed") else None,
     )
 
 

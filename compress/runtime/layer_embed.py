@@ -3,6 +3,9 @@
 They depend on the token alone, so they are computed once, and follow those for the model in the rows
 [D + L P] of one table. A pass takes the rows of its tokens and parts them.
 
+Where a table chooses the experts of tokens (`Experts.table_size`), rows go on with the token itself, as
+digits of base 256, which numbers of 16 bits hold exactly.
+
 Shapes: T rows, D hidden, L layers, P width of an embedding for a layer, V vocabulary.
 """
 
@@ -15,9 +18,14 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import RowNorm
 from compress.models.arch import Arch
+from compress.models.arch_params import routes_by_token
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.weights import Weights, dense, layer_embed_weights
 from compress.runtime.fused_linear import FusedLinear
+
+_BASE = 256
+NUM_DIGITS = 8
+"""Digits of a token in a row of the table: 16 bytes of a row of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,23 @@ def layer_embed_linears(
     )
 
 
+def digits_of_tokens(num_tokens: int) -> Tensor:
+    """Return the digits [V, `NUM_DIGITS`] of tokens, int64, the last digit first; zeros fill them up."""
+    places = _BASE ** torch.arange(NUM_DIGITS)
+    return torch.arange(num_tokens).unsqueeze(1) // places % _BASE
+
+
+def tokens_of_digits(digits_TN: Tensor) -> Tensor:
+    """Return the tokens int64 [T] of their digits."""
+    places = _BASE ** torch.arange(NUM_DIGITS, device=digits_TN.device)
+    return (digits_TN.to(torch.int64) * places).sum(1)
+
+
 def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     """Return the table [V, D + L P] of the embeddings of all tokens for the model, and for all layers where
     tokens have those."""
+    if routes_by_token(arch):
+        return torch.cat((embed_VD, digits_of_tokens(arch.vocab_size).to(embed_VD)), dim=1)
     if not arch.layer_embed_size:
         return embed_VD
     width = arch.hidden_size + arch.num_layers * arch.layer_embed_size
@@ -63,8 +85,11 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
 
 
 def parted(rows_TF: Tensor, arch: Arch) -> tuple[Tensor, list[Tensor] | None]:
-    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, None where there
-    are none."""
+    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, or the tokens int64
+    [T] for each; None where there are neither."""
+    if routes_by_token(arch):
+        x_TD, digits_TN = rows_TF.split([arch.hidden_size, NUM_DIGITS], dim=1)
+        return x_TD.contiguous(), [tokens_of_digits(digits_TN)] * arch.num_layers
     if not arch.layer_embed_size:
         return rows_TF, None
     x_TD, inputs_TF = rows_TF.split([arch.hidden_size, rows_TF.shape[1] - arch.hidden_size], dim=1)

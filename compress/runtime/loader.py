@@ -35,6 +35,7 @@ from compress.runtime.altup import (
     altup_weights,
     laurel_linears,
 )
+from compress.runtime.compressed_linears import CompressedLinears, compressed_linears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
@@ -79,6 +80,7 @@ class LayerWeights:
     `altup` computes the other streams of the residual, and `laurel` a residual around attention. `relative`
     computes the numbers of heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to
     keys, values and the outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN.
+    With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the others but `o`.
     """
 
     shape: LayerShape
@@ -118,6 +120,7 @@ class LayerWeights:
     profiles_RE: Tensor | None = None
     convs: LayerConvs | None = None
     ffn_scale: float = 1.0
+    compressed: CompressedLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -132,7 +135,7 @@ class LayerWeights:
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
         others = (
             *(self.latent, self.delta, self.layer_embed, self.attn_hyper, self.ffn_hyper),
-            *(self.altup, self.laurel, self.attn_norm_gate, self.ffn_norm_gate),
+            *(self.altup, self.laurel, self.attn_norm_gate, self.ffn_norm_gate, self.compressed),
         )
         own += sum(each.weight_bytes for each in others if each is not None) + packed_bytes(
             (self.mamba, self.conv_FW, self.convs, self.profiles_RE)
@@ -158,7 +161,7 @@ class LayerWeights:
         ]
         others = (
             *(self.latent, self.delta, self.layer_embed, self.altup, self.laurel),
-            *(self.attn_norm_gate, self.ffn_norm_gate),
+            *(self.attn_norm_gate, self.ffn_norm_gate, self.compressed),
         )
         rows += [row for each in others if each is not None for row in each.report(layer_idx)]
         return rows if self.experts is None else rows + self.experts.report(layer_idx)
@@ -309,6 +312,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         ffn_norm_gate=NormGate.of(shape, "ffn_norm", weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
+        compressed=compressed_linears(shape, weights, arch.norm_eps, deployment),
     )
 
 

@@ -64,6 +64,8 @@ EXPORTED = [
     ("kimi_linear", "FP8_DYNAMIC"),
     ("mimo_v2_flash", "W4A16_G128"),
     ("bailing_hybrid", "FP8_DYNAMIC"),
+    ("deepseek_v4", "FP8_DYNAMIC"),
+    ("deepseek_v4", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -131,6 +133,7 @@ RENAMED = (
     "axk2-groups",
     "dots3_note_text",
     "dots3_note_text-windows",
+    "deepseek_v4",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 
