@@ -1,5 +1,5 @@
 """The inputs of layers other than the stream of a rank's samples: the embeddings of tokens for each layer,
-and the keys and values of an earlier layer, or its latents.
+the tokens themselves, and the keys and values of an earlier layer, or its latents.
 
 An embedding for a layer depends on the token alone, so those of all tokens that occur are computed once. Keys
 and values are those of the last pass through their layer: of the compressed layer, once it is compressed.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
+from compress.models.arch_params import reads_tokens
 from compress.models.attention import FullAttention
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.layer_shape import LayerShape
@@ -29,16 +30,17 @@ class SideInputs:
     """The inputs of layers other than the stream, for some samples.
 
     `inputs_ULP` are the embeddings of the tokens that occur, and `rows_NS` where in them each token lies;
-    None where tokens have none. `kept` holds keys and then values [N, S, W] by layer, of those that later
-    layers read, and `shapes` are those of these layers. `ngrams` are the facts of a model whose layers have
-    embeddings of n-grams, and the tokens [N, S] of these samples, of which a piece computes its own.
+    None where tokens have none. `tokens_NS` are the tokens int64, where layers read them. `kept` holds keys
+    and then values [N, S, W] by layer, of those that later layers read, and `shapes` are those of these
+    layers. `ngrams_of` are the facts of a model whose layers have embeddings of n-grams.
     """
 
     inputs_ULP: Tensor | None
     rows_NS: Tensor | None
     kept: Mapping[int, Samples]
     shapes: Mapping[int, LayerShape]
-    ngrams: tuple[Arch, Tensor] | None = None
+    tokens_NS: Tensor | None = None
+    ngrams_of: Arch | None = None
 
     @staticmethod
     def of(
@@ -73,8 +75,8 @@ class SideInputs:
             idx: Samples((*tokens_NS[own].shape, layer.cached_numbers), dtype, device, on_host=on_host)
             for idx, layer in layers.items()
         }
-        ngrams = (arch, tokens_NS[own].to(device)) if arch.has_ngrams else None
-        return SideInputs(inputs_ULP, rows_NS, kept, layers, ngrams)
+        own_NS = tokens_NS[own].to(device=device, dtype=torch.int64) if reads_tokens(arch) else None
+        return SideInputs(inputs_ULP, rows_NS, kept, layers, own_NS, arch if arch.has_ngrams else None)
 
     def twin(self) -> "SideInputs":
         """Return those of the same samples on their way through other layers."""
@@ -85,9 +87,10 @@ class SideInputs:
         attention = FullAttention()
         if self.inputs_ULP is not None and self.rows_NS is not None:
             attention.layer_inputs = _InputsOfPiece(self.inputs_ULP, self.rows_NS[piece])
-        if self.ngrams is not None:
-            arch, tokens_NS = self.ngrams
-            attention.layer_inputs = inputs_of_ngrams(arch, tokens_NS[piece], attention)
+        attention.tokens_BS = None if self.tokens_NS is None else self.tokens_NS[piece]
+        if self.ngrams_of is not None:
+            assert attention.tokens_BS is not None
+            attention.layer_inputs = inputs_of_ngrams(self.ngrams_of, attention.tokens_BS, attention)
         attention.kept = _KeptOfPiece(self, piece)
         return attention
 

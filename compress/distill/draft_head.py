@@ -32,7 +32,7 @@ from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, FullAttention, attend_with_scores
+from compress.models.attention import AttentionFn, Compress, FullAttention, attend_with_scores
 from compress.models.decoder import Decoder
 from compress.models.embedding import looked_up
 from compress.models.logits import logits_of
@@ -71,9 +71,12 @@ class UnrolledAttention:
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        compress: Compress | None = None,
+        rate: int = 0,
     ) -> Tensor:
-        del chunk, kept, source
+        del chunk, kept, source, rate
         assert relative is None, "a head has no relative logits"
+        assert compress is None, "a head has attention to keys and values"
         assert layer_idx == 0, "a head has one layer"
         assert k_BSKC is not None
         assert v_BSKC is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 from compress.models.decoder import Decoder
 from compress.models.family import family_of_arch
 from compress.models.pruning import OF_HEADS, Widths, resized, why_layers_stay, with_layers
@@ -62,6 +63,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
         raise UsageError(
             "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
             "by `prune` instead."
+        )
+    if is_compressed(teacher):
+        raise UsageError(
+            "student: the teacher has compressed attention, from which no student is cut; remove layers by "
+            "`prune` instead."
         )
     if teacher.num_streams > 1 or teacher.laurel_rank:
         raise UsageError(

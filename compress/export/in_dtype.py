@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
+from compress.models.experts import EXPERTS_OF_TOKENS
 from compress.models.weights import Weights, WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -42,7 +43,7 @@ class InDtype:
         stored: dict[str, Tensor | QuantizedWeight] = {}
         for name, value in weights.items():
             stored[name] = value
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not name.endswith(EXPERTS_OF_TOKENS):
                 stored[name] = rounded = value.to(self.dtype)
                 if not bool(torch.isfinite(rounded).all()):
                     raise UnsupportedFormat(

@@ -82,6 +82,7 @@ UNKNOWN = {
     "qwen4_exp_text": "no export of Qwen4 was tested with it",
     "gemma3n": "no export of Gemma 3n was tested with it",
     "gemma3n_text": "no export of Gemma 3n was tested with it",
+    "deepseek_v4": "no export of DeepSeek-V4 was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
     "axk2": "it knows no model_type axk2",
     "dots3_note": "it knows no model_type dots3_note",

@@ -14,6 +14,7 @@ from compress.kernels.operands.recurrent_states import padded_rows
 from compress.kernels.problem import PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 from compress.models.experts import Experts
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
@@ -124,7 +125,8 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     if mixture is not None:
         for parts in dict.fromkeys(layer.shared_parts for layer in arch.layers if layer.experts is not None):
             rows += [each for each in _experts(arch, mixture, device, parts) if each not in rows]
-    rows += _latents(arch, device) + ([] if arch.has_latents else _cached(arch, device))
+    has_others = arch.has_latents or is_compressed(arch)
+    rows += _latents(arch, device) + ([] if has_others else _cached(arch, device)) + _compressed(arch, device)
     rows += _recurrences(arch, device)
     layer = arch.layers[0]
     has_gate = any(each.has_output_gate for each in arch.layers)
@@ -214,6 +216,24 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         for op, phase, n, k, schemes in dict.fromkeys(problems)
         for scheme in schemes
     ]
+
+
+def _compressed(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of compressed attention: of the widths of DeepSeek-V4 where a model has none."""
+    widths = dict.fromkeys(
+        (layer.head_dim, layer.compressed.rope_dim, layer.num_heads)
+        for layer in arch.layers
+        if layer.compressed is not None
+    )
+    problems = [
+        problem
+        for head_dim, rope_dim, num_heads in widths or [(512, 64, 64)]
+        for problem in (
+            device.problem("compressed_store", n=head_dim, k=rope_dim),
+            device.problem("compressed_attention", n=head_dim, k=num_heads, sinks=True),
+        )
+    ]
+    return [_served(each.op, "decode", [each]) for each in problems]
 
 
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:

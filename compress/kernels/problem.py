@@ -24,6 +24,8 @@ Op = Literal[
     "latent_heads",
     "latent_attention",
     "head_linear",
+    "compressed_store",
+    "compressed_attention",
     "attention_decode",
     "attention_prefill",
     "soft_cap",
@@ -44,6 +46,8 @@ RECURRENCE_OPS: Mapping[str, Op] = {
     "residual_convs": "residual_conv",
 }
 """The op of a layer with a recurrence, or with convolutions, by the name of its module."""
+ROUTER_FACTS = ("sqrt_softplus", "table")
+"""The score of a router, and that a table chooses its experts, which not every kernel of routers computes."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -60,6 +64,8 @@ class Problem:
         latent_attention                 the width of a latent, and the heads
         latent_heads                     the head dimension, and 0
         head_linear                      O and I of one head
+        compressed_store                 the head dimension, and the dimensions that rotate
+        compressed_attention             the head dimension, and the heads
         hyper_mix, hyper_spread          the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0
@@ -67,9 +73,9 @@ class Problem:
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
-    attention scores have a cap, and each head a score without a value; with `relative` they have terms of the
-    distance of keys. `experts` and `top_k` count the
+    `activation` makes a linear gated, and names that of experts, and what makes a router one of few
+    (`ROUTER_FACTS`); `softcap` and `sinks` are true where attention scores have a cap, and each head a score
+    without a value; with `relative` they have terms of the distance of keys. `experts` and `top_k` count the
     experts of a layer and those that serve one token; a router first chooses among `expert_groups` groups of
     experts, where there is more than one. `sm` is the compute capability times ten, 0 without a GPU.
     """

@@ -25,7 +25,7 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        where they are not `gated`, or of an activation of `UNGATED`, rows are [T, F], of the
                        activation of the first
                        `gate_factor` multiplies the gate; with a `cap`, min(activation(gate), cap) times up
-                       between -cap and cap
+                       between -cap and cap, or silu(min(gate, cap)) times that with `silu_capped`
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
@@ -58,6 +58,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                           sinks_H=None)
                        -> [T, H, R], over pages of latents of R numbers; the last dimensions of q_THC rotate
     head_linear        fn(x_THI, packed) -> [T, H, O]; packed = repack(matrices [O, I] of the heads)
+    compressed_store   fn(q_TF, k_TC, raw_TF, norm, cos_LR, sin_LR, positions_T, slots_T, pages) -> q_THC
+                       the normed and turned queries; writes the normed and turned keys, and what entries are
+                       computed of, None where there are none, to pages of latents
+    compressed_attention  fn(q_THC, pages, weights, cos_LR, sin_LR, block_table_RB, sequence_T, positions_T,
+                          *, window, scale, sinks_H) -> [T, H, C], turned back
+                       weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
+                       and sees its window and the entries that are over at `positions_T[t]`
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None, relative=None) -> [T, H, C]; T = R q_len, the last q_len positions of
                           each context
@@ -71,9 +78,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        factors float32: those of the output of the half-layer, then those of the streams
                        [n, n] where they are mixed; None for the head
     hyper_spread       fn(y_TD, streams_TE, factors_TF) -> the streams [T, n D] after a half-layer
-    router             fn(x_TD, router, facts, *, shared=0) -> (ids_TK int32, weights_TK float32)
+    router             fn(x_TD, router, facts, *, shared=0, tokens_T=None) -> (ids_TK int32, weights_TK f32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
                        then ids E to E + `shared` - 1 of every row, with the weight 1
+                       `tokens_T` are given where a table has the experts of each token
     experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None, cap=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
                        `cap`: that of activated gates (of gates before silu with `silu_capped`), and of the

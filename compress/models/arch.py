@@ -37,6 +37,8 @@ POST_NORMS = ("attn_post_norm", "ffn_post_norm")
 """The canonical names of the norm before the head and of those of the outputs of half-layers."""
 NORMED_OUTPUTS = ("post", "sandwich")
 """The blocks in which the outputs of half-layers are normed."""
+OF_NO_BIAS = (*PREFIXES, "attn.o_down.")
+"""How the names of linears begin that have no bias in any model."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,11 @@ class Arch:
         with experts each have theirs."""
         kinds: list[set[Any]] = [
             {layer.widths for layer in self.layers if layer.experts is None},
-            {(*layer.widths, layer.experts) for layer in self.layers if layer.experts is not None},
+            {
+                (*layer.widths, layer.experts.of_any_choice)
+                for layer in self.layers
+                if layer.experts is not None
+            },
             {layer.widths[:3] for layer in self.layers},
         ]
         return all(len(kind) <= 1 for kind in kinds)
@@ -358,7 +364,7 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
-        if linear.endswith("_up") or linear == "attn.gate" or linear.startswith(PREFIXES):
+        if linear.endswith("_up") or linear in ("attn.gate", "attn.kv") or linear.startswith(OF_NO_BIAS):
             return False
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias and not self.has_latents

@@ -180,7 +180,7 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: values are normed and narrower than keys; the runtime norms those as wide."
             )
-        if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx):
+        if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx) or _why_no_entries(arch, layer):
             raise UnsupportedArch(f"layer {idx}: {reason}")
         if layer.relative is not None and (arch.attn_softcap or arch.has_sinks(layer)):
             raise UnsupportedArch(
@@ -214,6 +214,27 @@ def _why_no_convs(arch: "Arch") -> str | None:
         return (
             "outputs have a factor, tokens have embeddings for each layer, or norms subtract the mean; the "
             "runtime computes none of these with them"
+        )
+    return None
+
+
+def _why_no_entries(arch: "Arch", layer: LayerShape) -> str | None:
+    """Return why the decoder, or the runtime, does not compute a layer's compressed attention, or its table
+    of experts, None where both do."""
+    if layer.experts is not None and layer.experts.table_size not in (0, arch.vocab_size):
+        return f"a table has the experts of {layer.experts.table_size} tokens of {arch.vocab_size}."
+    if layer.experts is not None and layer.experts.table_size and arch.layer_embed_size:
+        return "a table chooses the experts of tokens, which have embeddings for each layer, too."
+    if any(each.compressed is not None for each in arch.layers) and layer.compressed is None:
+        return "some layers have compressed attention, and others do not."
+    if layer.compressed is None:
+        return None
+    of_scores = arch.attn_scale or arch.attn_softcap or arch.query_growth or arch.learned_growth
+    of_norms = arch.qk_norm or arch.unit_qk_norm or arch.v_norm or arch.norm != "rms" or arch.block != "pre"
+    if of_scores or of_norms or not arch.attn_sinks or arch.windowed_sinks:
+        return (
+            "compressed attention has sinks in each layer, and no factors, caps or other norms; this model "
+            "has other facts of attention."
         )
     return None
 

@@ -112,3 +112,18 @@ def large_dense_params(arch: "Arch") -> int:
         layer.ngrams.dense_shapes(arch.hidden_size) for layer in arch.layers if layer.ngrams is not None
     )
     return total + sum(math.prod(shape) for shapes in tables for shape in shapes.values())
+
+
+def routes_by_token(arch: "Arch") -> bool:
+    """Return whether a table chooses the experts of tokens in some layers."""
+    return any(layer.experts is not None and layer.experts.table_size > 0 for layer in arch.layers)
+
+
+def reads_tokens(arch: "Arch") -> bool:
+    """Return whether some layers read tokens themselves: a table of their experts, or n-grams."""
+    return routes_by_token(arch) or arch.has_ngrams
+
+
+def is_compressed(arch: "Arch") -> bool:
+    """Return whether a model has compressed attention, which all of its layers have then."""
+    return any(layer.compressed is not None for layer in arch.layers)

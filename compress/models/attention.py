@@ -1,5 +1,6 @@
 """Causal attention for calibration, training and as the oracle: over one whole sequence, or with a
-contiguous cache of earlier positions.
+contiguous cache of earlier positions. With `compress`, queries attend to entries, too, which it computes of
+what follows the keys in the cache (`compressed.py`).
 
 `Decoder.forward` takes the attention as an argument, so that a training step and a cached decode differ
 in this object and in nothing of the model. The serving runtime has its own paged attention, which is
@@ -11,7 +12,7 @@ many positions.
 """
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Protocol
 
 import torch
@@ -23,13 +24,18 @@ from compress.models.ngrams import NO_POSITION
 from compress.models.recurrence import RecurrentState
 from compress.models.relative_logits import by_keys
 
+Compress = Callable[[Tensor], Tensor]
+"""(what a compressor computes of positions [B, P, F]) -> their entries [B, E, C]."""
+
 
 class AttentionFn(Protocol):
     """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x
     are capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value.
     `relative` [B, S, H, E] are added to the scores of keys by how far back these are
     (`relative_logits.py`). Keys and values that are `kept` are read by later layers, which name their
-    `source` and bring none.
+    `source` and bring none. With
+    `compress`, keys are values, the numbers [B, P, F] follow them, of which it returns the entries [B, E, C],
+    and a query sees an entry once its `rate` positions are over.
     """
 
     def __call__(
@@ -47,6 +53,8 @@ class AttentionFn(Protocol):
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        compress: Compress | None = None,
+        rate: int = 0,
     ) -> Tensor: ...
 
 
@@ -92,6 +100,29 @@ def _attend(
     return out.transpose(1, 2)
 
 
+def _attend_to_entries(
+    q_BSHC: Tensor,
+    cached_BP1F: Tensor,
+    window: int | None,
+    scale: float | None,
+    sinks_H: Tensor | None,
+    compress: Compress,
+    rate: int,
+) -> Tensor:
+    head_dim = q_BSHC.shape[-1]
+    k_BPC, raw_BPF = cached_BP1F.squeeze(2).tensor_split([head_dim], dim=-1)
+    entries_BEC = compress(raw_BPF)
+    num_queries = q_BSHC.shape[1]
+    num_keys = k_BPC.shape[1]
+    ends_E = (torch.arange(entries_BEC.shape[1], device=q_BSHC.device) + 1) * rate
+    positions_S1 = torch.arange(num_keys - num_queries, num_keys, device=q_BSHC.device).unsqueeze(1)
+    near_SP = causal_mask(num_queries, num_keys, window, q_BSHC.device)
+    mask = torch.cat((ends_E <= positions_S1 + 1, near_SP), dim=1)
+    k = torch.cat((entries_BEC, k_BPC), dim=1).unsqueeze(1)
+    scale = head_dim**-0.5 if scale is None else scale
+    return attend_with_scores(q_BSHC.transpose(1, 2), k, k, mask, scale, None, sinks_H)
+
+
 def attend_with_scores(
     q: Tensor,
     k: Tensor,
@@ -128,6 +159,8 @@ class FullAttention:
         self.layer_inputs: Mapping[int, Tensor] = {}
         """Layer -> the embeddings [B, S, P] of the tokens of this call for it (`layer_embedding.py`), or the
         rows [B, S, H] of its n-grams (`ngrams.py`)."""
+        self.tokens_BS: Tensor | None = None
+        """The tokens of this call, which are read where a table chooses experts (`Experts.table_size`)."""
         self.kept: MutableMapping[int, tuple[Tensor, Tensor]] = {}
         """Layer -> its keys and values [B, S, K, C]; with latents, those of this call [B, S, R] and the
         dimensions that all keys share."""
@@ -152,12 +185,16 @@ class FullAttention:
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        compress: Compress | None = None,
+        rate: int = 0,
     ) -> Tensor:
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
             k_BSKC, v_BSKC = self.kept[source]
         elif kept:
             self.kept[layer_idx] = (k_BSKC, v_BSKC)
+        if compress is not None:
+            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate)
         return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
 
 
@@ -203,6 +240,8 @@ class CachedAttention(FullAttention):
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        compress: Compress | None = None,
+        rate: int = 0,
     ) -> Tensor:
         del kept
         if k_BSKC is None or v_BSKC is None:
@@ -213,6 +252,8 @@ class CachedAttention(FullAttention):
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
+        if compress is not None:
+            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate)
         return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
 
 
@@ -220,6 +261,13 @@ def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:
     """Return the embeddings [B, S, P] of the tokens of a call for a layer."""
     assert isinstance(attention, FullAttention)
     return attention.layer_inputs[layer_idx]
+
+
+def tokens_of(attention: AttentionFn) -> Tensor:
+    """Return the tokens [B, S] of a call."""
+    assert isinstance(attention, FullAttention)
+    assert attention.tokens_BS is not None
+    return attention.tokens_BS
 
 
 def kept_by(attention: AttentionFn) -> MutableMapping[int, tuple[Tensor, Tensor]]:

@@ -31,6 +31,7 @@ from compress.models.altup import with_others_plus
 from compress.models.altup_layer import AltUp
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
+from compress.models.compressed_attention import CompressedAttention
 from compress.models.delta_net import DeltaNet
 from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
@@ -81,7 +82,10 @@ class DecoderLayer(nn.Module):
             if self.shape.recurrence is not None:
                 mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)
                 self.add_module(self.shape.recurrence.module, mixer)
-            if self.shape.attends and latent is None:
+            compressed = self.shape.compressed
+            if compressed is not None:
+                self.add_module("attn", CompressedAttention(arch, self.shape, compressed))
+            elif self.shape.attends and latent is None:
                 self.attn = Attention(arch, self.shape)
             elif latent is not None:
                 self.attn = LatentAttention(arch, self.shape, latent)
@@ -139,10 +143,11 @@ class DecoderLayer(nn.Module):
             x_BSD = leave(self._after("attn", attended_BSD, attention))
             x_BSD = self.laurel(x_BSD, normed_BSD) if self.arch.laurel_rank else x_BSD
         if self.shape.has_ffn:
-            ffn = self.ffn if self.shape.experts is None else self.moe
             read_BSD, leave = self.residual("ffn")(x_BSD)
             read_BSD = before_BSD if self.is_parallel else read_BSD
-            ffn_BSD = ffn(normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD), tap)
+            read_BSD = normed_BSD if self.arch.shares_norm else self.ffn_norm(read_BSD)
+            ffn = self.ffn if self.shape.experts is None else partial(self.moe, attention=attention)
+            ffn_BSD = ffn(read_BSD, tap)
             x_BSD = leave(self._after("ffn", ffn_BSD, attention))
         return x_BSD
 
@@ -211,15 +216,16 @@ class DecoderLayer(nn.Module):
         if self.shape.joint:
             first, *last = self.shape.attention_groups
             return StagedHalf(((first,), tuple(last)), norm, self._joint, post, residual, end)
-        if self.shape.latent is None:
+        if not self.shape.has_latent_norms:
             heads = partial(self._mixer.heads, layer_idx=self.layer_idx)
             return HalfLayer(("attn_in", "attn_out"), norm, heads, self._mixer.o, post, residual, end)
-        first, *up, o = self.shape.attention_groups
+        first, q_up, *others, o = self.shape.attention_groups
+        of_latents = ((q_up,), tuple(others)) if self.shape.compressed is not None else ((q_up, *others),)
 
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
             return self.attn(x_BSD, positions, attention, self.layer_idx, tap)
 
-        return StagedHalf(((first,), tuple(up), (o,)), norm, inner, post, residual, end)
+        return StagedHalf(((first,), *of_latents, (o,)), norm, inner, post, residual, end)
 
     def _ffn_half(self) -> HalfLayer | StagedHalf:
         norm = self.ffn_norm
@@ -237,7 +243,7 @@ class DecoderLayer(nn.Module):
         )
 
         def inner(x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
-            return self.moe(x_BSD, tap)
+            return self.moe(x_BSD, tap, attention)
 
         return StagedHalf(stages, norm, inner, post, residual, self._end, self.moe)
 
@@ -255,7 +261,7 @@ class DecoderLayer(nn.Module):
         function, in execution order."""
         of_mixer = []
         if self.shape.has_mixer:
-            before_o = self._latent_pairs() if self.shape.latent is not None else self._value_pairs()
+            before_o = self._latent_pairs() if self.shape.has_latent_norms else self._value_pairs()
             of_mixer = [*self._norm_pairs(), *before_o]
         if not self.shape.has_ffn:
             return of_mixer
@@ -277,11 +283,11 @@ class DecoderLayer(nn.Module):
     def _norm_pairs(self) -> list[SmoothingPair]:
         """Return the pair of the norm before attention and its first linears. There is none where something
         else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-        heads, relative logits, an indexer, LAuReL, or gates of the norm."""
+        heads, relative logits, an indexer, a compressor, LAuReL, or gates of the norm."""
         is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
         is_shared = is_shared or self.shape.relative is not None
         is_shared = is_shared or self._has_indexer or self.arch.laurel_rank > 0
-        is_shared = is_shared or "attn_norm" in self.shape.gated_norms
+        is_shared = is_shared or "attn_norm" in self.shape.gated_norms or self.shape.has_entries
         if is_shared or not self._scales_inputs or self.arch.shares_norm:
             return []
         qkv = self.shape.groups[0]
@@ -297,7 +303,7 @@ class DecoderLayer(nn.Module):
         return [
             SmoothingPair(f"attn.{group.tap}_norm", group.tap, group.linears)
             for group in self.shape.attention_groups[1:-1]
-            if not shared[group.tap]
+            if not shared.get(group.tap, True)
         ]
 
     @property
@@ -390,11 +396,13 @@ class Decoder(nn.Module):
         return self.norm(x_BSD)
 
     def embedded(self, tokens_BS: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
-        """Return the input [B, S, D] of the first layer; where tokens have embeddings for each layer,
-        `attention` has these afterwards."""
+        """Return the input [B, S, D] of the first layer; `attention` has the tokens afterwards, and their
+        embeddings for each layer, where they have them."""
         x_BSD = self.embed(tokens_BS)
         if self.arch.position_offset is not None:
             x_BSD = x_BSD + self.positions(positions)
+        if isinstance(attention, FullAttention):
+            attention.tokens_BS = tokens_BS
         if self.arch.layer_embed_size:
             assert isinstance(attention, FullAttention)
             inputs_BSLP = self.layer_embeds(tokens_BS, x_BSD[..., : self.arch.hidden_size])

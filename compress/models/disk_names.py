@@ -47,7 +47,8 @@ class DiskNames:
     those under whose names its rows are stored, some after the others. `in_memory` maps prefixes of names on
     disk to those of modules in `transformers`, where the two differ, and `in_memory_inside` maps modules of
     layers that it alone renames; `other_prefixes` maps prefixes of names in some checkpoints, such as those
-    of a model without its head, to those that the others have. `untouched` are the parts on disk that are
+    of a model without its head, to those that the others have, and `other_modules` does so for modules of
+    layers. `untouched` are the parts on disk that are
     none of the language model's (`wrapper.py`), `untouched_in_layers` those inside of its layers. With
     `more_experts` the experts after those that the router of a layer chooses among are such parts, too.
     `first_rows` maps a vector of a layer to the number of rows of the matrix whose first row it is; the other
@@ -78,6 +79,7 @@ class DiskNames:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     in_memory_inside: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: Mapping[str, str] = field(default_factory=dict)
+    other_modules: Mapping[str, str] = field(default_factory=dict)
     untouched: tuple[str, ...] = ()
     untouched_in_layers: tuple[str, ...] = ()
     more_experts: bool = False
@@ -104,7 +106,7 @@ class DiskNames:
         """Return the name on disk of a module or tensor; of one that has it, the same."""
         name = with_other_prefix(module, self.other_prefixes)
         name = with_other_prefix(name, _inverse(self.in_memory))
-        return with_other_parts(name, _inverse(self.in_memory_inside))
+        return with_other_parts(name, {**_inverse(self.in_memory_inside), **self.other_modules})
 
     def is_untouched(self, name: str, num_experts: int | None = None) -> bool:
         """Return whether a tensor on disk is of a part that is none of the language model's; `num_experts`

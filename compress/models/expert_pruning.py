@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import routes_by_token
 from compress.models.family import family_of_arch
 from compress.models.weights import Weights, WeightSource
 from compress.quant.scheme import QuantizedWeight
@@ -35,6 +36,11 @@ def with_experts(arch: Arch, num_kept: int) -> Arch:
         raise UsageError(
             f"experts: other parts of this {arch.family} model have as many experts as its text, and a "
             "config states one number for both."
+        )
+    if routes_by_token(arch):
+        raise UsageError(
+            f"experts: tables choose the experts of tokens in some layers of this {arch.family} model, and "
+            "have no other choice for the tokens of an expert that is removed."
         )
     first = mixtures[0]
     if not first.top_k <= num_kept <= first.num_experts:

@@ -14,7 +14,9 @@ from typing import Any
 from compress.models.hyper_connection import HYPER_PARAMETERS
 from compress.untrusted.fields import Fields
 
-SCORES = ("softmax", "sigmoid", "softmax_topk", "sparsemixer")
+SCORES = ("softmax", "sigmoid", "softmax_topk", "sparsemixer", "sqrt_softplus")
+OF_TOKENS = ("sigmoid", "sqrt_softplus")
+"""The scores that weigh experts which a table chooses."""
 MIXED = 2
 """Experts that a token is routed to by SparseMixer."""
 MAX_EXPERTS = 4096
@@ -26,6 +28,9 @@ SHARED_MID = "ffn_mid"
 SHARED_IN = "shared_in"
 """The tap of what the shared expert reads where it is not what all read (`Experts.branch_norms`)."""
 ROUTER_NORM = "router_norm"
+EXPERTS_OF_TOKENS = "moe.experts_of_tokens"
+"""The table of the experts of each token, whole numbers (`Experts.table_size`), int64 in a model of any dtype
+and float32 in the decoder."""
 BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm", ROUTER_NORM)
 """The norms before and after the branches of a mixture (`Experts.branch_norms`). What the router reads is
 divided by the root of the hidden size, too."""
@@ -43,6 +48,8 @@ FLOAT32_PARAMETERS = (
     "mamba.dt_bias",
     *HYPER_PARAMETERS,
     "mamba.D",
+    "attn.compressor.positions",
+    "attn.indexer.positions",
 )
 """Parameters that are float32 in a model of any dtype: they decide which experts are chosen and what they
 weigh, and how long a recurrence remembers."""
@@ -57,8 +64,9 @@ class Experts:
         shared_size: FFN channels of the expert that every token goes through, 0 for none.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a linear of its input.
         shared_scale: factor of the shared expert's output.
-        score: `softmax` over all experts, `sigmoid` of each, `softmax_topk`, over those chosen, or
-            `sparsemixer` (arXiv 2409.12136): one expert is chosen after the other, and the weight of each is
+        score: `softmax` over all experts, `sigmoid` of each, `sqrt_softplus`, the root of the softplus of
+            each, `softmax_topk`, over those chosen, or `sparsemixer` (arXiv 2409.12136): one expert is chosen
+            after the other, and the weight of each is
             its softmax over those that were not chosen before and whose logits are near its own, m: m - s is
             at most 2 `jitter` max(|s|, m) for a logit s.
         renormalize: divide the weights of the chosen experts by their sum, which is one with `softmax_topk`.
@@ -83,10 +91,12 @@ class Experts:
             layer gives them, and another linear computes the layer's output of their sum; 0 for none. The
             router and the shared expert read what the layer gives (Nemotron 3 Super).
         latent_bias: these two linears have biases.
-        caps_first: the cap of the routed experts (`LayerShape.expert_cap`) is that of gates before their
-            activation, and not of what they become (Hy4).
+        caps_first: the caps of the experts (`LayerShape.expert_cap`, and the `ffn_cap` of the shared one) are
+            those of gates before their activation, and not of what they become (Hy4).
         post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
             added to the stream, by `ffn_post_norm` of the layer (A.X K1).
+        table_size: the tokens of a table that chooses the experts of each by its id, and the router weighs
+            them (DeepSeek-V4); 0 where the router chooses.
         jitter: the share of a logit within which `sparsemixer` compares others with it, either way.
         always: so many of the experts, the last ones, are chosen by every token, and count in `top_k`; they
             have no selection bias, and the others do (Inkling).
@@ -120,6 +130,7 @@ class Experts:
     zeroes_groups: bool = False
     always: int = 0
     one_output_scale: bool = False
+    table_size: int = 0
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -143,6 +154,8 @@ class Experts:
         plain = self.score == "sigmoid" and self.selection_bias and self.num_groups == 1
         assert not self.always or (self.always < self.top_k and plain and not self.biased_logits)
         assert not (self.one_output_scale and self.output_scale)
+        of_router = self.selection_bias or self.num_groups > 1 or self.score not in OF_TOKENS
+        assert not self.table_size or not (of_router or self.weighs_input or self.branch_norms)
 
     @property
     def num_chosen(self) -> int:
@@ -172,6 +185,13 @@ class Experts:
     def changes_input(self) -> bool:
         """Whether an expert reads something else than what the layer gives all of them."""
         return self.weighs_input or self.branch_norms or self.latent_size > 0
+
+    @property
+    def of_any_choice(self) -> "Experts":
+        """The facts but for what chooses the experts of a token, which may differ between layers."""
+        if self.score != "sqrt_softplus":
+            return self
+        return dataclasses.replace(self, table_size=0, selection_bias=False)
 
     def width(self, hidden_size: int) -> int:
         """Return how many numbers of a token a routed expert reads, and adds to."""
@@ -220,6 +240,8 @@ class Experts:
             shapes |= dict.fromkeys((f"moe.{name}.weight" for name in BRANCH_NORMS), (hidden_size,))
         if self.output_scale:
             shapes["moe.output_scale"] = (self.num_experts,)
+        if self.table_size:
+            shapes[EXPERTS_OF_TOKENS] = (self.table_size, self.top_k)
         if self.latent_size:
             rows = {LATENT_IN: (self.latent_size, hidden_size), LATENT_OUT: (hidden_size, self.latent_size)}
             shapes |= {f"moe.{name}.weight": shape for name, shape in rows.items()}
@@ -251,6 +273,7 @@ class Experts:
             "group_best": (1, 2, 2),
             "latent_size": (0, MAX_EXPERT_SIZE, 0),
             "always": (0, MAX_EXPERTS, 0),
+            "table_size": (0, MAX_EXPERT_SIZE, 0),
         }
         facts: dict[str, Any] = {
             name: stored.integer(name, low, high, default=default)
@@ -310,6 +333,13 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
         )
     if facts.get("zeroes_groups") and not is_biased:
         raise stated.wrong("score", facts.get("score"), "sigmoid, with a bias, where other groups score 0")
+    of_router = facts.get("selection_bias") or facts.get("num_groups", 1) > 1
+    changes = facts.get("weighs_input") or facts.get("branch_norms")
+    fits_table = facts.get("score") in OF_TOKENS and not of_router and not changes
+    if facts.get("table_size") and not fits_table:
+        raise stated.wrong(
+            "score", facts.get("score"), f"one of {', '.join(OF_TOKENS)}, alone, where a table chooses"
+        )
     is_mixed = facts.get("score") == "sparsemixer"
     if is_mixed and top_k != MIXED:
         raise stated.wrong("top_k", top_k, f"{MIXED} where one expert is chosen after the other")

@@ -79,10 +79,10 @@ class Ffn(ExpertFfn):
         for name in ("gate", "up", "down") if shape.gated else ("up", "down"):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
-        if shape.experts is not None and module.startswith("moe.experts."):
-            self.activation = shape.experts.activation_of(arch.activation)
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
+        if shape.experts is not None and self.cap is not None:
+            self.activation = shape.experts.activation_of(arch.activation)
         self.sparsity = shape.gate_sparsity
         if shape.scaled_ffn:
             self.factor = nn.Parameter(torch.ones(1))

@@ -123,7 +123,8 @@ Elementwise = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """(fn, x [T, M]) -> fn(x): how a function of single numbers is computed."""
 
 
-def _as_torch_does(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def as_torch_does(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return fn(x)."""
     return fn(x)
 
 
@@ -132,7 +133,7 @@ def coefficients(
     logits_TM: Tensor,
     bias_M: Tensor,
     gains: Tensor,
-    computed: Elementwise = _as_torch_does,
+    computed: Elementwise = as_torch_does,
 ) -> Coefficients:
     """Return the factors of the streams from the products z [..., M] with W, all float32; those of the head
     where there are n of them. Sums are written out, so that their order is that of the streams."""

@@ -7,6 +7,7 @@ Attention without latents may have an indexer that chooses blocks of keys (MiniM
 chooses for the query heads of one KV head, and its queries and keys are linears of the input of attention,
 normed like those of attention. In a `pooled` one (Qwen4) all heads choose for all query heads, the keys of a
 block are averaged, and the positions after the last whole block are always chosen.
+Compressed attention may have one that chooses entries (DeepSeek-V4).
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
 decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
@@ -14,18 +15,13 @@ decoder computes no more (`Arch.max_position`), so that it needs no indexer, and
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE
 from compress.untrusted.fields import Fields
-
-MATRICES = ("q", "k", "weights")
-"""The linears of an indexer: those of its queries, of its keys, and of the weights of its heads."""
-MATRICES_OF_BLOCKS = ("q", "k")
-"""The linears of an indexer of blocks, whose heads have no weights."""
 
 _ONES = ("norm.weight", "growth_base")
 """How the names of parameters end that are 1 where they change nothing."""
@@ -40,6 +36,8 @@ class Indexer:
         of_stream: its queries are a linear of the normed input of attention.
     """
 
+    matrices: ClassVar[tuple[str, ...]] = ("q", "k", "weights")
+    """Its linears: those of its queries, of its keys, and of the weights of its heads."""
     num_heads: int
     head_dim: int
     top_k: int
@@ -97,6 +95,8 @@ class BlockIndexer:
         pooled: the keys of a whole block are averaged.
     """
 
+    matrices: ClassVar[tuple[str, ...]] = ("q", "k")
+    """Its linears; its heads have no weights."""
     num_heads: int
     head_dim: int
     block_size: int
@@ -135,6 +135,52 @@ class BlockIndexer:
             block_size=stored.integer("block_size", 1, MAX_POSITIONS),
             top_blocks=stored.integer("top_blocks", 1, MAX_POSITIONS),
             pooled=stored.flag("pooled", default=False),
+        )
+
+
+@dataclass(frozen=True)
+class EntryIndexer:
+    """The widths of the indexer of one layer with compressed attention: it has a compressor of its own, of
+    the same positions as the layer's, and chooses entries.
+
+    Args:
+        top_entries: the most entries that it chooses for a query.
+        rate: the positions of an entry.
+    """
+
+    matrices: ClassVar[tuple[str, ...]] = ("q", "kv", "gate", "weights")
+    """Its linears: those of its queries, of its compressor, and of the weights of its heads."""
+    num_heads: int
+    head_dim: int
+    top_entries: int
+    rate: int
+
+    @property
+    def top_k(self) -> int:
+        """The positions up to which a query attends to every entry that it sees."""
+        return self.top_entries * self.rate
+
+    def dense_shapes(self, hidden_size: int, q_rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by their names in attention; entries overlap, so that a
+        position has two vectors for them."""
+        return {
+            "attn.indexer.q.weight": (self.num_heads * self.head_dim, q_rank),
+            "attn.indexer.kv.weight": (2 * self.head_dim, hidden_size),
+            "attn.indexer.gate.weight": (2 * self.head_dim, hidden_size),
+            "attn.indexer.positions": (self.rate, 2 * self.head_dim),
+            "attn.indexer.norm.weight": (self.head_dim,),
+            "attn.indexer.weights.weight": (self.num_heads, hidden_size),
+        }
+
+    @staticmethod
+    def from_json(stored: Fields) -> "EntryIndexer":
+        """Read the facts as a manifest stores them, by their names; `Fields` raises its error for a value
+        that is missing, of another type or out of range."""
+        return EntryIndexer(
+            num_heads=stored.integer("num_heads", 1, MAX_SIZE),
+            head_dim=stored.integer("head_dim", 1, MAX_SIZE),
+            top_entries=stored.integer("top_entries", 1, MAX_POSITIONS),
+            rate=stored.integer("rate", 1, MAX_POSITIONS),
         )
 
 

@@ -5,6 +5,8 @@ import torch
 
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.experts import EXPERTS_OF_TOKENS
+from compress.models.moe import table_in_turns
 
 INIT_STD = 0.02
 
@@ -16,7 +18,11 @@ def fresh_decoder(arch: Arch, *, generator: torch.Generator) -> Decoder:
     decoder = Decoder(arch)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            if parameter.dim() >= 2:
+            if name.endswith(EXPERTS_OF_TOKENS):
+                experts = arch.layers[int(name.split(".")[1])].experts
+                assert experts is not None
+                parameter.copy_(table_in_turns(*parameter.shape, num_experts=experts.num_experts))
+            elif parameter.dim() >= 2:
                 residual = name.endswith((".o.weight", "down.weight"))
                 parameter.normal_(
                     0.0,

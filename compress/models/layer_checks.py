@@ -1,5 +1,6 @@
 """Checks of the facts of one layer: that they fit one another."""
 
+from compress.models.compressed import Compressed
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 
@@ -60,6 +61,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
             return "a recurrence is in place of attention, and attention has facts of its own."
         if not layer.joint or (reason := layer.recurrence.why_unfit()):
             return layer.recurrence.why_unfit()
+    if layer.compressed is not None and (reason := _why_compressed_unfit(layer, layer.compressed)):
+        return reason
     if layer.rope is not None and (reason := _why_rope_unfit(layer, layer.rope)):
         return reason
     return None if layer.latent is None else _why_latent_unfit(layer, layer.latent)
@@ -119,6 +122,29 @@ def _why_indexer_unfit(layer: LayerShape) -> str | None:
             f"{layer.block_indexer.num_heads} heads of the indexer choose blocks for "
             f"{layer.num_kv_heads} KV heads; each has one of its own."
         )
+    return None
+
+
+def _why_compressed_unfit(layer: LayerShape, compressed: Compressed) -> str | None:
+    others = (layer.latent, layer.recurrence, layer.block_indexer, layer.kv_source, layer.narrow_value_dim)
+    plain = not (layer.output_gate or layer.head_gate or layer.chunk or layer.keys_are_values)
+    if any(each is not None for each in others) or not plain:
+        return "it has compressed attention, and facts of another."
+    if layer.num_kv_heads != 1 or layer.window is None:
+        return "compressed attention has one KV head and a window, and it has others."
+    if layer.num_heads % compressed.out_groups:
+        return f"{layer.num_heads} query heads cannot form {compressed.out_groups} groups of one size."
+    if compressed.rope_dim % 2 or compressed.rope_dim > layer.head_dim:
+        return (
+            f"{compressed.rope_dim} of the {layer.head_dim} dimensions of a head rotate; they must be even."
+        )
+    if layer.rope is None or layer.rope.rotary_dim != compressed.rope_dim or layer.rope.leading:
+        return f"its rope must rotate the last {compressed.rope_dim} dimensions of a head."
+    if compressed.overlaps and not compressed.rate:
+        return "its entries overlap, and it has none."
+    indexer = compressed.indexer
+    if indexer is not None and (not compressed.overlaps or indexer.rate != compressed.rate):
+        return "its indexer chooses entries of other positions than it has."
     return None
 
 

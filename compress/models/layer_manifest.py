@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from compress.errors import StorageError
+from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
@@ -48,6 +49,7 @@ _RARE_FACTS = (
     "residual_convs",
     "scaled_ffn",
     "ngrams",
+    "compressed",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -61,6 +63,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
         layer["latent"] = shape.latent.to_json()
     if shape.block_indexer is not None:
         layer["block_indexer"] = shape.block_indexer.to_json()
+    if shape.compressed is not None:
+        layer["compressed"] = shape.compressed.to_json()
     for name in _RARE_FACTS:
         if not getattr(shape, name):
             del layer[name]
@@ -128,6 +132,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         else None,
         scaled_ffn=layer.flag("scaled_ffn", default=False),
         ngrams=NGrams.from_json(layer.fields("ngrams")) if layer.has("ngrams") else None,
+        compressed=Compressed.from_json(layer.fields("compressed")) if layer.has("compressed") else None,
     )
 
 

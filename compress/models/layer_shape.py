@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from compress.models.compressed import OUT_TAP, Compressed
 from compress.models.experts import ALL_TOKENS, SHARED_IN, Experts
-from compress.models.indexer import BlockIndexer, Indexer
+from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.linear_groups import (
+    COMPRESSED,
     KEYS_ONLY,
     LATENTS,
     LINEAR_GROUPS,
@@ -102,6 +104,7 @@ class LayerShape:
     With `residual_convs`, convolutions over so many positions are added to keys, to values and to the outputs
     of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are multiplied by a number of its own.
     With `ngrams` a layer adds embeddings of n-grams to the residual before its first half (`ngrams.py`).
+    With `compressed` facts it has the linears of `compressed.py`, one KV head, and a window.
     """
 
     num_heads: int
@@ -131,6 +134,7 @@ class LayerShape:
     residual_convs: int | None = None
     scaled_ffn: bool = False
     ngrams: NGrams | None = None
+    compressed: Compressed | None = None
 
     @property
     def has_mixer(self) -> bool:
@@ -179,9 +183,11 @@ class LayerShape:
         return self.has_mixer and (self.recurrence is None or self.joint)
 
     @property
-    def indexer(self) -> Indexer | BlockIndexer | None:
+    def indexer(self) -> Indexer | BlockIndexer | EntryIndexer | None:
         """The indexer of the layer, None where its queries attend to all keys, or to those that the indexer
         of another layer chooses."""
+        if self.compressed is not None:
+            return self.compressed.indexer
         return self.block_indexer if self.latent is None else self.latent.indexer
 
     @cached_property
@@ -204,6 +210,12 @@ class LayerShape:
                 LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
                 LinearGroup("o", "attn_out", (f"{self.recurrence.module}.o",)),
             )
+        if self.compressed is not None:
+            downs = (
+                LinearGroup(f"o_down.{idx}", f"{OUT_TAP}.{idx}", (linear,))
+                for idx, linear in enumerate(self.compressed.out_linears)
+            )
+            return COMPRESSED, OF_LATENTS[0], *downs, LINEAR_GROUPS["o"]
         if self.kv_source is not None:
             of_latents = () if self.latent is None else OF_LATENTS[1:]
             return QUERIES_ONLY, *of_latents, LINEAR_GROUPS["o"]
@@ -242,9 +254,21 @@ class LayerShape:
     @property
     def latent_norm_sizes(self) -> dict[str, int]:
         """The norms of latents, by module, and how many numbers each spans."""
+        if self.compressed is not None:
+            return {"attn.q_latent_norm": self.compressed.q_rank, "attn.kv_norm": self.head_dim}
         if self.latent is None:
             return {}
         return self.latent.norm_sizes(reads_anothers=self.kv_source is not None)
+
+    @property
+    def has_latent_norms(self) -> bool:
+        """Whether linears of attention read normed latents."""
+        return self.latent is not None or self.compressed is not None
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether attention has compressed entries."""
+        return self.compressed is not None and self.compressed.rate > 0
 
     @property
     def value_dim(self) -> int:
@@ -262,6 +286,8 @@ class LayerShape:
             return 0
         if self.latent is not None:
             return self.latent.cached_width
+        if self.compressed is not None:
+            return self.head_dim + self.compressed.raw_width(self.head_dim)
         return 2 * self.num_kv_heads * self.head_dim
 
     def state(self, hidden_size: int) -> Recurrence | None:
@@ -294,14 +320,20 @@ class LayerShape:
     @cached_property
     def units(self) -> tuple[LinearGroup, ...]:
         """The sets of linears that have one scheme: the linear groups, those of all experts as one, which
-        consumers compute as one product."""
+        consumers compute as one product, and those of all groups of heads, which are one tensor."""
+        groups = self.groups
+        if self.compressed is not None:
+            *first, o = self.attention_groups
+            outs = LinearGroup("o_down", OUT_TAP, self.compressed.out_linears)
+            own = (each for each in first if not each.tap.startswith(OUT_TAP))
+            groups = (*own, outs, o, *groups[len(first) + 1 :])
         if self.experts is None:
-            return self.groups
+            return groups
         routed: dict[str, list[str]] = {"gate_up": [], "down": []}
-        for group in self.groups:
+        for group in groups:
             if group.name.startswith("expert."):
                 routed[group.name.rpartition(".")[2]] += group.linears
-        plain = tuple(group for group in self.groups if not group.name.startswith("expert."))
+        plain = tuple(group for group in groups if not group.name.startswith("expert."))
         return (
             *plain,
             LinearGroup("experts.gate_up", "moe_in", tuple(routed["gate_up"])),
@@ -375,6 +407,8 @@ class LayerShape:
                 "attn.kv_down": (self.latent.kv_rank + self.latent.rope_dim, hidden_size),
                 "attn.kv_up": (self.num_heads * (still_dim + self.value_dim), self.latent.kv_rank),
             }
+        if self.compressed is not None:
+            shapes |= self.compressed.linear_shapes(hidden_size, self.num_heads, self.head_dim)
         return shapes[linear]
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -383,6 +417,8 @@ class LayerShape:
         own = (self.state(hidden_size), self.experts, self.latent, self.ngrams)
         parts = [part for part in own if part is not None]
         shapes = {name: shape for part in parts for name, shape in part.dense_shapes(hidden_size).items()}
+        if self.compressed is not None:
+            shapes |= self.compressed.dense_shapes(hidden_size, self.head_dim)
         if self.head_gate is not None and self.attends:
             shapes["attn.head_gate.weight"] = (self.num_heads, hidden_size)
         for name in self.gated_norms:

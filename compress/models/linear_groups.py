@@ -40,6 +40,8 @@ RECURRENT_OUT = "recurrent_out"
 LATENTS = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv_down"))
 Q_AND_LATENT = LinearGroup("qkv", "attn_in", ("attn.q", "attn.kv_down"))
 """The first group of a layer with latent attention, with and without a latent of queries."""
+COMPRESSED = LinearGroup("qkv", "attn_in", ("attn.q_down", "attn.kv"))
+"""The first group of a layer with compressed attention."""
 OUTPUT_GATE_LINEAR = "attn.gate"
 """The linear of an output gate, the last of the first group of a layer that has one."""
 OF_LATENTS = (

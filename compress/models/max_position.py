@@ -1,6 +1,7 @@
 """The reason for a model to have fewer positions here than its config states."""
 
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 
 
 def why_no_longer(arch: Arch) -> str:
@@ -12,4 +13,6 @@ def why_no_longer(arch: Arch) -> str:
     fields = "index_topk" if arch.has_latents else "index_block_size times index_topk_blocks"
     if any(layer.block_indexer is not None and layer.block_indexer.pooled for layer in arch.layers):
         fields = "indexer_budget, and those after the last whole block"
+    if is_compressed(arch):
+        fields = "index_topk times the positions of an entry"
     return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"

@@ -16,6 +16,7 @@ the logits that were not chosen before one of them, m,
 Where every token goes to the last A experts (`Experts.always`), those are among the chosen without a
 comparison, and the other top_k - A are the best of the rest.
 
+A table may choose the experts of a token by its id (`Experts.table_size`); the router only weighs them then.
 Where branches are normed apart (`Experts.branch_norms`), x is the stream, and
 
     y = norm(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + norm(shared(norm(x))),
@@ -45,21 +46,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.models.attention import AttentionFn, tokens_of
 from compress.models.experts import (
     ALL_TOKENS,
     BRANCH_NORMS,
+    EXPERTS_OF_TOKENS,
     ROUTER_NORM,
     SHARED_IN,
     SHARED_MID,
     Experts,
 )
+from compress.models.hyper_connection import Elementwise, as_torch_does
 from compress.models.linear import Linear
 from compress.models.tap import Tap
 
 TOKENS = "moe_tokens"
 """The tap with the indices [t, 1] of an expert's tokens, `moe_tokens.E`."""
 SUM_FLOOR = 1e-20
-"""Is added to the sum of sigmoid scores before a division by it, as the models' own code does."""
+"""Is added to the sum of scores of `FLOORED` before a division by it, as the models' own code does."""
+
+
+FLOORED = ("sigmoid", "sqrt_softplus")
 
 
 @dataclass(frozen=True)
@@ -87,30 +94,34 @@ def route(
     logits_TE: Tensor,
     selection_bias_E: Tensor | None = None,
     output_scale_E: Tensor | None = None,
+    table_TR: Tensor | None = None,
     *,
-    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+    computed: Elementwise = as_torch_does,
 ) -> Routing:
-    """Return the routing of tokens by the logits of their router, float32; `sigmoid` computes that of logits.
-    Experts that every token chooses have an infinite selection bias (`for_choice`)."""
+    """Return the routing of tokens by the logits of their router, float32, to the experts that a table has
+    for them, if there is one; `computed` computes functions of single logits. Experts that every token
+    chooses have an infinite selection bias (`for_choice`)."""
     assert (selection_bias_E is not None) == facts.selection_bias
     assert (output_scale_E is not None) == facts.scales_weights
+    assert (table_TR is not None) == bool(facts.table_size)
     if facts.score in ("softmax_topk", "sparsemixer"):
         scores_TE = logits_TE
     else:
-        scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else sigmoid(logits_TE)
+        own = sqrt_softplus if facts.score == "sqrt_softplus" else torch.sigmoid
+        scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else computed(own, logits_TE)
     choice_TE = (logits_TE if facts.compares_logits else scores_TE).detach()
     if selection_bias_E is not None:
         choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)
     if facts.num_groups > 1:
         choice_TE = _of_best_groups(facts, choice_TE)
-    experts_TR = best(choice_TE, facts.top_k)
+    experts_TR = best(choice_TE, facts.top_k) if table_TR is None else table_TR.to(torch.int64)
     weights_TR = scores_TE.gather(1, experts_TR)
     if facts.score == "sparsemixer":
         weights_TR = _mixed(logits_TE, experts_TR, facts.gap)
     elif facts.score == "softmax_topk":
         weights_TR = weights_TR.softmax(-1)
     elif facts.renormalize:
-        floor = SUM_FLOOR if facts.score == "sigmoid" else 0.0
+        floor = SUM_FLOOR if facts.score in FLOORED else 0.0
         weights_TR = weights_TR / (weights_TR.sum(-1, keepdim=True) + floor)
     if output_scale_E is not None:
         weights_TR = weights_TR * output_scale_E.to(weights_TR.dtype)[experts_TR]
@@ -121,6 +132,11 @@ def for_choice(facts: Experts, selection_bias_E: Tensor) -> Tensor:
     """Return what is added to the scores of all experts where some are chosen: the selection bias, and
     infinity for those that every token chooses."""
     return F.pad(selection_bias_E, (0, facts.always), value=torch.inf)
+
+
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    """Return the roots of the softplus of logits."""
+    return F.softplus(logits).sqrt()
 
 
 def _mixed(logits_TE: Tensor, experts_TR: Tensor, gap: float) -> Tensor:
@@ -135,6 +151,11 @@ def _mixed(logits_TE: Tensor, experts_TR: Tensor, gap: float) -> Tensor:
         weights.append(near_TE.softmax(-1).gather(1, expert_T1))
         logits_TE = logits_TE.scatter(1, expert_T1, -torch.inf)
     return torch.cat(weights, dim=1)
+
+
+def table_in_turns(num_tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """Return a table of experts [V, K], int64, in which tokens take the experts in turns."""
+    return torch.arange(num_tokens * top_k).view(num_tokens, top_k) % num_experts
 
 
 def weighed(x_TD: Tensor, weights_T: Tensor) -> Tensor:
@@ -188,6 +209,10 @@ class Moe(nn.Module):
         self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
         if facts.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(facts.num_chosen), requires_grad=False)
+        if facts.table_size:
+            self.experts_of_tokens = nn.Parameter(
+                torch.zeros(facts.dense_shapes(hidden_size)[EXPERTS_OF_TOKENS]), requires_grad=False
+            )
         if facts.branch_norms:
             for name in BRANCH_NORMS:
                 self.add_module(name, norm(scale=hidden_size**-0.5) if name == ROUTER_NORM else norm())
@@ -204,18 +229,27 @@ class Moe(nn.Module):
             self.latent_out = Linear(facts.latent_size, hidden_size, bias=facts.latent_bias)
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
 
-    def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
+    def forward(self, x_BSD: Tensor, tap: Tap, attention: AttentionFn | None = None) -> Tensor:
+        """Return the output [B, S, D] of all experts; `attention` has the tokens, where a table chooses."""
         tap(ALL_TOKENS, x_BSD)
         x_TD = x_BSD.flatten(0, -2)
-        total_TD = self._normed("experts_post_norm", self._routed(x_TD, tap))
+        tokens_T = None
+        if self.facts.table_size:
+            assert attention is not None
+            tokens_T = tokens_of(attention).flatten()
+        total_TD = self._normed("experts_post_norm", self._routed(x_TD, tap, tokens_T))
         if self.facts.shared_size:
             total_TD = total_TD + self._normed("shared_post_norm", self._shared(x_TD, tap))
         return total_TD.to(x_BSD.dtype).view(x_BSD.shape)
 
-    def route(self, x_TD: Tensor) -> Routing:
-        """Return the experts of each token and their weights."""
+    def route(self, x_TD: Tensor, tokens_T: Tensor | None = None) -> Routing:
+        """Return the experts of each token and their weights; `tokens_T` are read where a table has them."""
         bias = for_choice(self.facts, self.selection_bias) if self.facts.selection_bias else None
-        return route(self.facts, self._logits(x_TD), bias, self._scale_of_weights())
+        table_TR = None
+        if self.facts.table_size:
+            assert tokens_T is not None
+            table_TR = self.experts_of_tokens[tokens_T.to(self.experts_of_tokens.device)]
+        return route(self.facts, self._logits(x_TD), bias, self._scale_of_weights(), table_TR)
 
     def _scale_of_weights(self) -> Tensor | None:
         """Return the factors of the weights of experts [E], None where they have none."""
@@ -247,13 +281,13 @@ class Moe(nn.Module):
             return cast(Tensor, self.latent_in(x_TD))
         return self._normed("experts_norm", x_TD)
 
-    def _routed(self, x_TD: Tensor, tap: Tap) -> Tensor:
+    def _routed(self, x_TD: Tensor, tap: Tap, tokens_T: Tensor | None) -> Tensor:
         """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
         without a token."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         size = self.facts.width(x_TD.shape[-1])
         total_TL = torch.zeros((len(x_TD), size), dtype=wide, device=x_TD.device)
-        for _, tokens, weights, out_tL in self.outputs(x_TD, tap):
+        for _, tokens, weights, out_tL in self.outputs(x_TD, tap, tokens_T):
             total_TL.index_add_(0, tokens, out_tL.to(wide) * weights.unsqueeze(1))
         if not self.facts.latent_size:
             return total_TL
@@ -266,11 +300,13 @@ class Moe(nn.Module):
             return out_tL
         return F.linear(out_tL, self.latent_out.weight.to(out_tL))
 
-    def outputs(self, x_TD: Tensor, tap: Tap) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    def outputs(
+        self, x_TD: Tensor, tap: Tap, tokens_T: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yield for every expert its index, its tokens [t], the weights [t] of its outputs and its outputs
         [t, L], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
         read_TL = self._read_by_experts(x_TD)
-        for idx, tokens, weights in self.route(x_TD).by_expert():
+        for idx, tokens, weights in self.route(x_TD, tokens_T).by_expert():
             expert = cast(ExpertFfn, self.experts[idx])
             x_tL = read_TL[tokens]
             if self.facts.weighs_input:

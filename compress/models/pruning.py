@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
 from compress.models.family import family_of_arch
@@ -256,6 +257,10 @@ def why_heads_stay(arch: Arch) -> str | None:
     """Return the reason why no head of a model can be removed, None where some can."""
     if any(layer.recurrence is not None and not layer.joint for layer in arch.layers):
         return f"most layers of this {arch.family} model have recurrences, whose heads are not removed."
+    if is_compressed(arch):
+        return (
+            f"heads of this {arch.family} model have linears of their outputs in groups, which stay as wide."
+        )
     if arch.kv_sources and not arch.has_latents:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."
     if arch.own_qk_norm:

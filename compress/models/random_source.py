@@ -17,6 +17,8 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.delta_net import PLAIN_NORM
+from compress.models.experts import EXPERTS_OF_TOKENS
+from compress.models.moe import table_in_turns
 from compress.models.weights import parameter_names
 from compress.models.xielu import initial_parameters
 from compress.quant.block_inputs import global_scale_of_inputs
@@ -93,6 +95,11 @@ class RandomSource:
     def _parameter(
         self, shape: tuple[int, ...], scheme: Scheme | None, name: str, generator: torch.Generator
     ) -> Tensor | QuantizedWeight:
+        if name == EXPERTS_OF_TOKENS:
+            num_experts = max(
+                each.experts.num_experts for each in self._arch.layers if each.experts is not None
+            )
+            return table_in_turns(*shape, num_experts=num_experts).to(self._device)
         if len(shape) == 2:
             return random_weight((shape[0], shape[1]), scheme, dtype=self._dtype, generator=generator)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.models.arch import Arch
+from compress.models.experts import EXPERTS_OF_TOKENS
 from compress.models.family import Family
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
@@ -196,12 +197,29 @@ class StoredWeights:
         Raises:
             UnsupportedFormat: one holds codes.
         """
+        tables = {self.family.tensor(name) for name in self.parameters() if name.endswith(EXPERTS_OF_TOKENS)}
         for name, shape in expected.items():
-            if shape is not None and not self._files.holds_dense(name):
+            if name in tables:
+                self._check_table(name)
+            elif shape is not None and not self._files.holds_dense(name):
                 raise UnsupportedFormat(
                     f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
                     "no quantization by which whole numbers, or numbers of 8 bits, would be weights."
                 )
+
+    def _check_table(self, name: str) -> None:
+        """Check that a tensor holds indices of experts.
+
+        Raises:
+            UnsupportedArch: it holds other numbers.
+        """
+        table = self._files.get(name)
+        most = max(layer.experts.num_experts for layer in self._arch.layers if layer.experts is not None)
+        if table.dtype not in (torch.int64, torch.int32) or bool(((table < 0) | (table >= most)).any()):
+            raise UnsupportedArch(
+                f"{self.path}: tensor '{name}' is {table.dtype} and has numbers from {table.min()} to "
+                f"{table.max()}; it must have the indices of {most} experts, as whole numbers."
+            )
 
     def expected(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its

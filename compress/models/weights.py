@@ -18,7 +18,7 @@ from compress.models.altup import stream_names
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.embedding import EMBED_NORM, EmbeddingTables
-from compress.models.experts import FLOAT32_PARAMETERS
+from compress.models.experts import EXPERTS_OF_TOKENS, FLOAT32_PARAMETERS
 from compress.models.layer_embedding import LAYER_EMBEDS, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
 from compress.quant.kv import KV_SCALES
@@ -72,6 +72,8 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 
 def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a model of `dtype` stores a parameter."""
+    if name.endswith(EXPERTS_OF_TOKENS):
+        return torch.int64
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
 
 
@@ -179,7 +181,7 @@ def fill_(
         tensor = dense(value)
         kept = (
             torch.float32
-            if name.endswith(FLOAT32_PARAMETERS)
+            if name.endswith((*FLOAT32_PARAMETERS, EXPERTS_OF_TOKENS))
             else (
                 tensor.dtype
                 if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize

@@ -8,10 +8,10 @@ import torch
 
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
+from compress.models.compressed import COMPRESSOR
 from compress.models.delta_net import DeltaNet
 from compress.models.disk_names import DiskNames
 from compress.models.experts import LATENT_IN, LATENT_OUT
-from compress.models.indexer import MATRICES, MATRICES_OF_BLOCKS
 from compress.quant.scheme import QuantizedWeight
 
 MXFP4 = "mxfp4"
@@ -61,13 +61,19 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
-    indexers, gates of heads and of norms, the linears around experts that act on latents, and those of delta
-    nets whose decays are by channel. Their codes are widened in any case."""
+    indexers, compressors, gates of heads and of norms, the linears around experts that act on latents, and
+    those of delta nets whose decays are by channel. Their codes are widened in any case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
         if layer.indexer is not None
-        for name in (MATRICES if layer.block_indexer is None else MATRICES_OF_BLOCKS)
+        for name in layer.indexer.matrices
+    ]
+    inner += [
+        f"layers.{idx}.{name}"
+        for idx, layer in enumerate(arch.layers)
+        if layer.compressed is not None and layer.compressed.rate
+        for name in COMPRESSOR
     ]
     inner += [
         f"layers.{idx}.attn.head_gate" for idx, layer in enumerate(arch.layers) if layer.head_gate is not None

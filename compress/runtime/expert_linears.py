@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
-from compress.kernels.problem import PHASES, Phase, Problem
+from compress.kernels.problem import PHASES, ROUTER_FACTS, Phase, Problem
 from compress.kernels.select import select
 from compress.models.experts import Experts
 from compress.models.moe import weighed
@@ -54,6 +54,7 @@ class ExpertLinears:
         router_bias_E: Tensor | None = None,
         selection_bias_E: Tensor | None = None,
         output_scale_E: Tensor | None = None,
+        table_VK: Tensor | None = None,
         shared: Sequence[ExpertWeights] = (),
         cap: float | None = None,
     ) -> "ExpertLinears":
@@ -78,6 +79,7 @@ class ExpertLinears:
                 experts=facts.num_experts,
                 top_k=facts.top_k + num_shared,
                 expert_groups=facts.num_groups,
+                activation=_router_fact(facts),
             )
             routers[phase] = BoundKernel.of(problem)
             problem = _problem(
@@ -95,6 +97,7 @@ class ExpertLinears:
             router_bias_E,
             selection_bias_E,
             output_scale_E,
+            table_VK,
             dtype=deployment.dtype,
             device=deployment.device,
         )
@@ -111,11 +114,13 @@ class ExpertLinears:
         )
         return select(problem).min_sm > 0
 
-    def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+    def route(self, x_TD: Tensor, phase: Phase, tokens_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return ids int32 and weights float32, both [T, K], of normalized rows. K has the choices of all
-        rows where a phase has them."""
-        shared = self.num_shared if self.has_shared(phase) else 0
-        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts, shared=shared)
+        rows where a phase has them. `tokens_T` are read where a table has the experts of each token."""
+        facts: dict[str, Any] = {"shared": self.num_shared if self.has_shared(phase) else 0}
+        if self.facts.table_size:
+            facts["tokens_T"] = tokens_T
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts, **facts)
         return ids_TK, weights_TK
 
     def has_shared(self, phase: Phase) -> bool:
@@ -146,11 +151,12 @@ class ExpertLinears:
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
         shared_weight: Tensor | float | None = None,
+        tokens_T: Tensor | None = None,
     ) -> Tensor:
         """Return the output [T, L] of the whole mixture for normalized rows; `router_input` are those of the
         router where it has its own, and `shared_weight` the weight of the shared expert among the others, or
         those [T, 1] of its gate, None for 1."""
-        ids_TK, weights_TK = self.route(x_TL if router_input is None else router_input, phase)
+        ids_TK, weights_TK = self.route(x_TL if router_input is None else router_input, phase, tokens_T)
         if shared_weight is not None:
             weights_TK[:, -self.num_shared :] = shared_weight
         if self.facts.weighs_input:
@@ -174,6 +180,12 @@ class ExpertLinears:
         rows = [("router", each) for each in self.routers.values()]
         rows += [("experts", each) for each in self.kernels.values()]
         return [bound.report(layer=layer, linear=name) for name, bound in rows]
+
+
+def _router_fact(facts: Experts) -> str | None:
+    """Return the one of `ROUTER_FACTS` that a router has, None where it has none."""
+    score, table = ROUTER_FACTS
+    return table if facts.table_size else score if facts.score == score else None
 
 
 def _problem(

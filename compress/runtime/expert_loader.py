@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights
 from compress.models.arch import Arch
+from compress.models.experts import EXPERTS_OF_TOKENS
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import Value, columns, rows_of
 from compress.models.moe import for_choice
@@ -62,6 +63,7 @@ def load_experts(
         router_bias_E=rare("moe.router.bias"),
         selection_bias_E=None if bias_E is None else for_choice(facts, bias_E),
         output_scale_E=rare("moe.output_scale") if scale_E is None else scale_E.expand(facts.num_experts),
+        table_VK=rare(EXPERTS_OF_TOKENS),
         shared=parts(expert("moe.shared"), experts[0], num_shared) if joins else (),
         cap=shape.expert_cap,
     )

@@ -31,14 +31,21 @@ class FfnHalves:
         self._arch = arch
         self._act_mul = act_mul
 
-    def of_ffn(self, layer: LayerWeights, rows: Rows, branch_rows: tuple[Tensor, ...], phase: Phase) -> Half:
+    def of_ffn(
+        self,
+        layer: LayerWeights,
+        rows: Rows,
+        branch_rows: tuple[Tensor, ...],
+        phase: Phase,
+        tokens_T: Tensor | None = None,
+    ) -> Half:
         """Return the half-layer of the FFN or the experts, which reads `rows`, and `branch_rows` where the
-        branches of a mixture are normed apart."""
+        branches of a mixture are normed apart. `tokens_T` are read where a table chooses experts."""
         half: Half = self._ffn
         if layer.branch_norms is not None:
             half = partial(self._branches, layer.branch_norms, branch_rows)
         elif layer.experts is not None:
-            half = self._mixture
+            half = partial(self._mixture, tokens_T=tokens_T)
         return partial(half, layer, rows, phase)
 
     def of_embed(self, embed: LayerEmbedLinears, x_TD: Tensor, input_TP: Tensor, phase: Phase) -> Tensor:
@@ -64,14 +71,23 @@ class FfnHalves:
                 "gated": layer.shape.gated,
                 "cap": layer.shape.ffn_cap,
             }
-            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant, **facts)
+            activation = self._arch.activation
+            if layer.shape.experts is not None and layer.shape.ffn_cap is not None:
+                activation = layer.shape.experts.activation_of(activation)
+            mid_TF = self._act_mul(mid_TF, activation, layer.down.quant, **facts)
         if not layer.shape.scaled_ffn:
             return layer.down(mid_TF, phase, residual=residual)
         scaled_TD = layer.down(mid_TF, phase) * layer.ffn_scale
         return scaled_TD if residual is None else residual + scaled_TD
 
     def _mixture(
-        self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
+        self,
+        layer: LayerWeights,
+        rows: Rows,
+        phase: Phase,
+        *,
+        residual: Tensor | None = None,
+        tokens_T: Tensor | None = None,
     ) -> Tensor:
         """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
         assert layer.experts is not None
@@ -89,7 +105,7 @@ class FfnHalves:
         elif layer.down is not None:
             residual = self._ffn(layer, rows, phase, residual=residual)
         if layer.latent_in is None or layer.latent_out is None:
-            return layer.experts(rows, phase, residual=residual)
+            return layer.experts(rows, phase, residual=residual, tokens_T=tokens_T)
         routed_TL = layer.experts(layer.latent_in(rows, phase), phase, router_input=rows)
         return layer.latent_out(routed_TL, phase, residual=residual)
 

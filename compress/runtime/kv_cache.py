@@ -109,6 +109,13 @@ def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     """
     if not layer.attends or layer.kv_source is not None:
         return 0, 0
+    if layer.compressed is not None:
+        if kv_format not in DENSE_FORMATS.values():
+            raise UsageError(
+                f"KV cache format {kv_format} has scales for keys and values, and this model has compressed "
+                "attention, whose cache holds what its entries are computed of, too: leave the format out."
+            )
+        return 1, layer.cached_numbers
     if layer.latent is None:
         return 2 * layer.num_kv_heads, _stored_dim(layer, kv_format)
     if kv_format not in LATENT_FORMATS:
@@ -303,7 +310,7 @@ def _empty(
     static_scales: tuple[float, float],
 ) -> Pages:
     """Return zeroed pages of a layer."""
-    if layer.latent is not None:
-        return PagedLatents.empty(kv_format, num_blocks, block_size, layer.latent.cached_width, device)
+    if layer.latent is not None or layer.compressed is not None:
+        return PagedLatents.empty(kv_format, num_blocks, block_size, layer.cached_numbers, device)
     shape = layer.num_kv_heads, num_blocks, block_size, layer.head_dim
     return empty_pages(page_format(kv_format), shape, device, static_scales=static_scales)

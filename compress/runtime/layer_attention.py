@@ -43,8 +43,9 @@ class Projected:
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
     gates that a linear of latents computes [T, Z], the factors of what each head attends to, float32 [T, H],
-    and the numbers of heads of relative logits, float32 [T, H, R]. With a `conv`, which has states, too, they
-    are rows that it is added to, and with the weights `conv_FW` of a convolution its inputs."""
+    the numbers of heads of relative logits, float32 [T, H, R], and what entries are computed of in compressed
+    attention [T, F]. With a `conv`, which has states, too, they are rows that it is added to, and with the
+    weights `conv_FW` of a convolution its inputs."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -56,12 +57,13 @@ class Projected:
     relative_THR: Tensor | None = None
     conv: ConvPart | None = None
     conv_FW: Tensor | None = None
+    raw_TF: Tensor | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
 """Attention of one pass: (layer, what its first linear leaves) -> [T, H, C], with latents or narrower
-values [T, H, V], of a recurrence [T, H V], of a convolution [T, F]; what the cache stores of the rows is in
-it afterwards."""
+values [T, H, V], of a recurrence [T, H V], of a convolution [T, F], of compressed attention the input of the
+last linear [T, F]; what the cache stores of the rows is in it afterwards."""
 
 
 class LayerAttention:

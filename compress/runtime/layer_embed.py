@@ -3,6 +3,9 @@
 They depend on the token alone, so they are computed once, and follow those for the model in the rows
 [D + L P] of one table. A pass takes the rows of its tokens and parts them.
 
+Where layers read tokens themselves (a table of experts, embeddings of n-grams), rows go on with the token
+(`token_digits.py`).
+
 Shapes: T rows, D hidden, L layers, P width of an embedding for a layer, V vocabulary.
 """
 
@@ -15,10 +18,11 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import RowNorm
 from compress.models.arch import Arch
+from compress.models.arch_params import reads_tokens
 from compress.models.layer_embedding import inputs_of_tokens
 from compress.models.weights import Weights, dense, layer_embed_weights
 from compress.runtime.fused_linear import FusedLinear
-from compress.runtime.ngrams import with_digits
+from compress.runtime.token_digits import NUM_DIGITS, digits_of_tokens, tokens_of_digits
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ def layer_embed_linears(
 
 def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
     """Return the table [V, D + L P] of the embeddings of all tokens for the model, and for all layers where
-    tokens have those; where layers have embeddings of n-grams, with the digits of tokens."""
+    tokens have those; where layers read tokens, with the digits of each."""
+    if reads_tokens(arch):
+        return torch.cat((embed_VD, digits_of_tokens(arch.vocab_size).to(embed_VD)), dim=1)
     if not arch.layer_embed_size:
-        return with_digits(embed_VD, arch)
+        return embed_VD
     width = arch.hidden_size + arch.num_layers * arch.layer_embed_size
     table_VF = embed_VD.new_empty(arch.vocab_size, width)
     table_VF[:, : arch.hidden_size] = embed_VD
@@ -64,11 +70,11 @@ def with_layer_inputs(embed_VD: Tensor, outer: Weights, arch: Arch) -> Tensor:
 
 
 def parted(rows_TF: Tensor, arch: Arch) -> tuple[Tensor, list[Tensor] | None]:
-    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, or the digits of
-    tokens [T, N]; None where there are none."""
-    if arch.has_ngrams:
-        digits_TN = rows_TF[:, arch.hidden_size :]
-        return rows_TF[:, : arch.hidden_size].contiguous(), [digits_TN] * arch.num_layers
+    """Return the embeddings [T, D] of rows of the table, and those [T, P] for each layer, or the tokens int64
+    [T] for each; None where there are neither."""
+    if reads_tokens(arch):
+        x_TD, digits_TN = rows_TF.split([arch.hidden_size, NUM_DIGITS], dim=1)
+        return x_TD.contiguous(), [tokens_of_digits(digits_TN)] * arch.num_layers
     if not arch.layer_embed_size:
         return rows_TF, None
     x_TD, inputs_TF = rows_TF.split([arch.hidden_size, rows_TF.shape[1] - arch.hidden_size], dim=1)

@@ -36,9 +36,11 @@ from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.problem import Phase
 from compress.models.altup import with_others_plus
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
 from compress.runtime.altup import LAUREL_SCALE, AltUpWeights
+from compress.runtime.compressed_attention import CompressedAttention
 from compress.runtime.convolutions import Convolutions
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import FfnHalves
@@ -75,8 +77,7 @@ class LayerRunner:
                 f"norm '{arch.norm}' in block '{arch.block}'."
             )
 
-        attention = LatentAttention if arch.has_latents else LayerAttention
-        self.attention = attention(arch, deployment, kv_format, max_model_len=max_model_len)
+        self.attention = _attention_of(arch)(arch, deployment, kv_format, max_model_len=max_model_len)
 
         self.ops = StreamOps(arch, deployment)
         gated = [
@@ -106,7 +107,8 @@ class LayerRunner:
         """Return the stream after a layer; its keys and values are in the cache afterwards.
 
         `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
-        `input_TP` are the embeddings of the tokens for this layer, where they have them.
+        `input_TP` are the embeddings of the tokens for this layer, where they have them, or the tokens, where
+        a table chooses their experts.
         """
         where = positions_T, slots_T, kv, attend
         if layer.altup is not None:
@@ -191,6 +193,8 @@ class LayerRunner:
         if layer.relative is not None:
             assert isinstance(qkv_rows, Tensor)
             projected = replace(projected, relative_THR=relative_states(layer, qkv_rows, phase))
+        if layer.compressed is not None:
+            projected = replace(projected, raw_TF=layer.compressed.raw(qkv_rows, phase))
         residual_TD = stream.x_TD
         if layer.laurel is not None:
             assert isinstance(qkv_rows, Tensor)
@@ -229,14 +233,17 @@ class LayerRunner:
         phase: Phase,
     ) -> None:
         """Write the keys and values of rows before a layer with attention, and compute nothing else of it."""
-        qkv_TF = self._projected(layer, self.ops.rows(Stream(x_TD), mixer_reader(layer), phase), phase)
+        rows = self.ops.rows(Stream(x_TD), mixer_reader(layer), phase)
+        qkv_TF = self._projected(layer, rows, phase)
         if layer.shape.has_output_gate:
             qkv_TF = qkv_TF[:, : -layer.shape.num_heads * layer.shape.value_dim]
         projected = Projected(qkv_TF, positions_T, slots_T, pages)
-        if isinstance(self.attention, LatentAttention):
-            self.attention.queries(layer, projected, phase)
-        else:
+        if layer.compressed is not None:
+            projected = replace(projected, raw_TF=layer.compressed.raw(rows, phase))
+        if isinstance(self.attention, LayerAttention):
             self.attention.queries(layer, projected)
+        else:
+            self.attention.queries(layer, projected, phase)
 
     def after_qkv(
         self,
@@ -299,7 +306,7 @@ class LayerRunner:
         factors_TF = None
         if ffn_rows is None:
             ffn_rows, factors_TF = self.ops.entered(stream, ffn_reader(layer), phase)
-        ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase)
+        ffn_half = self._halves.of_ffn(layer, ffn_rows, stream.branch_rows, phase, input_TP)
         if convs is not None:
             ffn_half = partial(convs.after_ffn, ffn_half)
         embed = layer.layer_embed
@@ -331,3 +338,10 @@ class LayerRunner:
         """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
         rows = [*self.ops.kernel_report(), self._bound_act_mul.report(layer=None, linear="act_mul")]
         return rows + self.attention.kernel_report()
+
+
+def _attention_of(arch: Arch) -> type[LayerAttention | LatentAttention | CompressedAttention]:
+    """Return the class of the attention of a model."""
+    if is_compressed(arch):
+        return CompressedAttention
+    return LatentAttention if arch.has_latents else LayerAttention

@@ -34,6 +34,7 @@ from compress.runtime.altup import (
     altup_weights,
     laurel_linears,
 )
+from compress.runtime.compressed_linears import CompressedLinears, compressed_linears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
@@ -81,6 +82,7 @@ class LayerWeights:
     computes the numbers of heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to
     keys, values and the outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN.
     `ngrams` are embeddings of n-grams.
+    With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the others but `o`.
     """
 
     shape: LayerShape
@@ -121,6 +123,7 @@ class LayerWeights:
     convs: LayerConvs | None = None
     ffn_scale: float = 1.0
     ngrams: NGramWeights | None = None
+    compressed: CompressedLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -144,7 +147,7 @@ class LayerWeights:
     @property
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
-        return (*first, self.attn_norm_gate, self.ffn_norm_gate, self.ngrams)
+        return (*first, self.attn_norm_gate, self.ffn_norm_gate, self.ngrams, self.compressed)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:
         """Return whether the rows of a phase go through the shared expert among the others."""
@@ -315,6 +318,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         ngrams=ngram_weights(arch, shape.ngrams, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
+        compressed=compressed_linears(shape, weights, arch.norm_eps, deployment),
     )
 
 

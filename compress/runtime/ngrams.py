@@ -2,10 +2,10 @@
 and whose bits of a row do not depend on the other rows, around the kernels of linears and of short
 convolutions.
 
-A row of the embedding table ends with the digits of its token, so that every pass that takes rows has its
-tokens. The tokens before a row come from a convolution whose weights are 1 at one position and 0 at the
-others, over ids in float32, where they are exact: the states of sequences, and what becomes of rows that are
-not kept, are those of any short convolution.
+The rows of the embedding table bring their tokens (`token_digits.py`). The tokens before a row come from a
+convolution whose weights are 1 at one position and 0 at the others, over ids in float32, where they are
+exact: the states of sequences, and what becomes of rows that are not kept, are those of any short
+convolution.
 
 Shapes: T rows, n streams, D hidden, E = n D, P embedding of all heads, F channels and W positions of a
 convolution, V vocabulary.
@@ -32,31 +32,9 @@ from compress.runtime.fusing import fuse
 from compress.runtime.gated_residual import normed_streams
 from compress.runtime.kv_cache import NGramKept
 
-NUM_DIGITS = 3
-"""Digits of an id."""
-_BASE = 256
-"""Whole numbers up to this one are exact in every dtype of models."""
 Convolve = Callable[[Tensor, Tensor, RecurrentStates], Tensor]
 """(x [T, F], weights [F, W], states) -> the causal convolution of each channel [T, F], in the dtype of x; the
 states have the inputs afterwards."""
-
-
-def with_digits(embed_VD: Tensor, arch: Arch) -> Tensor:
-    """Return the table [V, D + digits] of embeddings and of the digits of each token's id plus 1, as it is
-    where no layer has embeddings of n-grams."""
-    if not arch.has_ngrams:
-        return embed_VD
-    ids_V = torch.arange(1, len(embed_VD) + 1, device=embed_VD.device)
-    digits = [ids_V // _BASE**idx % _BASE for idx in range(NUM_DIGITS)]
-    return torch.cat((embed_VD, torch.stack(digits, dim=1).to(embed_VD.dtype)), dim=1)
-
-
-def ids_of(digits_TN: Tensor) -> Tensor:
-    """Return the ids of tokens plus 1 [T, 1], whole numbers in float32, from their digits."""
-    first, *others = digits_TN.to(torch.float32).split(1, dim=1)
-    for idx, each in enumerate(others, start=1):
-        first = first + each * _BASE**idx
-    return first
 
 
 @dataclass(frozen=True)
@@ -89,19 +67,19 @@ class NGramWeights:
         return self.key.report(layer_idx) + self.value.report(layer_idx)
 
     def added(
-        self, streams_TE: Tensor, digits_TN: Tensor, kept: NGramKept, convolve: Convolve, phase: Phase
+        self, streams_TE: Tensor, tokens_T: Tensor, kept: NGramKept, convolve: Convolve, phase: Phase
     ) -> Tensor:
         """Return the streams [T, n D] with what the layer adds to them before its first half."""
-        embedded_TP = self._embedded(digits_TN, kept.tokens, convolve)
+        embedded_TP = self._embedded(tokens_T, kept.tokens, convolve)
         values_TE = self._gated(streams_TE, embedded_TP, phase)
         inputs_TE = self._normed(values_TE, self.conv_norm_E)
         mixed_TE = convolve(inputs_TE, self.conv_EW, kept.inputs).to(torch.float32)
         mixed_TE = in_whole_vectors(F.silu, mixed_TE).to(streams_TE.dtype)
         return streams_TE + (values_TE + mixed_TE)
 
-    def _embedded(self, digits_TN: Tensor, states: RecurrentStates, convolve: Convolve) -> Tensor:
+    def _embedded(self, tokens_T: Tensor, states: RecurrentStates, convolve: Convolve) -> Tensor:
         """Return the embeddings [T, P] of the n-grams that end in each row."""
-        ids_T1 = ids_of(digits_TN)
+        ids_T1 = (tokens_T + 1).to(torch.float32).unsqueeze(1)
         lags = self.facts.order - 1
         before_TF = convolve(ids_T1.expand(-1, lags).contiguous(), self.shift_FW, states)
         tokens = [ids_T1.squeeze(1), *before_TF.unbind(1)]

@@ -17,6 +17,7 @@ from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
+from compress.runtime.compressed_attention import CompressedAttention
 from compress.runtime.kv_cache import JointKept, Kept, KVCache, NGramKept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
@@ -42,7 +43,7 @@ def scratch_block_size(arch: Arch, max_model_len: int) -> int:
 
 
 def scoring_pass(
-    attention: LayerAttention | LatentAttention,
+    attention: LayerAttention | LatentAttention | CompressedAttention,
     cache: KVCache,
     lens: tuple[int, ...],
     *,

@@ -52,7 +52,9 @@ class Stream:
 def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
-    has_dense = any(each is not None for each in (layer.delta, layer.head_gate, layer.laurel, layer.relative))
+    compressor = None if layer.compressed is None else layer.compressed.compressor
+    dense = (layer.delta, layer.head_gate, layer.laurel, layer.relative, compressor)
+    has_dense = any(each is not None for each in dense)
     return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper, layer.attn_norm_gate)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS, FP8_STATIC
 from compress.models.arch import Arch
+from compress.models.arch_params import reads_tokens
 from compress.models.hyper_connection import repeated
 from compress.models.weights import WeightSource
 from compress.runtime.deployment import Deployment
@@ -34,12 +35,13 @@ from compress.runtime.stream import Reader, Stream, mixer_reader
 
 def why_not_streamed(arch: Arch) -> str | None:
     """Return why a model cannot be scored layer by layer, None where it can."""
-    if not (arch.kv_sources or arch.layer_embed_size or arch.altup_streams or arch.has_ngrams):
+    reads_more = arch.kv_sources or arch.layer_embed_size or reads_tokens(arch)
+    if not reads_more and not arch.altup_streams:
         return None
     return (
         f"layers of this {arch.family} model read more than the stream (keys and values or latents of "
-        "others, or embeddings of their own or of n-grams), or compute one of several, so it is not scored "
-        "layer by layer: score it loaded."
+        "others, embeddings of their own, or tokens), or compute one of several, so it is not scored layer "
+        "by layer: score it loaded."
     )
 
 

@@ -132,7 +132,8 @@ def test_smoothing_keeps_the_function(family: str) -> None:
     for idx, layer in enumerate(decoder.layers):
         weights = dict(source.layer(idx))
         pairs = layer.smoothing_pairs()
-        assert pairs or (layer.shape.only_half == "ffn" and layer.shape.experts is not None)
+        has_none = layer.shape.only_half == "ffn" and layer.shape.experts is not None
+        assert pairs or has_none or layer.shape.has_entries  # which read all norms, too
         for pair in pairs:
             columns = weights[f"{pair.linears[0]}.weight"].shape[1]
             if pair.repeat > 1:

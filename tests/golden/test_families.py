@@ -399,11 +399,13 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
             of_latents = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
         assert layer.head_dim == (of_latents or head_dim)
     types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
-    has_window = family == "mistral" or {"sliding_attention", "hybrid_sliding"} & set(types)
+    has_window = family in ("mistral", "deepseek_v4") or {"sliding_attention", "hybrid_sliding"} & set(types)
     window = stated.sliding_window if has_window else None
     for layer, kind in zip(arch.layers, types, strict=True):
         assert layer.window == (None if kind in ("full_attention", "indexed_attention", "hybrid") else window)
         if layer.rope is not None:
+            if family == "deepseek_v4":
+                kind = "main" if kind == "sliding_attention" else "compress"
             rope = stated.rope_parameters.get(kind, stated.rope_parameters)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
             assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))

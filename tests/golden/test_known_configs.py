@@ -91,11 +91,12 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
+    # Indexers of DeepSeek-V4 choose entries of so many positions.
+    of_one = getattr(theirs, "compress_rates", {}).get("compressed_sparse_attention", 1)
+    chosen = getattr(theirs, "index_topk", MAX_POSITIONS) * of_one
     budget = getattr(theirs, "indexer_budget", None)
     of_budget = MAX_POSITIONS if budget is None else budget + theirs.indexer_compress_ratio - 1
-    assert arch.max_position == min(
-        theirs.max_position_embeddings, getattr(theirs, "index_topk", MAX_POSITIONS), of_blocks, of_budget
-    )
+    assert arch.max_position == min(theirs.max_position_embeddings, chosen, of_blocks, of_budget)
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
     if arch.family in ("gpt_oss", "minimax_m3_vl"):
@@ -119,6 +120,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert layer.head_dim == (of_latents or head_dim)
         if layer.rope is None:
             continue
+        if arch.family == "deepseek_v4":
+            kind = "main" if kind == "sliding_attention" else "compress"
         rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)
         stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
         assert layer.rope.theta == rope["rope_theta"] * stretch
@@ -135,6 +138,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
 def _windows_in_transformers(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if config.model_type == "deepseek_v4":  # next to entries, too
+        return [window] * len(types)
     return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
 
 

@@ -66,6 +66,8 @@ EXPORTED = [
     ("bailing_hybrid", "FP8_DYNAMIC"),
     ("qwen4_exp_text-without-ngrams", "W4A16_G128"),
     ("qwen4_exp_text", "FP8_DYNAMIC"),
+    ("deepseek_v4", "FP8_DYNAMIC"),
+    ("deepseek_v4", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -134,6 +136,7 @@ RENAMED = (
     "axk2-groups",
     "dots3_note_text",
     "dots3_note_text-windows",
+    "deepseek_v4",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from compress.kernels.linear.bags import bags_are_fast
 from compress.models.attention import FullAttention
+from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
@@ -59,6 +60,10 @@ CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
 SCALED = Experts(6, 2, 48, renormalize=True, output_scale=True)
 CAPPED = Experts(6, 2, 48, shared_size=48, caps_first=True)
+OF_TABLE = Experts(
+    6, 2, 48, shared_size=48, score="sqrt_softplus", renormalize=True, caps_first=True, table_size=101
+)
+ONE_KV = {"num_kv_heads": 1, "rope": Rope(10000.0, rotary_dim=6), "ffn_cap": 0.05, "expert_cap": 0.02}
 BRANCHES = replace(SCALED, shared_size=64, branch_norms=True)
 ALWAYS = Experts(
     *(8, 4, 48),
@@ -748,6 +753,21 @@ FEATURES: dict[str, dict[str, Any]] = {
         "residual_scale": 0.4,
         "layers": (tiny_shape(norm_gate_rank=4), tiny_shape(norm_gate_rank=4, experts=Experts(6, 2, 48))),
     },
+    "compressed attention, and experts that a table chooses": {
+        "attn_sinks": True,
+        "hyper": HyperConnections(3, 1e-6, sinkhorn_iterations=4),
+        "layers": (
+            tiny_shape(**ONE_KV, window=9, compressed=Compressed(20, 6, 2, 12), experts=OF_TABLE),
+            tiny_shape(
+                **ONE_KV,
+                window=5,
+                compressed=Compressed(20, 6, 4, 12, 3, overlaps=True, indexer=EntryIndexer(2, 8, 200, 3)),
+                experts=replace(OF_TABLE, table_size=0, selection_bias=True),
+            ),
+            tiny_shape(**ONE_KV, window=131, compressed=Compressed(20, 6, 1, 12, 128), experts=OF_TABLE),
+            tiny_shape(**ONE_KV, window=1, compressed=Compressed(20, 6, 2, 12, 1), experts=OF_TABLE),
+        ),
+    },
     "streams that are not mixed": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
         "layers": (tiny_shape(window=5), tiny_shape(experts=Experts(6, 2, 48, shared_size=64))),
@@ -1022,6 +1042,7 @@ RARE = [
     "bounded decays of channels, and latents whose heads have gates",
     "latents with sinks and gated outputs",
     *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
+    "compressed attention, and experts that a table chooses",
     *("streams that are not mixed", "streams that are mixed, and latents"),
     *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",

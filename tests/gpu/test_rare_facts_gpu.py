@@ -24,12 +24,13 @@ from compress.kernels.rope_store import fused, reference
 from compress.kernels.select import select
 from compress.kernels.soft_cap.fused import soft_cap_
 from compress.models.arch import Arch
+from compress.models.compressed import Compressed
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.mamba2 import Mamba2
@@ -45,6 +46,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
+from tests.support.tiny_source import fill_table_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_is_nan")]
 CUDA = torch.device("cuda")
@@ -84,6 +86,29 @@ GATED = replace(
     norm_gate_rank=16,
     latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=256, interleaved=True, gated=True),
 )
+OF_TABLE = Experts(
+    16,
+    4,
+    128,
+    shared_size=256,
+    score="sqrt_softplus",
+    renormalize=True,
+    scale=1.5,
+    caps_first=True,
+    table_size=1013,
+)
+COMPRESSED = Compressed(q_rank=128, rope_dim=64, out_groups=2, out_rank=128)
+ONE_KV = replace(
+    LOCAL,
+    num_kv_heads=1,
+    head_dim=256,
+    intermediate_size=128,
+    rope=Rope(10000.0, rotary_dim=64),
+    compressed=COMPRESSED,
+    experts=OF_TABLE,
+    ffn_cap=0.5,
+    expert_cap=0.125,
+)
 TRAINED = replace(PLAIN_QUERIES, rope=Rope(10000.0, rotary_dim=64, exponents=(0.5, -0.25) * 16))
 UNROTATED = replace(
     PLAIN_QUERIES,
@@ -111,6 +136,19 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(
                 LAYER, recurrence=DeltaNet(8, 4, 128, 128, 4), rope=None, ngrams=replace(NGRAMS, index=1)
             ),
+        ),
+    },
+    "deepseek v4": {
+        "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=20),
+        "attn_sinks": True,
+        "layers": (
+            ONE_KV,
+            replace(
+                ONE_KV,
+                compressed=replace(COMPRESSED, rate=4, overlaps=True, indexer=EntryIndexer(2, 32, 128, 4)),
+                experts=replace(OF_TABLE, table_size=0, selection_bias=True),
+            ),
+            replace(ONE_KV, compressed=replace(COMPRESSED, rate=128)),
         ),
     },
     "streams that are mixed": {
@@ -633,6 +671,8 @@ def make_source(facts: dict[str, Any]) -> MemorySource:
         if parameter.dim() == 0:  # b and eps of xIELU, which are the same in every model
             continue
         noise = torch.randn(parameter.shape, generator=generator)
+        if fill_table_(decoder, name):
+            continue
         parameter.copy_(parameter + 0.1 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
     return MemorySource(decoder, dtype=torch.bfloat16)
 

@@ -8,6 +8,7 @@ import torch
 from compress.models.arch import Arch
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
+from compress.models.experts import EXPERTS_OF_TOKENS
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource
@@ -49,8 +50,10 @@ def tiny_decoder(arch: Arch, *, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     decoder = fresh_decoder(arch, generator=generator)
     with torch.no_grad():
-        for parameter in decoder.parameters():
+        for name, parameter in decoder.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(EXPERTS_OF_TOKENS):
+                continue
             if parameter.dim() == 1:
                 parameter.add_(0.3 * noise)
             elif parameter.dim() > 1:  # b and eps of xIELU are the same in every model

@@ -83,6 +83,7 @@ CONFIGS: dict[str, Any] = {
     "dots3_note_text": transformers.Dots3NoteTextConfig,
     "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "hy_v4": transformers.HYV4Config,
+    "deepseek_v4": transformers.DeepseekV4Config,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
@@ -739,6 +740,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dots3_note": {"num_key_value_heads": 6},
     "glm_moe_dsa": {"num_key_value_heads": 6},
     "hy_v4": {"num_key_value_heads": 6},
+    "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2},
     "mistral_large4": {"model_type": "mistral_large4_text", "num_key_value_heads": 6},
     "glm4_moe_lite": {"num_key_value_heads": 6},
     "minimax_m3_vl_text": {"head_dim": 8, "rotary_dim": 8},
@@ -936,6 +938,26 @@ LING = {
     "first_k_dense_replace": 1,
 }
 """Delta nets whose decays of channels are bounded, and latent attention whose heads have gates."""
+COMPRESSED: dict[str, Any] = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 20,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "sliding_window": 6,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "swiglu_limit": 1.5,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+}
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
 DOTS3 = {
@@ -1762,6 +1784,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
             "attention_bias": True,
             "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v4": ("deepseek_v4", COMPRESSED),
+    "deepseek_v4-yarn-tables": (
+        "deepseek_v4",
+        {
+            **COMPRESSED,
+            "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+            "index_topk": 22,
+            "o_groups": 3,
+            "layer_types": ["heavily_compressed_attention"] * 2 + ["compressed_sparse_attention"],
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
+            "rope_parameters": dict(YARN),
+            "compress_rope_theta": 500.0,
             "tie_word_embeddings": True,
         },
     ),
@@ -3127,8 +3164,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     """Return widths by which `size` divides what every linear inside of latent attention with 4 heads, after
     4 heads in windows of Inkling, after
-    narrower values of 4 heads, of a delta net, of a mixer of Falcon-H1, of the FFN of Granite 4 H or of
-    MiniMax-M3, or of experts that act on latents reads; none for a case without."""
+    narrower values of 4 heads, in groups of heads, of a delta net, of a mixer of Falcon-H1, of the FFN of
+    Granite 4 H or of MiniMax-M3, or of experts that act on latents reads; none for a case without."""
     of_head = size // 4
     if "d_rel" in changes:
         heads = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": of_head}
@@ -3153,6 +3190,9 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
             return {field: 4 * size}
     if "v_head_dim" in changes and "kv_lora_rank" not in changes:
         return {"head_dim": size // 2, "v_head_dim": of_head}
+    if "o_lora_rank" in changes:
+        ranks = {"q_lora_rank": size, "o_lora_rank": size // 2, "o_groups": 2}
+        return {"num_key_value_heads": 1, **dict.fromkeys(("head_dim", "index_head_dim"), size // 2), **ranks}
     if "kv_lora_rank" not in changes:
         return {}
     delta_net = {"linear_num_heads": 4, "linear_head_dim": of_head} if "linear_head_dim" in changes else {}
@@ -3307,6 +3347,10 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("rotary_emb.alpha"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("tid2eid"):
+                num_experts = model.config.n_routed_experts
+                choices = torch.rand(len(buffer), num_experts, generator=generator).argsort(-1)
+                buffer.copy_(choices[:, : buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.to(dtype).eval()
@@ -3327,6 +3371,13 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
 # Names that `transformers` 5.23 saves and no checkpoint has: it takes the layers of the text model for those
 # of the vision tower, does not put a prefix back, or renames the FFN of dense layers with the experts.
 SAVED_OTHERWISE = {
+    "deepseek_v4": {
+        "model.embed_tokens.": "embed.",
+        "model.layers.": "layers.",
+        "model.norm.": "norm.",
+        "model.hc_head.hc_": "hc_head_",
+        ".attn.norm.": ".attn.kv_norm.",
+    },
     "hy_v4": {
         "model.hc_pre.hc_head.": "model.hc_head.",
         ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",

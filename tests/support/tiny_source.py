@@ -8,11 +8,12 @@ import torch
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
-from compress.models.experts import Experts
+from compress.models.experts import EXPERTS_OF_TOKENS, Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.moe import table_in_turns
 from compress.models.ngrams import NGrams
 from compress.models.weights import MemorySource
 
@@ -95,6 +96,17 @@ LIKE_QWEN4: dict[str, Any] = {
 """Facts of a model with gated residuals, a pooled indexer and embeddings of n-grams of two kinds."""
 
 
+def fill_table_(decoder: Decoder, name: str) -> bool:
+    """Fill in a parameter that is a table of the experts of tokens; return whether it is one."""
+    if not name.endswith(EXPERTS_OF_TOKENS):
+        return False
+    experts = decoder.arch.layers[int(name.split(".")[1])].experts
+    assert experts is not None
+    table_VK = decoder.get_parameter(name)
+    table_VK.copy_(table_in_turns(*table_VK.shape, num_experts=experts.num_experts))
+    return True
+
+
 def tiny_source(**changes: Any) -> MemorySource:
     """The same for the same facts; norms and biases are off their initial values."""
     facts: dict[str, Any] = {
@@ -119,6 +131,8 @@ def tiny_source(**changes: Any) -> MemorySource:
         if parameter.dim() == 0:  # b and eps of xIELU, which are the same in every model
             continue
         noise = torch.randn(parameter.shape, generator=generator)
+        if fill_table_(decoder, name):
+            continue
         parameter.copy_(
             1 + 0.2 * noise
             if ("norm" in name and "hyper" not in name and "streams" not in name)

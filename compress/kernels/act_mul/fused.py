@@ -45,8 +45,12 @@ def _gated(
     x = (gate.to(tl.float32) * gate_factor).to(gate.dtype).to(tl.float32)
     if ACTIVATION == "swiglu_clamped":
         return clamped(x, up.to(tl.float32)).to(gate.dtype)
-    y = activated(x, ACTIVATION).to(gate.dtype).to(tl.float32)
     up = up.to(tl.float32)
+    if ACTIVATION == "silu_capped":
+        x = tl.minimum(x, CAP).to(gate.dtype).to(tl.float32)
+        up = tl.minimum(tl.maximum(up, -CAP), CAP).to(gate.dtype).to(tl.float32)
+        return (activated(x, "silu").to(gate.dtype).to(tl.float32) * up).to(gate.dtype)
+    y = activated(x, ACTIVATION).to(gate.dtype).to(tl.float32)
     if CAP > 0:
         y = tl.minimum(y, CAP).to(gate.dtype).to(tl.float32)
         up = tl.minimum(tl.maximum(up, -CAP), CAP).to(gate.dtype).to(tl.float32)
@@ -128,8 +132,8 @@ def act_mul(
 ) -> Tensor | QuantizedRows:
     """Map [T, 2 F], or a gate [T, F] and `up_TF` [T, F], to [T, F]; where rows are not `gated`, or the
     activation is one of `UNGATED`, map [T, F] without a gate. `xielu_4` are the numbers of the activation
-    xielu, and `gate_factor` multiplies the gate. What the gate becomes is at most `cap`, and up between
-    -`cap` and `cap`, where there is one."""
+    xielu, and `gate_factor` multiplies the gate. What the gate becomes is at most `cap`, or the gate itself
+    with `silu_capped`, and up between -`cap` and `cap`, where there is one."""
     gated = gated and activation not in UNGATED
     if not gated:
         up_TF = gate_up_TF  # which is not read

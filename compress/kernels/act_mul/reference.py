@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
+from compress.models.experts import SILU_CAPPED
 from compress.models.ffn import CLAMPED, SWIGLU_ALPHA, SWIGLU_LIMIT, activation
 from compress.models.layer_shape import UNGATED, XIELU
 from compress.models.xielu import xielu
@@ -40,7 +41,8 @@ def act_mul_rows(
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
     alone; where rows are not `gated`, or the activation is one of `UNGATED`, there is no gate, and it is up.
     `xielu_4` are the numbers of the activation xielu, and `gate_factor` multiplies the gate. What the gate
-    becomes is at most `cap`, and up between -`cap` and `cap`, where there is one."""
+    becomes is at most `cap`, or the gate itself with `silu_capped`, and up between -`cap` and `cap`, where
+    there is one."""
     product = act_mul(
         gate_up_TF,
         activation_name,
@@ -76,6 +78,9 @@ def act_mul(
         gate = gate * gate_factor
     if activation_name == CLAMPED:
         return clamped(gate, up, partial(in_whole_vectors, swish))
+    if activation_name == SILU_CAPPED:
+        assert cap is not None
+        return in_whole_vectors(F.silu, gate.clamp(max=cap)) * up.clamp(min=-cap, max=cap)
     activated = in_whole_vectors(partial(activation, activation_name), gate)
     return activated * up if cap is None else activated.clamp(max=cap) * up.clamp(min=-cap, max=cap)
 

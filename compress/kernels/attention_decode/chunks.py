@@ -18,6 +18,9 @@ by the batch, so on CUDA every call has the same number of matrices. Filling blo
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,22 +77,58 @@ def _attend(
     sinks_H: Tensor | None,
     relative: RelativeTerm | None,
 ) -> Tensor:
-    """Return [R, H, C]. A row has J chunks of N positions; the batch of the products is K * (R * J +
-    padding), in that order."""
-    (num_rows, num_heads, head_dim) = q_RHC.shape
+    """Return [R, H, C]. A row has J chunks of N positions."""
+    (num_rows, _, head_dim) = q_RHC.shape
     num_kv_heads = kv.k.shape[0]
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
     block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
     num_chunks = block_table_RB.shape[1] // blocks_per_chunk
-    if q_RHC.is_cuda:
-        padding = -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads))
-    else:
-        padding = int(num_kv_heads * num_rows * num_chunks < FEWEST_MATRICES)
-    blocks = F.pad(block_table_RB.flatten(), (0, padding * blocks_per_chunk))
+    filling = filling_of(q_RHC, num_kv_heads, num_rows * num_chunks)
+    blocks = F.pad(block_table_RB.flatten(), (0, filling * blocks_per_chunk))
     k, v = (
         each.reshape(-1, CHUNK_SIZE, head_dim)
         for each in kv.gather(blocks, len(blocks) * kv.block_size, torch.float32)
     )
+    unseen = _unseen(context_lens_R, num_chunks, window)
+    changed = None
+    if relative is not None:
+        terms_KRJGN = _terms(relative, context_lens_R, num_kv_heads, num_chunks)
+        changed = partial(_with_terms, relative, terms_KRJGN)
+    facts: dict[str, Any] = {"scale": scale, "softcap": softcap, "num_kv_heads": num_kv_heads}
+    facts["changed"] = changed
+    return attend_to_chunks(q_RHC, k, v, unseen, sinks_H=sinks_H, **facts)
+
+
+def _with_terms(relative: RelativeTerm, terms_KRJGN: Tensor, s: Tensor) -> Tensor:
+    """Return scores with relative logits; rows that fill up those of a head have none."""
+    return relative.grown(s + F.pad(terms_KRJGN, (0, 0, 0, s.shape[3] - terms_KRJGN.shape[3])), 1)
+
+
+def filling_of(q_RHC: Tensor, num_kv_heads: int, num_matrices: int) -> int:
+    """Return how many matrices fill up the batch of the products of one KV head, which has so many."""
+    if q_RHC.is_cuda:
+        return -num_matrices % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads))
+    return int(num_kv_heads * num_matrices < FEWEST_MATRICES)
+
+
+def attend_to_chunks(
+    q_RHC: Tensor,
+    k: Tensor,
+    v: Tensor,
+    unseen: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    num_kv_heads: int = 1,
+    changed: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return attention [R, H, C] of rows to J chunks of N keys and values each: k and v are float32
+    [K * (R * J + filling), N, C], in that order (`filling_of`), and `unseen` is bool [R, J, 1, N], True where
+    a row may not look. `changed` returns scores [K, R, J, H / K or more, N] with what is added to them."""
+    (num_rows, num_heads, head_dim) = q_RHC.shape
+    num_chunks = unseen.shape[1]
+    filling = len(k) // num_kv_heads - num_rows * num_chunks
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
     # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need
     # no padding for it).
@@ -97,17 +136,16 @@ def _attend(
     repeat = q_KRGC.shape[2]
 
     def product(left_KRJGX: Tensor, right: Tensor) -> Tensor:
-        left = F.pad(left_KRJGX.flatten(1, 2), (0, 0, 0, 0, 0, padding)).flatten(0, 1)
+        left = F.pad(left_KRJGX.flatten(1, 2), (0, 0, 0, 0, 0, filling)).flatten(0, 1)
         chunks = _bmm(left, right).view(num_kv_heads, -1, repeat, right.shape[2])[:, : num_rows * num_chunks]
         return chunks.view(num_kv_heads, num_rows, num_chunks, repeat, -1)
 
     s = product(q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1), k.transpose(1, 2))
-    if relative is not None:
-        terms_KRJGN = _terms(relative, context_lens_R, num_kv_heads, num_chunks)
-        s = relative.grown(s + F.pad(terms_KRJGN, (0, 0, 0, repeat - terms_KRJGN.shape[3])), 1)
+    if changed is not None:
+        s = changed(s)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
-    s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
+    s = s.masked_fill(unseen, _MASKED)
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()
     o = product(p, v)

@@ -98,11 +98,6 @@ def _linear(
 
 def gated(gate_up_TF: Tensor, activation: str, cap: float | None = None) -> Tensor:
     """Map [T, 2 F], or [T, F] without a gate, to [T, F]."""
-    if activation == SILU_CAPPED:
-        assert cap is not None
-        gate, up = gate_up_TF.chunk(2, dim=-1)
-        capped = gate.clamp(max=cap), up.clamp(-cap, cap)
-        return act_mul(torch.cat(capped, dim=-1), "silu")
     if activation != CLAMPED:
         return act_mul(gate_up_TF, activation, cap=cap)
     gate, up = gate_up_TF.chunk(2, dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, input_quant
+from compress.kernels.problem import ROUTER_FACTS, Problem
 from compress.quant.scheme import QuantizedWeight
 
 
@@ -19,16 +20,24 @@ class RouterWeights:
     """The dense weight [E, D] of a router, and its biases [E] and factors [E] of the weights of experts,
     float32; the selection bias of experts that every token chooses is infinite. `arrivals` are the zeroed
     counters [`COUNTED_ROWS`] by which a kernel counts the blocks of some rows, and which it leaves
-    zeroed."""
+    zeroed. `table_VK` int64 has the experts of each token where a table chooses them."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
     selection_bias_E: Tensor | None
     output_scale_E: Tensor | None
     arrivals: Tensor
+    table_VK: Tensor | None = None
 
 
 COUNTED_ROWS = 64
+
+
+def score_refusal(problem: Problem) -> str | None:
+    """Return why a kernel of softmax and sigmoid scores cannot serve a router, None where it can."""
+    if problem.activation not in ROUTER_FACTS:
+        return None
+    return f"chooses by softmax or sigmoid scores, and not with {problem.activation}"
 
 
 def router_weights(
@@ -36,6 +45,7 @@ def router_weights(
     bias_E: Tensor | None,
     selection_bias_E: Tensor | None,
     output_scale_E: Tensor | None = None,
+    table_VK: Tensor | None = None,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -51,6 +61,7 @@ def router_weights(
         numbers(selection_bias_E),
         numbers(output_scale_E),
         torch.zeros(COUNTED_ROWS, dtype=torch.int32, device=device),
+        None if table_VK is None else table_VK.to(device=device, dtype=torch.int64).contiguous(),
     )
 
 

@@ -19,7 +19,7 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.routing import RouterWeights
+from compress.kernels.operands.routing import RouterWeights, score_refusal
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
@@ -246,7 +246,7 @@ def route_many(
 def _many(problem: Problem) -> str | None:
     if problem.row_invariant:
         return "a row's bits depend on the number of rows"
-    if refusal := triton_refusal(problem):
+    if refusal := triton_refusal(problem) or score_refusal(problem):
         return refusal
     if problem.expert_groups > 1 and _power_of_two(problem.expert_groups) != problem.expert_groups:
         return f"chooses a power of two of groups of experts, not {problem.expert_groups}"

@@ -1,10 +1,8 @@
 """Reference router: logits in float32, then the choice that `models/moe.py` defines.
 
-Products have one shape, and sigmoids are taken of whole vectors, so that a row's choice depends on the row
-alone (`row_product` and `act_mul` have the reasons).
+Products have one shape, and functions of logits are taken of whole vectors, so that a row's choice depends on
+the row alone (`row_product` and `act_mul` have the reasons).
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +17,15 @@ from compress.models.experts import Experts
 ROWS = 4
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K]."""
+def route(
+    x_TD: Tensor,
+    router: RouterWeights,
+    facts: Experts,
+    *,
+    shared: int = 0,
+    tokens_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]; `tokens_T` are read where a table chooses experts."""
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
@@ -29,7 +34,8 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
         logits_TE,
         router.selection_bias_E,
         router.output_scale_E,
-        sigmoid=partial(in_whole_vectors, torch.sigmoid),
+        None if router.table_VK is None or tokens_T is None else router.table_VK[tokens_T],
+        computed=in_whole_vectors,
     )
     of_all_TS = torch.arange(shared, device=x_TD.device).expand(len(x_TD), -1)
     ids_TK = torch.cat((routing.experts_TR, facts.num_experts + of_all_TS), dim=1)

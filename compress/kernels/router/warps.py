@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
-from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
+from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights, score_refusal
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.experts import SCORES, Experts
@@ -177,6 +177,8 @@ def supports(problem: Problem) -> str | None:
         return "for decode rows; a prompt's logits are one product"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
+    if refusal := score_refusal(problem):
+        return refusal
     if problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}"
     if problem.k % 8 or problem.k > MAX_SIZE:

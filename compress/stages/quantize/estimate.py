@@ -17,6 +17,7 @@ from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
+from compress.models.arch_params import is_compressed
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE
@@ -144,6 +145,11 @@ def _latent_notes(arch: Arch) -> tuple[str, ...]:
     if arch.states:
         what = "recurrences" if arch.has_recurrences else "convolutions"
         return (f"{what}: the runtime keeps states of {slot_bytes(arch, 1):,} bytes a request",)
+    if is_compressed(arch):
+        cached = (
+            f"{arch.cached_numbers:,} numbers a token, of which its entries are computed anew in each step"
+        )
+        return (f"compressed attention: the runtime caches {cached}",)
     if not arch.has_latents:
         return ()
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import row_product
+from compress.kernels.operands.compressed import EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
 from compress.kernels.operands.rows import INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
 from compress.kernels.select import Kernel, candidates, select
+from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
 from compress.quant.numerics import nearest_weight
@@ -228,16 +231,16 @@ def test_mixtures_of_streams(kernel: Kernel, dtype: torch.dtype, num_rows: int, 
 
 
 @each_kernel("router", n=83, k=48)
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_topk", "sparsemixer"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_topk", "sparsemixer", "sqrt_softplus"])
 @pytest.mark.parametrize("num_experts", [6, 40, 83])
 def test_routers(kernel: Kernel, dtype: torch.dtype, score: Any, num_experts: int) -> None:
-    has_bias = score == "sigmoid"
+    has_bias = score in ("sigmoid", "sqrt_softplus")
     facts = Experts(
         num_experts=num_experts,
         top_k=2,
         expert_size=16,
         score=score,
-        renormalize=score in ("softmax", "sigmoid"),
+        renormalize=score in ("softmax", "sigmoid", "sqrt_softplus"),
         selection_bias=has_bias,
         jitter=0.01 if score == "sparsemixer" else 0.0,
     )
@@ -253,9 +256,12 @@ def test_routers(kernel: Kernel, dtype: torch.dtype, score: Any, num_experts: in
 
 
 @each_kernel("act_mul", n=83, k=0)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "silu_capped"]
+)
 def test_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
     numbers = {"xielu_4": torch.tensor([0.8, 0.9, 0.5, -1e-6])} if activation == "xielu" else {}
+    numbers |= {"cap": 0.7} if activation == "silu_capped" else {}
     for size in (7, 32, 96, 1536):
         x = randn(17, 2 * size, dtype=dtype)
         assert not breaches(lambda x: kernel.fn(x, activation, **numbers), x)
@@ -312,6 +318,65 @@ def pages(heads: Heads, lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[P
     return PagedKV(randn(*shape, seed=3, dtype=dtype), randn(*shape, seed=4, dtype=dtype)), order.view(
         len(lengths), -1
     )
+
+
+COMPRESSED = (
+    (Compressed(16, 8, 1, 16), 3, 24),
+    (Compressed(16, 8, 1, 16, rate=4, overlaps=True), 4, 16),
+    (Compressed(16, 6, 1, 16, rate=5, overlaps=True), 7, 30),
+    (Compressed(16, 32, 1, 16, rate=128), 64, 32),
+)
+"""Facts of compressed attention, the query heads, and the dimensions of each."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("facts", "num_heads", "head_dim"), COMPRESSED, ids=str)
+def test_compressed_attention(facts: Compressed, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Compare the rows of sequences alone, in batches and in another order, and rows of one sequence in
+    passes of several and of one."""
+    scheme = DENSE_SCHEMES[dtype]
+    stated = {"phase": "decode", "scheme": scheme, "dtype": dtype}
+    kernel = select(problem("compressed_attention", n=head_dim, k=num_heads, **stated))
+    width = facts.raw_width(head_dim)
+    num_blocks = -(-max(LENGTHS) // 16)
+    order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    table = order.view(len(LENGTHS), -1)
+    cached = PagedLatents(randn(1, 1 + len(order), 16, head_dim + width, seed=3, dtype=dtype))
+    angles = randn(max(LENGTHS) + 1, facts.rope_dim, seed=4)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = None
+    if facts.rate:
+        norm = RowNorm(randn(head_dim, seed=5, dtype=dtype), 1e-5)
+        weights = EntryWeights(facts, randn(facts.rate, width // 2, seed=6), norm)
+    q = randn(len(LENGTHS), 3, num_heads, head_dim, dtype=dtype)
+    sinks = randn(num_heads, seed=7)
+    last = torch.tensor(LENGTHS) - 1
+    positions = (last.unsqueeze(1) - torch.arange(2, -1, -1)).clamp(min=0)
+
+    def attended(sequences: list[int], rows: slice) -> Tensor:
+        sizes = torch.arange(len(sequences)).repeat_interleave(len(range(3)[rows]))
+        own = table[sequences, : -(-max(LENGTHS[each] for each in sequences) // 16)]
+        out: Tensor = kernel.fn(
+            q[sequences][:, rows].flatten(0, 1),
+            cached,
+            weights,
+            *tables,
+            own,
+            sizes,
+            positions[sequences][:, rows].flatten(),
+            window=50,
+            scale=0.3,
+            sinks_H=sinks,
+        )
+        return out.unflatten(0, (len(sequences), -1))
+
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        whole = attended(list(range(len(LENGTHS))), slice(3))
+        for some in ([3], [6, 0], [5, 4, 3, 2, 1, 0]):
+            assert same_bits(attended(some, slice(3)), whole[some])
+        for row in range(3):
+            assert same_bits(attended([6, 2, 4], slice(row, row + 1)), whole[[6, 2, 4], row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

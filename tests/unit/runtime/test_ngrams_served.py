@@ -13,11 +13,11 @@ from compress.models.weights import MemorySource
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KVCache, NGramKept, kv_bytes_per_token, slot_bytes
 from compress.runtime.layer_embed import parted, with_layer_inputs
-from compress.runtime.ngrams import NUM_DIGITS, ids_of, with_digits
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.streamed_model import StreamedModel
+from compress.runtime.token_digits import NUM_DIGITS, digits_of_tokens, tokens_of_digits
 from tests.support.tiny_source import LIKE_QWEN4, tiny_source
 from tests.unit.runtime.test_half_layers_served import (
     CPU,
@@ -56,20 +56,19 @@ def test_a_layer_keeps_tokens_and_inputs_beside_its_recurrence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_digits_of_every_token_are_exact(dtype: torch.dtype) -> None:
-    arch = source_of().arch.replace(vocab_size=70_000)
-    table_VF = with_digits(torch.zeros(70_000, 2, dtype=dtype), arch)
-    assert table_VF.shape == (70_000, 2 + NUM_DIGITS)
-    assert torch.equal(ids_of(table_VF[:, 2:]).flatten().long(), torch.arange(1, 70_001))
+    digits_VN = digits_of_tokens(70_000)
+    assert digits_VN.shape == (70_000, NUM_DIGITS)
+    assert torch.equal(tokens_of_digits(digits_VN.to(dtype)), torch.arange(70_000))
 
 
-def test_rows_of_the_table_are_parted_into_embeddings_and_digits() -> None:
+def test_rows_of_the_table_are_parted_into_embeddings_and_tokens() -> None:
     source = source_of()
     embed_VD = torch.randn(101, 56)
     table_VF = with_layer_inputs(embed_VD, source.outer(), source.arch)
     x_TD, inputs = parted(table_VF[5:9], source.arch)
     assert torch.equal(x_TD, embed_VD[5:9])
     assert inputs is not None
-    assert [ids_of(each).flatten().tolist() for each in inputs] == [[6.0, 7.0, 8.0, 9.0]] * 3
+    assert [each.tolist() for each in inputs] == [[5, 6, 7, 8]] * 3
 
 
 def test_a_prefix_that_is_cached_changes_no_token() -> None:
