@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from compress.errors import StorageError
 from compress.models.arch_checks import check_arch
 from compress.models.arch_params import (
     num_active_linear_params_of,
@@ -26,10 +25,9 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import LayerShape
-from compress.models.manifest_facts import check_plain_facts, rare_facts
+from compress.models.manifest_facts import facts_from_json, facts_to_json
 from compress.models.recurrence import Recurrence
 from compress.models.recurrences import PREFIXES
-from compress.untrusted.fields import Fields
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FINAL_NORM = "norm"
@@ -382,16 +380,7 @@ class Arch:
     def to_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the facts as a manifest stores them: those of the model, and those of each layer. What few
         models have is left out where a model does not have it."""
-        facts = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "layers" and not _is_default(field, getattr(self, field.name))
-        }
-        if self.linear_factors:
-            facts["linear_factors"] = dict(self.linear_factors)
-        if self.hyper is not None:
-            facts["hyper"] = self.hyper.to_json()
-        return {**facts, "config": dict(self.config)}, [layer_to_json(layer) for layer in self.layers]
+        return facts_to_json(self), [layer_to_json(layer) for layer in self.layers]
 
     @staticmethod
     def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
@@ -401,13 +390,7 @@ class Arch:
         Raises:
             StorageError: a value is missing, unknown, of another type or out of range.
         """
-        fields = [field for field in dataclasses.fields(Arch) if field.name != "layers"]
-        required = {field.name for field in fields if field.default is dataclasses.MISSING}
-        if odd := sorted((required - facts.keys()) | (facts.keys() - {field.name for field in fields})):
-            raise StorageError(f"the arch of a manifest has missing or unknown fields: {', '.join(odd)}.")
-        model = Fields(facts, "the arch of a manifest", StorageError)
-        check_plain_facts(model)
-        stated = {**facts, **rare_facts(model)}
+        stated = facts_from_json(Arch, facts)
         return Arch(**stated, layers=tuple(layer_from_json(layer, idx) for idx, layer in enumerate(layers)))
 
 
@@ -417,7 +400,3 @@ PLAIN_FACTS: Mapping[str, Any] = {
     if field.default is not dataclasses.MISSING
 }
 """Facts that few families have -> their values in models of the other families."""
-
-
-def _is_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
-    return field.default is not dataclasses.MISSING and bool(value == field.default)

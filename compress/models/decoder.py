@@ -32,28 +32,24 @@ from compress.models.altup_layer import AltUp
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention, layer_input_of
 from compress.models.compressed_attention import CompressedAttention
-from compress.models.delta_net import DeltaNet
 from compress.models.embedding import Embedding, LearnedPositions
 from compress.models.ffn import Ffn
 from compress.models.gated_norm import stream_norm_of
 from compress.models.gated_residual_layer import half_residual
 from compress.models.half_layer import HalfLayer, Residual, StagedHalf, as_it_is, one_stream
-from compress.models.latent import KV_LATENT, Q_LATENT
 from compress.models.laurel import Laurel
 from compress.models.layer_embedding import LayerEmbedding, LayerEmbeddings
 from compress.models.layer_shape import Half
 from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
 from compress.models.logits import capped
-from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
-from compress.models.mamba2 import Mamba2
 from compress.models.moe import Moe
 from compress.models.ngram_layer import NGramEmbedding, take_ngrams
 from compress.models.norms import final_norm, norm_of
 from compress.models.recurrent_mixers import recurrent_mixer
 from compress.models.residual_conv import OF_ATTENTION, OF_FFN, ResidualConv
 from compress.models.self_attention import Attention, LatentAttention
-from compress.models.short_conv import ShortConv
 from compress.models.smoothing_pair import SmoothingPair
+from compress.models.smoothing_pairs import smoothing_pairs_of
 from compress.models.tap import Tap, no_tap
 from compress.models.token_mixer import TokenMixer
 
@@ -70,14 +66,14 @@ class DecoderLayer(nn.Module):
         self.shape = arch.layers[layer_idx]
         norm_over_hidden = partial(norm_of, arch, arch.hidden_size)
         ranks = dict.fromkeys(self.shape.gated_norms, self.shape.norm_gate_rank)
-        self._has_pre = arch.block_of(self.shape) != "post" and arch.norms_stream
+        self.has_pre = arch.block_of(self.shape) != "post" and arch.norms_stream
         has_post = arch.norms_outputs(self.shape)
 
         def norm(name: str, exists: bool) -> nn.Module:
             return stream_norm_of(arch, name, ranks.get(name, 0)) if exists else nn.Identity()
 
         if self.shape.has_mixer:
-            self.attn_norm = norm("attn_norm", self._has_pre)
+            self.attn_norm = norm("attn_norm", self.has_pre)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
                 mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)
@@ -95,7 +91,7 @@ class DecoderLayer(nn.Module):
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
-            self.ffn_norm = norm("ffn_norm", self._has_pre and not arch.shares_norm and not norms_apart)
+            self.ffn_norm = norm("ffn_norm", self.has_pre and not arch.shares_norm and not norms_apart)
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
@@ -259,104 +255,7 @@ class DecoderLayer(nn.Module):
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Return the places where a per-channel scale can be moved into the producer without changing the
         function, in execution order."""
-        of_mixer = []
-        if self.shape.has_mixer:
-            before_o = self._latent_pairs() if self.shape.has_latent_norms else self._value_pairs()
-            of_mixer = [*self._norm_pairs(), *before_o]
-        if not self.shape.has_ffn:
-            return of_mixer
-        return [*of_mixer, *(self._ffn_pairs() if self.shape.experts is None else self._expert_pairs())]
-
-    def _ffn_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of an FFN: its norm with its first linears, where the norm precedes them and
-        nothing else reads it, and up with down, where a gate has the activation and up is not clamped."""
-        gate_up, down = self.shape.groups[-2:]
-        pairs = []
-        if self._scales_inputs and not self.arch.shares_norm:
-            offset = self.arch.norm_offset
-            pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
-        clamps = self.arch.activation == "swiglu_clamped" or self.shape.ffn_cap is not None
-        if self.shape.gated and not clamps:
-            pairs.append(SmoothingPair("ffn.up", down.tap, down.linears))
-        return pairs
-
-    def _norm_pairs(self) -> list[SmoothingPair]:
-        """Return the pair of the norm before attention and its first linears. There is none where something
-        else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-        heads, relative logits, an indexer, a compressor, LAuReL, or gates of the norm."""
-        is_shared = isinstance(self.shape.recurrence, DeltaNet) or self.shape.head_gate is not None
-        is_shared = is_shared or self.shape.relative is not None
-        is_shared = is_shared or self._has_indexer or self.arch.laurel_rank > 0
-        is_shared = is_shared or "attn_norm" in self.shape.gated_norms or self.shape.has_entries
-        if is_shared or not self._scales_inputs or self.arch.shares_norm:
-            return []
-        qkv = self.shape.groups[0]
-        return [SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset)]
-
-    def _latent_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of latents: the norm of each and its linear. There is none for a latent that an
-        indexer or another layer reads, too, or that is read as it is, too, and none of the values with o,
-        because those of all heads are some rows of one linear."""
-        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
-        is_gated = self.shape.latent is not None and self.shape.latent.gated
-        shared = {KV_LATENT: is_shared, Q_LATENT: self._has_indexer or is_gated}
-        return [
-            SmoothingPair(f"attn.{group.tap}_norm", group.tap, group.linears)
-            for group in self.shape.attention_groups[1:-1]
-            if not shared.get(group.tap, True)
-        ]
-
-    @property
-    def _scales_inputs(self) -> bool:
-        """Whether norms precede the halves, and have weights."""
-        return self._has_pre and not self.arch.unit_norms
-
-    @property
-    def _has_indexer(self) -> bool:
-        return self.shape.indexer is not None
-
-    def _value_pairs(self) -> list[SmoothingPair]:
-        """Return the pair of v and o, of a Mamba-2 mixer that of the norm of its outputs and o, and of a
-        short convolution that of the factors of its outputs and o. There is none where the values are normed,
-        which would undo a part of the scale, or are the keys, too, which would be scaled with them, or are
-        those of another layer, too, or are remembered by a delta net, whose heads share the weights of their
-        norm, or by a mixer without a norm."""
-        _, o, *_ = self.shape.attention_groups
-        pairs = self._recurrent_pairs(self.shape.attention_groups[-1])
-        if not self.shape.attends:
-            return pairs
-        is_shared = self.shape.kv_source is not None or self.layer_idx in self.arch.kv_sources
-        if self.shape.keys_are_values or is_shared or self.arch.v_norm:
-            return pairs
-        repeat = self.shape.num_heads // self.shape.num_kv_heads
-        return [
-            SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.value_dim, repeat=repeat),
-            *pairs,
-        ]
-
-    def _recurrent_pairs(self, o: LinearGroup) -> list[SmoothingPair]:
-        """Return the pairs of the last linear of a recurrence."""
-        if isinstance(self.shape.recurrence, ShortConv):
-            return [SmoothingPair("conv.C", o.tap, o.linears)]
-        if isinstance(self.shape.recurrence, Mamba2) and self.shape.recurrence.normed:
-            return [SmoothingPair(NORM_OF_OUTPUTS.removesuffix(".weight"), o.tap, o.linears)]
-        return []
-
-    def _expert_pairs(self) -> list[SmoothingPair]:
-        """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
-        it, too, and its columns would change; nor is an `up` that is clamped or has no gate, nor the linear
-        that computes latents, whose rows would have one scale for all experts."""
-        if self.arch.activation == "swiglu_clamped" or not self.shape.gated:
-            return []
-        downs = [
-            group
-            for group in self.shape.groups
-            if group.name.endswith(".down") and self.shape.cap_of(group.linears[0]) is None
-        ]
-        return [
-            SmoothingPair(f"{down.linears[0].removesuffix('.down')}.up", down.tap, down.linears)
-            for down in downs
-        ]
+        return smoothing_pairs_of(self)
 
 
 class Decoder(nn.Module):

@@ -1,27 +1,17 @@
 """The shape of a decoder layer: widths, rope, and its groups of linears. Data only."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from compress.models.compressed import OUT_TAP, Compressed
-from compress.models.experts import ALL_TOKENS, SHARED_IN, Experts
+from compress.models.compressed import Compressed
+from compress.models.experts import Experts
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
+from compress.models.layer_groups import attention_groups_of, ffn_groups_of, units_of
 from compress.models.linear_groups import (
-    COMPRESSED,
-    KEYS_ONLY,
-    LATENTS,
-    LINEAR_GROUPS,
-    OF_LATENTS,
-    OUTPUT_GATE_LINEAR,
-    Q_AND_LATENT,
-    QUERIES_ONLY,
-    RECURRENT_OUT,
-    UNGATED_FFN,
     LinearGroup,
-    expert_groups,
 )
 from compress.models.ngrams import NGrams
 from compress.models.recurrence import Recurrence
@@ -195,40 +185,7 @@ class LayerShape:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and
         last `o`; none where the layer has an FFN only. In a joint layer the linears of the recurrence come
         after those of attention in `qkv`, and its own last linear after `o`."""
-        if not self.has_mixer:
-            return ()
-        if self.recurrence is not None and self.joint:
-            first = (*LINEAR_GROUPS["qkv"].linears, *self.recurrence.first_linears)
-            own_o = f"{self.recurrence.module}.o"
-            return (
-                LinearGroup("qkv", "attn_in", first),
-                LINEAR_GROUPS["o"],
-                LinearGroup("recurrent_o", RECURRENT_OUT, (own_o,)),
-            )
-        if self.recurrence is not None:
-            return (
-                LinearGroup("qkv", "attn_in", self.recurrence.first_linears),
-                LinearGroup("o", "attn_out", (f"{self.recurrence.module}.o",)),
-            )
-        if self.compressed is not None:
-            downs = (
-                LinearGroup(f"o_down.{idx}", f"{OUT_TAP}.{idx}", (linear,))
-                for idx, linear in enumerate(self.compressed.out_linears)
-            )
-            return COMPRESSED, OF_LATENTS[0], *downs, LINEAR_GROUPS["o"]
-        if self.kv_source is not None:
-            of_latents = () if self.latent is None else OF_LATENTS[1:]
-            return QUERIES_ONLY, *of_latents, LINEAR_GROUPS["o"]
-        if self.latent is None:
-            own = KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"]
-            return self._gated(own), LINEAR_GROUPS["o"]
-        if not self.latent.q_rank:
-            return self._gated(Q_AND_LATENT), OF_LATENTS[1], LINEAR_GROUPS["o"]
-        return self._gated(LATENTS), *OF_LATENTS, LINEAR_GROUPS["o"]
-
-    def _gated(self, first: LinearGroup) -> LinearGroup:
-        """Return the first group of attention, with the linear of the output gate where there is one."""
-        return replace(first, linears=(*first.linears, OUTPUT_GATE_LINEAR)) if self.output_gate else first
+        return attention_groups_of(self)
 
     def num_turns(self, linears: Collection[str]) -> int:
         """Return the turns that rows take in a tensor that holds these linears of a layer: those of an FFN
@@ -307,38 +264,13 @@ class LayerShape:
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""
-        return (*self.attention_groups, *(self._ffn_groups if self.has_ffn else ()))
-
-    @property
-    def _ffn_groups(self) -> tuple[LinearGroup, ...]:
-        if self.experts is None:
-            return LINEAR_GROUPS["gate_up"] if self.gated else UNGATED_FFN, LINEAR_GROUPS["down"]
-        shared_tap = SHARED_IN if self.experts.branch_norms else ALL_TOKENS
-        pairs = [expert_groups(name, shared_tap, gated=self.gated) for name in self.experts.names]
-        return (*(first for first, _ in pairs), *(second for _, second in pairs))
+        return (*self.attention_groups, *(ffn_groups_of(self) if self.has_ffn else ()))
 
     @cached_property
     def units(self) -> tuple[LinearGroup, ...]:
         """The sets of linears that have one scheme: the linear groups, those of all experts as one, which
         consumers compute as one product, and those of all groups of heads, which are one tensor."""
-        groups = self.groups
-        if self.compressed is not None:
-            *first, o = self.attention_groups
-            outs = LinearGroup("o_down", OUT_TAP, self.compressed.out_linears)
-            own = (each for each in first if not each.tap.startswith(OUT_TAP))
-            groups = (*own, outs, o, *groups[len(first) + 1 :])
-        if self.experts is None:
-            return groups
-        routed: dict[str, list[str]] = {"gate_up": [], "down": []}
-        for group in groups:
-            if group.name.startswith("expert."):
-                routed[group.name.rpartition(".")[2]] += group.linears
-        plain = tuple(group for group in groups if not group.name.startswith("expert."))
-        return (
-            *plain,
-            LinearGroup("experts.gate_up", "moe_in", tuple(routed["gate_up"])),
-            LinearGroup("experts.down", "moe_mid", tuple(routed["down"])),
-        )
+        return units_of(self)
 
     def unit_of(self, group: LinearGroup) -> LinearGroup:
         """Return the unit that a linear group belongs to."""

@@ -1,11 +1,17 @@
 """The facts of a model as a manifest states them (`Arch` documents each)."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from compress.errors import StorageError
 from compress.models.gated_residual import streams_from_json
 from compress.models.hyper_connection import MAX_STREAMS
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
+
+if TYPE_CHECKING:
+    from compress.models.arch import Arch
 
 NORMS = ("rms", "layer")
 BLOCKS = ("pre", "post", "sandwich", "parallel")
@@ -30,6 +36,40 @@ _FLAGS = (
     "embed_norm_weight",
     "inverse_scale",
 )
+
+
+def facts_to_json(arch: "Arch") -> dict[str, Any]:
+    """Return the facts of a model without its layers. What few models have is left out where it does not have
+    it."""
+    facts = {
+        field.name: getattr(arch, field.name)
+        for field in dataclasses.fields(arch)
+        if field.name != "layers" and not _is_default(field, getattr(arch, field.name))
+    }
+    if arch.linear_factors:
+        facts["linear_factors"] = dict(arch.linear_factors)
+    if arch.hyper is not None:
+        facts["hyper"] = arch.hyper.to_json()
+    return {**facts, "config": dict(arch.config)}
+
+
+def facts_from_json(of: "type[Arch]", facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an `Arch` but its layers from what `facts_to_json` wrote.
+
+    Raises:
+        StorageError: a value is missing, unknown, of another type or out of range.
+    """
+    fields = [field for field in dataclasses.fields(of) if field.name != "layers"]
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    if odd := sorted((required - facts.keys()) | (facts.keys() - {field.name for field in fields})):
+        raise StorageError(f"the arch of a manifest has missing or unknown fields: {', '.join(odd)}.")
+    model = Fields(facts, "the arch of a manifest", StorageError)
+    check_plain_facts(model)
+    return {**facts, **rare_facts(model)}
+
+
+def _is_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
+    return field.default is not dataclasses.MISSING and bool(value == field.default)
 
 
 def check_plain_facts(model: Fields) -> None:

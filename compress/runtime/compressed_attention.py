@@ -27,7 +27,7 @@ from compress.runtime.compressed_linears import CompressedLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.layer_attention import Attend, Projected
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 
 
 class CompressedAttention:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.runtime.layer_attention import Attend, Projected
 from compress.runtime.layer_convs import ConvPart, LayerConvs
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from compress.models.arch import Arch
 from compress.models.ffn import sparse_gate
 from compress.runtime.fused_linear import Rows
 from compress.runtime.layer_embed import LayerEmbedLinears
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.row_norms import BranchNorms
 
 Half = Callable[..., Tensor | tuple[Branch, Branch]]

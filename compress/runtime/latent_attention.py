@@ -33,7 +33,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
 
 MOST_PARTIAL_BYTES = 1 << 28

@@ -28,7 +28,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.kv_cache import NGramKept
 from compress.runtime.layer_convs import ConvPart
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
 
 EARLY_MIXTURE_ROWS = 32

@@ -56,7 +56,7 @@ from compress.runtime.layer_attention import (
     relative_states,
     with_ngrams,
 )
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.stream import Reader, Stream, ffn_reader, mixer_reader
 from compress.runtime.stream_ops import StreamOps
 

@@ -33,7 +33,7 @@ from compress.runtime.kv_cache import Kept, KVCache
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_embed import parted
 from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import ModelWeights
+from compress.runtime.layer_weights import ModelWeights
 from compress.runtime.outer_weights import with_positions
 from compress.runtime.prefill_graphs import PrefillGraphs
 from compress.runtime.row_norms import stream_scale

@@ -16,7 +16,7 @@ from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
     from compress.runtime.layer_attention import Projected

@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import Phase
 from compress.runtime.fused_linear import FusedLinear, Rows
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining
 

@@ -25,7 +25,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import Half
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.gated_residual import GatedResidualWeights
-from compress.runtime.loader import LayerWeights
+from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.stream import Reader, Stream, ffn_reader, same_quant
 
 

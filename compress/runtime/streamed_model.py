@@ -27,7 +27,8 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.hyper_weights import head_hyper
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import LayerWeights, load_layer
+from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.loader import load_layer
 from compress.runtime.outer_weights import embedding, learned_positions, output, with_positions
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
 from compress.runtime.stream import Reader, Stream, mixer_reader

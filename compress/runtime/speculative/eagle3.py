@@ -24,7 +24,8 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import LayerWeights, fuse_groups
+from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.loader import fuse_groups
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.row_norms import row_norm, stream_scale
 from compress.runtime.speculative import PROPOSERS

@@ -28,7 +28,8 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
 from compress.runtime.layer_attention import Attend
 from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import LayerWeights, load_layer
+from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.loader import load_layer
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.row_norms import stream_norm
 from compress.runtime.speculative import PROPOSERS
