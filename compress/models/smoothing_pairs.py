@@ -1,4 +1,4 @@
-"""The places in a decoder layer where a scale of channels can be moved into what produces a linear's input."""
+"""The places in a decoder layer where a scale of channels can be moved into what produces an input."""
 
 from typing import TYPE_CHECKING
 

@@ -44,8 +44,10 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.widths import legal_heads
 from tests.support.slow import slow
+from tests.support.tiny_cases import CASES
 from tests.support.tiny_decoder import tiny_decoder
-from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, inner_widths, tokens
+from tests.support.tiny_families import SMALL, TEXT_FAMILIES
+from tests.support.tiny_hf import build_config, inner_widths, tokens
 
 CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}

@@ -24,7 +24,8 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 from tests.support.wrappers import WIDE
 
 LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

@@ -21,7 +21,8 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.untrusted.fields import Fields
 from tests.golden.test_families import tolerance
-from tests.support.tiny_hf import CASES, build_config, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config, saved, tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")

@@ -24,7 +24,8 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.moe import route
-from tests.support.tiny_hf import CASES, build_config, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config, saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 LATENT: dict[str, Any] = {

@@ -16,7 +16,8 @@ from compress.models.config_file import read_config
 from compress.models.family import family_of
 from compress.models.weights import build_decoder
 from tests.golden.test_families import SEQ_LEN, assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 
 CPU = torch.device("cpu")
 Q_RANK = 20

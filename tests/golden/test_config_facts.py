@@ -10,7 +10,7 @@ import transformers
 from compress.models.config_facts import FACTS_FILE, facts_of
 from compress.models.family import FAMILIES
 from scripts.config_defaults import document, reads_of
-from tests.support.tiny_hf import TEXT_FAMILIES
+from tests.support.tiny_families import TEXT_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,8 @@ from compress.models.config_facts import IDLE_FIELDS
 from compress.models.family import family_of
 from compress.models.weights import build_decoder
 from tests.golden.test_families import SEQ_LEN, tolerance
-from tests.support.tiny_hf import CASES, auto_class, build_config, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import auto_class, build_config, saved, tokens
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 TYPES = ("full_attention", "sliding_attention")

@@ -33,7 +33,8 @@ from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
 from tests.support import packed_numpy
 from tests.support.packed_numpy import Linear
-from tests.support.tiny_hf import CASES, build_config, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config, saved, tokens
 
 WHOLE_GROUPS = {
     "hidden_size": 128,

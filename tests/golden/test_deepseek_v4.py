@@ -21,7 +21,8 @@ from compress.models.weights import build_decoder
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
-from tests.support.tiny_hf import CASES, SAVED_OTHERWISE, build, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import SAVED_OTHERWISE, build, saved, tokens
 
 CPU = torch.device("cpu")
 OLDER: dict[str, Any] = {

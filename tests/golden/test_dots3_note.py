@@ -15,7 +15,9 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.weights import build_decoder
 from tests.golden.test_families import tolerance
-from tests.support.tiny_hf import CASES, DOTS3, build_config, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_cases.facts import DOTS3
+from tests.support.tiny_hf import build_config, saved, tokens
 
 CPU = torch.device("cpu")
 TYPES = ["full_attention", "sliding_attention", "full_attention"]

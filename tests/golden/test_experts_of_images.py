@@ -22,7 +22,8 @@ from compress.models.weights import build_decoder, dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.golden.test_wrappers import tensors_of
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 from tests.support.wrappers import Rounded, wide
 
 CASE = "ernie4_5_vl_moe"

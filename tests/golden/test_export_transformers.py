@@ -36,7 +36,9 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
 from tests.support.split_towers import split_plain_tensors
-from tests.support.tiny_hf import BY_ANOTHER_NAME, CASES, SMALL, auto_class, inner_widths, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_families import BY_ANOTHER_NAME, SMALL
+from tests.support.tiny_hf import auto_class, inner_widths, saved, tokens
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {

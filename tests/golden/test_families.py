@@ -22,21 +22,10 @@ from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.stored_tensors import members_of, most_experts
 from compress.models.weights import build_decoder, parameter_names
-from tests.support.tiny_hf import (
-    BY_ANOTHER_NAME,
-    CASES,
-    CONFIGS,
-    LLAMA3,
-    NEEDED,
-    OWN_EPS,
-    SMALL,
-    TEXT_FAMILIES,
-    TWICE_IN_WINDOWS,
-    build,
-    kv_heads_of,
-    saved,
-    tokens,
-)
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_cases.facts import LLAMA3
+from tests.support.tiny_families import BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
+from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, saved, tokens
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")

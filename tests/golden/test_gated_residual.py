@@ -26,7 +26,8 @@ from compress.models.weights import build_decoder
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
-from tests.support.tiny_hf import CASES, build, build_config
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build, build_config
 
 CPU = torch.device("cpu")
 SIZE = 48

@@ -21,7 +21,8 @@ from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.golden.test_families import tensors_of, tolerance
-from tests.support.tiny_hf import CASES, ROTATION_OF_HY_V4, build_config, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import ROTATION_OF_HY_V4, build_config, saved, tokens
 
 CPU = torch.device("cpu")
 WIDTHS = {

@@ -24,7 +24,8 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_hf import BY_ANOTHER_NAME, OWN_EPS, TEXT_FAMILIES, TWICE_IN_WINDOWS, kv_heads_of
+from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
+from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row

@@ -29,7 +29,8 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scale_grid import LARGEST_BYTE
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, auto_class, build, inner_widths, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import auto_class, build, inner_widths, saved, tokens
 
 CPU = torch.device("cpu")
 EXPORTED = [

@@ -27,7 +27,8 @@ from scripts.plain_twin import twin
 from tests.golden.test_families import tolerance
 from tests.support.onnx_session import logits_of
 from tests.support.slow import slow
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 
 pytest.importorskip("onnx")
 CPU = torch.device("cpu")

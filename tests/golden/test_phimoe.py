@@ -22,7 +22,9 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.untrusted.fields import Fields
 from tests.golden.test_families import tolerance
-from tests.support.tiny_hf import CASES, LONGROPE_OF_MIXTURE, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_cases.mixtures import LONGROPE_OF_MIXTURE
+from tests.support.tiny_hf import saved, tokens
 
 CONFIG: dict[str, Any] = {
     "model_type": "phimoe",

@@ -15,7 +15,8 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, check_untou
 from compress.quant.scheme import QuantizedWeight
 from compress.stages.dequantize import check_dense
 from tests.golden.test_convert import BLOCKS, INV, foreign_fp8
-from tests.support.tiny_hf import CASES, inner_widths, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import inner_widths, tokens
 
 CPU = torch.device("cpu")
 LAYOUT = {**BLOCKS, "scale_fmt": "ue8m0"}

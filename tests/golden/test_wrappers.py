@@ -26,7 +26,10 @@ from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, para
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.scheme import SCHEMES, Scheme
 from tests.support.split_towers import SPLIT, split_plain_tensors
-from tests.support.tiny_hf import AROUND, CASES, SMALL, auto_class, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_families import SMALL
+from tests.support.tiny_hf import auto_class, saved, tokens
+from tests.support.tiny_wrappers import AROUND
 from tests.support.wrappers import WRAPPERS, Rounded, wide
 
 COMPRESSED = FORMATS.get("compressed-tensors")

@@ -18,7 +18,8 @@ from compress.quant.scheme import DENSE, SCHEMES
 from scripts.check_interop import Question, Reply, ask_all
 from scripts.interop_cases import Case
 from scripts.interop_matrix import MAX_MEAN, MAX_SINGLE, Machine, dtype_of, from_twin
-from tests.support.tiny_hf import CASES, rename
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import rename
 from tests.support.wrappers import WRAPPERS, Rounded, wide
 
 ROOT = Path(__file__).parents[2]

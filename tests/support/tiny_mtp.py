@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from compress.models.family import family_of
 from compress.models.mtp_names import MtpNames
-from tests.support.tiny_hf import CASES, build_config, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config, saved
 
 MTP_CASES = (
     "deepseek_v3",

@@ -9,7 +9,9 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import nearest_weight
-from tests.support.tiny_hf import AROUND, CASES, inner_widths, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import inner_widths, saved
+from tests.support.tiny_wrappers import AROUND
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
 WIDE: dict[str, Any] = {

@@ -10,7 +10,8 @@ from compress.models.family import family_of
 from compress.models.overrides import decide
 from compress.quant.model_scheme import with_exceptions
 from compress.quant.scheme import SCHEMES
-from tests.support.tiny_hf import CASES, build_config
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config
 
 
 def config_of(**fields: Any) -> dict[str, Any]:

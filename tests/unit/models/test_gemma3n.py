@@ -20,7 +20,8 @@ from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 
 CONFIG: dict[str, Any] = {
     "model_type": "gemma3n_text",

@@ -23,7 +23,8 @@ from compress.models.weights import dense
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.spec import Prune
-from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]

@@ -18,7 +18,8 @@ from compress.models.family import family_of, family_of_arch
 from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 
 CPU = torch.device("cpu")
 GPT2: dict[str, Any] = {

@@ -18,8 +18,9 @@ from compress.models.layer_shape import Rope
 from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from tests.support.tiny_cases import CASES
 from tests.support.tiny_decoder import tiny_decoder, tiny_tokens
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_hf import saved, tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 PYTHIA: dict[str, Any] = {

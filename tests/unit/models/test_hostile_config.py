@@ -26,7 +26,8 @@ from compress.models.family import FAMILIES, family_of
 from compress.quant.model_scheme import ModelScheme
 from tests.support.hostile import NO_NUMBERS, make_fifo, refusal
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
-from tests.support.tiny_hf import BY_ANOTHER_NAME, build_config
+from tests.support.tiny_families import BY_ANOTHER_NAME
+from tests.support.tiny_hf import build_config
 
 CODECS = codecs()  # loaded here, so that no test measures an import
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

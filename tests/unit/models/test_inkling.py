@@ -27,7 +27,9 @@ from compress.models.relative_logits import RelativeLogits, by_keys
 from compress.models.short_conv import ShortConv
 from compress.models.weights import build_decoder, dense
 from compress.runtime.engine import Engine
-from tests.support.tiny_hf import CASES, INKLING, build, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_cases.facts import INKLING
+from tests.support.tiny_hf import build, saved, tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")

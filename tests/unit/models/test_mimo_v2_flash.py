@@ -23,7 +23,8 @@ from compress.models.pruning import with_layers
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.runtime.kv_cache import kv_bytes_per_token
-from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 PUBLISHED: dict[str, Any] = {

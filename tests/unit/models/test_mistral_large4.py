@@ -25,8 +25,9 @@ from compress.models.weights import MemorySource
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine import Engine
+from tests.support.tiny_cases import CASES
 from tests.support.tiny_decoder import tiny_decoder
-from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import LIKE_LARGE4, tiny_shape, tiny_source
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.norms import Norm
 from compress.models.weights import dense
 from compress.stages.prune.spec import Prune
-from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 

@@ -21,7 +21,8 @@ from compress.models.pruning import with_layers
 from compress.models.random_source import RandomSource
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
-from tests.support.tiny_hf import CASES, build, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build, saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CONFIG: dict[str, Any] = {

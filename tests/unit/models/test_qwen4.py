@@ -28,7 +28,8 @@ from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from tests.golden.test_families import assert_same_tensors
-from tests.support.tiny_hf import CASES, saved
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import tiny_shape
 
 CPU = torch.device("cpu")

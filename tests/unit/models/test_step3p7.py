@@ -18,7 +18,8 @@ from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.pruning import Widths, resized, with_layers
 from compress.models.weights import build_decoder
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import saved, tokens
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "configs" / "mixtures.json"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -3,7 +3,8 @@
 from typing import Any
 
 from compress.models.family import family_of
-from tests.support.tiny_hf import CASES, build_config
+from tests.support.tiny_cases import CASES
+from tests.support.tiny_hf import build_config
 
 TIE = "tie_word_embeddings"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripts import run_script
-from tests.support.tiny_hf import DELTA_NET, build_config
+from tests.support.tiny_cases.facts import DELTA_NET
+from tests.support.tiny_hf import build_config
 
 
 def test_kernels_are_measured_beside_the_reference(
