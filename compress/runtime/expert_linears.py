@@ -14,7 +14,7 @@ Shapes: T rows, D hidden, L numbers that an expert reads (D without latents), E 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,10 +170,12 @@ class ExpertLinears:
         return packed_bytes(self.kernels["decode"].packed) + packed_bytes(self.router)
 
     def bytes_read(self, experts_hit: float) -> int:
-        """Return the bytes that one decode step reads whose rows are routed to so many experts."""
+        """Return the bytes that one decode step reads whose rows are routed to so many experts, without the
+        few rows of a table that chooses them."""
         num_experts = self.facts.num_experts + self.num_shared
         experts = packed_bytes(self.kernels["decode"].packed) / num_experts
-        return round((experts_hit + self.num_shared) * experts) + packed_bytes(self.router)
+        router = packed_bytes(replace(self.router, table_VK=None))
+        return round((experts_hit + self.num_shared) * experts) + router
 
     def report(self, layer: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and phase."""

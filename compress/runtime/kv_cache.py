@@ -101,6 +101,14 @@ def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
     return max(heads, default=0) * positions * dtype.itemsize
 
 
+def gathered_bytes(arch: Arch, positions: int) -> int:
+    """Return the bytes of what a layer with compressed attention computes of so many positions of the
+    sequences of a pass, in float32: what the cache holds, and the entries and keys that are made of it; 0
+    where no layer has it."""
+    numbers = [layer.cached_numbers for layer in arch.layers if layer.compressed is not None]
+    return 2 * max(numbers, default=0) * positions * torch.float32.itemsize
+
+
 def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
     """Return the vectors of one position, each of which may have a scale, and the stored elements of one.
 

@@ -132,7 +132,8 @@ class LayerAttention:
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             nonlocal is_first
             if isinstance(projected.kv, RecurrentStates):
-                is_first = False
+                is_convolution = projected.conv is not None or projected.conv_FW is not None
+                is_first = is_first and is_convolution
                 return self._recurrent.recurred(layer, projected, sequences)
             fn, facts = self._kernel("attention_decode", layer, projected)
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS

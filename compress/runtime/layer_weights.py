@@ -43,13 +43,12 @@ class LayerWeights:
     before and after experts that act on latents. `xielu_4` are the numbers of the activation of its FFN,
     float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
     whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
-    `altup` computes the other streams of the residual, and `laurel` a residual around attention.
-    `attn_norm_gate` and `ffn_norm_gate` are the gates of the two norms.
-    `altup` computes the other streams of the residual, and `laurel` a residual around attention. `relative`
-    computes the numbers of heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to
-    keys, values and the outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN.
-    `ngrams` are embeddings of n-grams.
-    With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the others but `o`.
+    `attn_norm_gate` and `ffn_norm_gate` are the gates of the two norms. `altup` computes the other
+    streams of the residual, and `laurel` a residual around attention. `relative` computes the numbers of
+    heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to keys, values and the
+    outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN. `ngrams` are embeddings of
+    n-grams. With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the
+    others but `o`.
     """
 
     shape: LayerShape

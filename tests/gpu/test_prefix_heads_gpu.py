@@ -131,7 +131,9 @@ def pages(engine: Engine, requests: Sequence[Request]) -> Steps:
     def noted(generations: Any, state: Any) -> Any:
         drafts = propose(generations, state)
         for each in generations:
-            parts = [tensor[:, each.blocks].flatten(1, 2) for tensor in proposer._kv_cache.layer(0).tensors]
+            parts = [
+                tensor[:, each.blocks].flatten(1, 2) for tensor in proposer._kv_caches[0].layer(0).tensors
+            ]
             length = len(each.tokens)
             found[each.request.params.seed, length] = [part[:, : length - 1].float() for part in parts]
         return drafts

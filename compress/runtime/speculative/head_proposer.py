@@ -14,9 +14,9 @@ rejected. Tokens of these rows are in rings, too.
 
 What the head makes of the target's hidden states, f, is kept in a ring of each block for the last positions
 in it. A verification writes up to k + 1 of them. Those of rejected tokens are overwritten when their
-positions come again. A step first feeds the last k + 1 rows: the new ones among them replace keys and values
-that the head computed from its own hidden states. Then it feeds its own choice k - 1 times, with the hidden
-state that the choice was made from. If a sequence is shorter than k + 1, it also feeds positions after its
+positions come again. A step first feeds the last k + m rows: the new ones among them replace keys and values
+that a head computed from its own hidden states. Then it feeds its own choice k - m times, with the hidden
+state that the choice was made from. If a sequence is shorter than k + m, it also feeds positions after its
 end, whose results are never read. So all that a step needs of a request are its length, its last tokens and
 its blocks. It writes to no block that is in the prefix cache, and reads no ring of such a block.
 
@@ -137,6 +137,8 @@ class HeadProposer:
         """Positions in a ring: a step reads these rows of a request, and up to k more follow them."""
         self.weight_bytes = sum(each.weight_bytes for each in heads)
         ring_bytes = self._ring * first.arch.hidden_size * deployment.dtype.itemsize
+        if len(heads) > 1:
+            ring_bytes += self._ring * torch.int64.itemsize
         kv_bytes = sum(kv_bytes_per_token(each.arch, self._kv_format) for each in heads)
         self.kv_bytes_per_token = kv_bytes + -(-ring_bytes // setting.block_size)
 
@@ -171,7 +173,8 @@ class HeadProposer:
         self._rings_ND = torch.zeros(
             sizes.num_blocks * self._ring, arch.hidden_size, dtype=deployment.dtype, device=device
         )
-        self._token_rings_N = torch.zeros(len(self._rings_ND), dtype=torch.int64, device=device)
+        num_rings = len(self._rings_ND) if len(self._heads) > 1 else 0  # one head reads the last tokens alone
+        self._token_rings_N = torch.zeros(num_rings, dtype=torch.int64, device=device)
         self._graphs: Graphs[Tensor] = Graphs(device, deployment.max_batch_size)
         max_rows = self._graphs.max_rows
         for each in self._heads:
@@ -216,7 +219,8 @@ class HeadProposer:
             batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1)
         ).flatten()
         self._rings_ND[kept_slots_L] = fused_TD[kept_L]
-        self._token_rings_N[kept_slots_L] = batch.tokens_T[kept_L]
+        if len(self._heads) > 1:
+            self._token_rings_N[kept_slots_L] = batch.tokens_T[kept_L]
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
         """Write to the rings what the next step reads of the hidden states."""

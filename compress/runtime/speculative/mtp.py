@@ -35,6 +35,7 @@ from compress.runtime.row_norms import stream_norm
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.head_proposer import HeadCache, HeadProposer, PromptRows
 from compress.runtime.speculative.proposer import ProposerSetting
+from compress.runtime.speculative.speculation import MAX_K
 from compress.runtime.speculative.state import FedRows
 from compress.runtime.stream import Stream
 
@@ -61,7 +62,9 @@ class Mtp:
                 f"one has {wanted[0]} tokens and hidden size {wanted[1]}."
             )
         first = LoadedMtp(self.head, setting)
-        further = [LoadedMtp(each, setting, first) for each in self.further[: setting.k - 1]]
+        # A step feeds the last k + m rows of a request, and decode attention serves MAX_K + 1.
+        num_heads = max(1, min(setting.k, MAX_K + 1 - setting.k))
+        further = [LoadedMtp(each, setting, first) for each in self.further[: num_heads - 1]]
         heads = (first, *further)
         chain = () if self.head.facts.feeds == "target" else heads[:-1]
         return HeadProposer(heads, setting, chain=chain)

@@ -13,6 +13,7 @@ from compress.api import load_engine
 from compress.errors import UsageError
 from compress.export import codecs, open_checkpoint
 from compress.export.draft import open_mtp
+from compress.kernels.attention_decode.paged import MAX_Q_LEN
 from compress.models.attention import FullAttention
 from compress.models.mtp import MtpHead
 from compress.models.mtp_reader import read_mtp
@@ -125,6 +126,19 @@ def test_each_of_several_heads_proposes_a_token(case: str, k: int, chunk: int, t
     oracle = Oracle(source, several.head, *several.further)
     assert len(several.further) == 2
     assert checked_proposals(engine, oracle.continuation, requests, k) > 20
+
+
+@pytest.mark.parametrize(("k", "num_heads"), [(1, 1), (2, 2), (6, 2), (7, 1)])
+def test_a_step_feeds_no_more_rows_than_decode_attention_serves(
+    k: int, num_heads: int, tmp_path: Path
+) -> None:
+    source, several = model_of_several(tmp_path, SEVERAL[0])
+    engine = engine_of(source, speculative=Speculative(several, k=k))
+    assert engine._speculation is not None
+    assert k + num_heads <= MAX_Q_LEN
+    assert engine._speculation._proposer.num_feature_rows == k + num_heads
+    heads = (several.head, *several.further)[:num_heads]
+    assert checked_proposals(engine, Oracle(source, *heads).continuation, greedy(make_requests(2)), k) > 5
 
 
 @pytest.mark.parametrize("case", SEVERAL)
