@@ -436,6 +436,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swa_kv_lora_rank": 128,
         "swa_head_dim": 128,
         "swa_qk_nope_head_dim": 64,
+        "rope_parameters": {
+            "indexed_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
         "swa_v_head_dim": 64,
         "moe_shared_expert_intermediate_size": 256,
     },

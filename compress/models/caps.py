@@ -40,10 +40,17 @@ def caps_of(config: Fields, name: str, num_layers: int) -> list[float | None]:
 
 
 def caps_after(config: Fields, name: str, num_layers: int) -> float | None:
-    """Return the cap that a list of a config states for the layer after the last of so many, None where it
-    ends before."""
-    stated = config.items(name, default=())
-    return _cap(config, name, stated[num_layers]) if len(stated) > num_layers else None
+    """Return the cap that a list of a config states for each layer after the last of so many, None where it
+    ends before.
+
+    Raises:
+        UnsupportedArch: an entry is no cap, or they differ.
+    """
+    stated = config.items(name, default=())[num_layers:]
+    caps = [_cap(config, name, each) for each in stated]
+    if any(each != caps[0] for each in caps):
+        raise config.wrong(name, list(stated), "the same for all layers that predict further tokens")
+    return caps[0] if caps else None
 
 
 def _cap(config: Fields, name: str, stated: object) -> float | None:

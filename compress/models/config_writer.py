@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
-from compress.models.layer_types import FIELDS_BY_LAYER
+from compress.models.layer_types import FIELDS_BY_LAYER, after_last
 from compress.untrusted.fields import Fields
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
     config |= family.restated(arch)
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
+    num_before = family.stated(arch.config).get("num_hidden_layers")
     for name in FIELDS_BY_LAYER:
         if isinstance(config.get(name), (list, str)):
             config[name] = config[name][: arch.num_layers]
+            if family.mtp is not None:  # what the source states of layers that predict further tokens stays
+                config[name] += after_last(arch.config.get(name), num_before, config[name])
     return config

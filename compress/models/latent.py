@@ -130,7 +130,7 @@ class Latent:
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
         facts = dataclasses.asdict(self)
-        for name in ("gated", "rescaled", "rope_norm"):
+        for name in ("indexer", "gated", "rescaled", "rope_norm"):
             if not facts[name]:
                 del facts[name]
         return facts

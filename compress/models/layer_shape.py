@@ -89,12 +89,12 @@ class LayerShape:
     of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
     of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). The
     norms before attention and before experts have gates of `norm_gate_rank`, 0 for none (`gated_norm.py`).
-    of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). With
-    `relative` logits, scores have a term of the query and of the distance of the key (`relative_logits.py`).
-    With `residual_convs`, convolutions over so many positions are added to keys, to values and to the outputs
-    of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are multiplied by a number of its own.
-    With `ngrams` a layer adds embeddings of n-grams to the residual before its first half (`ngrams.py`).
-    With `compressed` facts it has the linears of `compressed.py`, one KV head, and a window.
+    With `relative` logits, scores have a term of the query and of the distance of the key
+    (`relative_logits.py`). With `residual_convs`, convolutions over so many positions are added to keys,
+    to values and to the outputs of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are
+    multiplied by a number of its own. With `ngrams` a layer adds embeddings of n-grams to the residual
+    before its first half (`ngrams.py`). With `compressed` facts it has the linears of `compressed.py`,
+    one KV head, and a window.
     """
 
     num_heads: int

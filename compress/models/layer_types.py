@@ -43,6 +43,16 @@ FIELDS_BY_LAYER = (
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "local_layer_ids")
 """Fields that list layers by their index."""
 
+
+def after_last(stated: object, num_layers: object, like: list[Any] | str) -> Any:
+    """Return the entries of a field by layer after those of so many layers, which are of layers that predict
+    further tokens; none where it is stated otherwise than `like`."""
+    if not isinstance(num_layers, int) or type(stated) is not type(like):
+        return like[:0]
+    assert isinstance(stated, list | str)
+    return stated[num_layers:]
+
+
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
 RotatedLayers = Callable[[Fields, int], list[bool]]

@@ -29,12 +29,13 @@ class ExpertLayout:
     Args:
         modules: canonical module -> module on disk, of the experts and of whatever else this layout spells in
             its own way. A name with `*` is one of each expert; a name without holds all of them.
-        suffixes: leaf -> what the tensor's name ends in, after the module's. transposed: matrices of a
-        tensor that holds all experts are [I, O]. interleaved: the rows of gate and up take turns. mxfp4:
-        weights are blocks of four-bit floats with a scale each (`quant/mxfp4.py`); read only. methods: each
-        `quant_method` whose checkpoints have this layout, whatever dense ones have. always: gate, up and
-        down of the experts that every token chooses (`Experts.always`) -> the tensors that
-            hold theirs, where they are not among the others.
+        suffixes: leaf -> what the tensor's name ends in, after the module's.
+        transposed: matrices of a tensor that holds all experts are [I, O].
+        interleaved: the rows of gate and up take turns.
+        mxfp4: weights are blocks of four-bit floats with a scale each (`quant/mxfp4.py`); read only.
+        methods: each `quant_method` whose checkpoints have this layout, whatever dense ones have.
+        always: gate, up and down of the experts that every token chooses (`Experts.always`) -> the tensors
+            that hold theirs, where they are not among the others.
     """
 
     modules: Mapping[str, str]

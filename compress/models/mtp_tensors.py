@@ -37,8 +37,8 @@ class MtpTensors:
     reason: str | None = None
     trained: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Tensors of a head that was trained, by their names in the export, which go there instead."""
-    in_vllm: tuple[str, str] | None = None
-    """A module of the export and what vLLM calls it, where that is another name."""
+    in_vllm: Mapping[str, str] = field(default_factory=dict)
+    """Modules of the export -> what vLLM calls them, where that is another name."""
 
     def with_head(self, head: MtpHead, num_layers: int) -> "MtpTensors":
         """Return the tensors with those of a head that was trained, of a model of so many layers."""
@@ -65,10 +65,11 @@ class MtpTensors:
 
     def _name_in_vllm(self, name: str) -> tuple[str, ...]:
         """Return the name of a tensor in vLLM, where that is another one."""
-        if self.in_vllm is None:
-            return ()
-        on_disk, called = self.in_vllm
-        return (f"{called}{name.removeprefix(on_disk)}",) if name.startswith(f"{on_disk}.") else ()
+        return tuple(
+            f"{called}{name.removeprefix(on_disk)}"
+            for on_disk, called in self.in_vllm.items()
+            if name.startswith(f"{on_disk}.")
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by their names in the export; codes are widened to the dtype of the model."""
@@ -117,12 +118,14 @@ def mtp_tensors(checkpoint: Checkpoint, target: Arch, block_codec: ForeignCodec)
         return layer.sub(lambda found: f"{family.layer_prefix}{int(found[1]) + shift}.", name)
 
     modules = tuple(sorted(moved(each).removesuffix(".") for each in prefixes))
-    in_vllm = None
-    if family.mtp.in_vllm is not None:
-        on_disk, called = (each.format(index=target.num_layers) for each in family.mtp.in_vllm)
-        in_vllm = on_disk, called
-        modules = tuple(dict.fromkeys((*modules, called)))
     names = {name: moved(name) for name in stored}
+    in_vllm: dict[str, str] = {}
+    if family.mtp.in_vllm is not None:
+        on_disk, called = family.mtp.in_vllm
+        num_heads = len(prefixes) if "{index}" in on_disk else 1
+        for idx in range(target.num_layers, target.num_layers + num_heads):
+            in_vllm[on_disk.format(index=idx)] = called.format(index=idx)
+        modules = tuple(dict.fromkeys((*modules, *in_vllm.values())))
     return MtpTensors(checkpoint, prefixes, names, modules, block_codec, in_vllm=in_vllm)
 
 

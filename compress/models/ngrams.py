@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from compress.models.hyper_connection import MAX_STREAMS
-from compress.models.limits import MAX_SIZE
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.recurrence import MAX_KERNEL
 from compress.models.short_conv import ShortConv
 from compress.untrusted.fields import Fields
@@ -42,6 +42,9 @@ MAX_TOKENS = 1 << 24
 """Ids below are exact in float32, in which states of sequences hold them."""
 LEAST_GATE = 1e-6
 MAX_ORDER = 16
+MAX_HEADS = 256
+"""Heads of the n-grams of one length: each has a prime, which is searched for."""
+MAX_PARTS = 4096
 MAX_ROWS = 1 << 31
 _BITS_64 = (1 << 64) - 1
 _LARGEST_INT64 = (1 << 63) - 1
@@ -167,7 +170,9 @@ class NGrams:
             "order": (2, MAX_ORDER),
             "num_streams": (2, MAX_STREAMS),
             "base": (1, MAX_ROWS),
-            "index": (0, MAX_SIZE),
+            "num_heads": (1, MAX_HEADS),
+            "num_parts": (1, MAX_PARTS),
+            "index": (0, MAX_LAYERS),
             "seed": (0, _LARGEST_INT64),
             "eos": (0, MAX_TOKENS),
         }

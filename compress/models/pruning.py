@@ -25,7 +25,7 @@ from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
 from compress.models.family import family_of_arch
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS
+from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS, after_last
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -183,6 +183,12 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         by_layer["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]
+    num_layers = as_stated.get("num_hidden_layers")
+    tails = {name: after_last(as_stated.get(name), num_layers, each) for name, each in by_layer.items()}
+    if family.mtp is not None and any(tails.values()):
+        by_layer = {name: each + tails[name] for name, each in by_layer.items()}
+        config = family.changed(arch.config, num_hidden_layers=len(kept), **by_layer)
+        return arch.replace(layers=layers, config=config)
     return arch.replace(layers=layers, config=family.changed(arch.config, **by_layer))
 
 

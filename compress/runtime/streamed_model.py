@@ -41,8 +41,8 @@ def why_not_streamed(arch: Arch) -> str | None:
         return None
     return (
         f"layers of this {arch.family} model read more than the stream (keys and values or latents of "
-        "others, embeddings of their own, or tokens), or compute one of several, so it is not scored layer "
-        "by layer: score it loaded."
+        "others, embeddings of their own or of n-grams, or tokens), or compute one of several, so it is not "
+        "scored layer by layer: score it loaded."
     )
 
 

@@ -78,9 +78,10 @@ def test_a_head_is_exported_as_it_is_and_read_again(case: str, form: str, tmp_pa
     modules = {name.rpartition(".")[0] for name in after}
     patterns = [each.removeprefix("re:") for each in stated["ignore"]]
     assert all(any(re.match(each, module) for each in patterns) for module in modules)
-    heads = [read_mtp(open_checkpoint(each), codecs()).weights for each in (tmp_path / "source", path)]
-    assert heads[0].keys() == heads[1].keys()
-    assert all(torch.equal(dense(each), dense(heads[1][name])) for name, each in heads[0].items())
+    first, again = (read_mtp(open_checkpoint(each), codecs()) for each in (tmp_path / "source", path))
+    assert first.arch.layers == again.arch.layers
+    assert first.weights.keys() == again.weights.keys()
+    assert all(torch.equal(dense(each), dense(again.weights[name])) for name, each in first.weights.items())
 
 
 @pytest.mark.parametrize("case", OF_HEAD)

@@ -52,7 +52,8 @@ def _kinds(config: Fields) -> list[str]:
     if len(ratios) < num_layers or set(ratios) - types.keys():
         raise config.wrong(_RATIOS, ratios, f"{num_layers} times one of {', '.join(map(str, types))}")
     kinds = [types[each] for each in ratios]
-    if own and stated != kinds:
+    standard = {"full_attention", "sliding_attention"}
+    if (own and stated != kinds) or (not own and set(stated) - standard):
         raise config.wrong(_TYPES, stated, f"the types that {_RATIOS} states, or absent")
     return kinds
 

@@ -211,11 +211,15 @@ def _widths_in_windows(config: Fields, idx: int) -> dict[str, int]:
             for name, default in _WINDOW_WIDTHS.items()
         }
         widths["head_dim"] = config.integer("swa_head_dim", 1, MAX_SIZE, default=_WINDOW_HEAD_DIM)
-        rest = max(widths["head_dim"] - widths["qk_nope_head_dim"], 1)
+        rest = widths["head_dim"] - widths["qk_nope_head_dim"]
+        if rest < 1:
+            wanted = f"more than swa_qk_nope_head_dim, {widths['qk_nope_head_dim']}"
+            raise config.wrong("swa_head_dim", widths["head_dim"], wanted)
         widths["qk_rope_head_dim"] = config.integer("swa_qk_rope_head_dim", 1, MAX_SIZE, default=rest)
     parts = widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]
     if widths["head_dim"] != parts:
-        raise config.wrong("swa_head_dim", widths["head_dim"], f"{parts}, the sum of its parts")
+        field = f"head_dim of {PER_LAYER}" if config.has(PER_LAYER) else "swa_head_dim"
+        raise config.wrong(field, widths["head_dim"], f"{parts}, the sum of its parts")
     return widths
 
 

@@ -23,7 +23,7 @@ from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL, LINEAR
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart
-from compress.models.ngrams import MAX_ORDER, MAX_ROWS, MAX_TOKENS, NGrams
+from compress.models.ngrams import MAX_HEADS, MAX_ORDER, MAX_PARTS, MAX_ROWS, MAX_TOKENS, NGrams
 from compress.models.rope_config import rope_of_text
 from compress.untrusted.fields import Fields
 
@@ -81,9 +81,10 @@ def _indexer(config: Fields) -> BlockIndexer:
     if budget % block_size:
         raise config.wrong(_BUDGET, budget, f"a multiple of {_BLOCK}, {block_size}")
     config.integer("indexer_kv_heads", 1, 1)
+    head_dim = config.integer("indexer_head_dim", 1, MAX_SIZE)
     return BlockIndexer(
         num_heads=config.integer("indexer_n_heads", 1, MAX_SIZE),
-        head_dim=config.integer("indexer_head_dim", 1, MAX_SIZE),
+        head_dim=head_dim,
         block_size=block_size,
         top_blocks=budget // block_size,
         pooled=True,
@@ -93,7 +94,7 @@ def _indexer(config: Fields) -> BlockIndexer:
 def _ngrams(config: Fields, index: int) -> NGrams:
     """Return the embeddings of n-grams of the layer that has so many others with some before it."""
     order = config.integer("ngram_size", 2, MAX_ORDER)
-    num_heads = config.integer("heads_per_ngram", 1, MAX_SIZE)
+    num_heads = config.integer("heads_per_ngram", 1, MAX_HEADS)
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     width = config.integer(_NGRAM_WIDTH, 1, MAX_SIZE, default=hidden_size)
     all_heads = (order - 1) * num_heads
@@ -112,7 +113,7 @@ def _ngrams(config: Fields, index: int) -> NGrams:
         seed=config.integer("seed", 0, MAX_ROWS),
         eos=eos,
         divisor=config.integer("make_ngram_vocab_size_divisible_by", 1, MAX_SIZE),
-        num_parts=config.integer("split_ngram_parts", 1, MAX_SIZE),
+        num_parts=config.integer("split_ngram_parts", 1, MAX_PARTS),
     )
 
 

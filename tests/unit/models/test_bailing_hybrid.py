@@ -11,6 +11,7 @@ import torch
 from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.models.arch import Arch
+from compress.models.caps import caps_after
 from compress.models.config_notes import unread_note
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
@@ -18,6 +19,7 @@ from compress.models.family import family_of
 from compress.models.pruning import with_layers
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from compress.untrusted.fields import Fields
 
 LING: dict[str, Any] = {
     "model_type": "bailing_hybrid",
@@ -108,7 +110,7 @@ def test_layers_with_experts_have_the_caps_that_a_config_lists() -> None:
 def test_layers_that_stay_keep_their_caps() -> None:
     config = written(with_layers(arch_of(**FLASH), [0, 2, 3]))
     assert config["expert_swiglu_limit_list"] == [4, 0, 4]
-    assert config["share_expert_swiglu_limit_list"] == [5, 5.5, 7]
+    assert config["share_expert_swiglu_limit_list"] == [5, 5.5, 7, 9]  # the last is of the MTP layer
     assert written(arch_of(**FLASH))["expert_swiglu_limit_list"] == FLASH["expert_swiglu_limit_list"]
 
 
@@ -176,3 +178,11 @@ def test_transformers_loads_exports_without_latents_of_queries(form: str, scheme
     assert "no latent of queries" in str(with_latents["transformers"])
     assert "no caps" in str(refusals(arch_of(**widths, **FLASH), form, scheme)["transformers"])
     assert "no export of Ling 3.0 was tested" in str(with_latents["vLLM"])
+
+
+def test_caps_of_layers_that_predict_further_tokens_are_one() -> None:
+    stated = Fields({"caps": [5, 0, 7, 7]}, "the config", UnsupportedArch)
+    assert caps_after(stated, "caps", 2) == 7
+    assert caps_after(stated, "caps", 4) is None
+    with pytest.raises(UnsupportedArch, match="the same for all layers that predict further tokens"):
+        caps_after(stated, "caps", 1)

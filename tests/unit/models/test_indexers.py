@@ -15,6 +15,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.indexer import Indexer, train_all_but_indexers_
+from compress.models.latent import Latent
 from compress.models.pruning import why_layers_stay, with_layers
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
@@ -96,6 +97,14 @@ def test_as_many_positions_are_computed_as_an_indexer_chooses() -> None:
             device=CPU,
             config=EngineConfig(max_model_len=25),
         )
+
+
+def test_a_manifest_states_of_latents_what_they_have() -> None:
+    """So that digests stay as they are where a fact of few models is new."""
+    latent = Latent(q_rank=0, kv_rank=12, rope_dim=8, value_dim=12, interleaved=False)
+    names = {"q_rank", "kv_rank", "rope_dim", "value_dim", "interleaved"}
+    assert latent.to_json().keys() == names
+    assert replace(latent, rope_norm=True).to_json().keys() == names | {"rope_norm"}
 
 
 @each_model

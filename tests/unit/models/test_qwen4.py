@@ -125,6 +125,8 @@ def test_both_names_of_layers_with_attention_are_read_and_written_as_they_were(n
         ({**NGRAMS, "ple_embed_dim": 30}, "ple_embed_dim.*a multiple of 4"),
         ({**NGRAMS, "eos_token_id": None}, "eos_token_id"),
         ({**NGRAMS, "ngram_size": 1}, "ngram_size"),
+        ({**NGRAMS, "split_ngram_parts": 1 << 24}, "split_ngram_parts"),
+        ({**NGRAMS, "heads_per_ngram": 1 << 13}, "heads_per_ngram"),
         ({**NGRAMS, "ple_conv_kernel_size": 12}, "over 34 positions; the runtime has at most 32"),
     ],
 )

@@ -12,8 +12,9 @@ from compress.models.weights import MemorySource, Weights
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.streamed_model import StreamedModel
-from tests.support import tiny_hf
+from tests.support.tiny_cases import CASES
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tiny_tokens
+from tests.support.tiny_hf import saved
 from tests.unit.calibrate.test_experts import MOE
 
 CPU = torch.device("cpu")
@@ -22,8 +23,8 @@ CONFIG = EngineConfig(max_batch_size=2, max_model_len=32)
 
 def test_the_bits_are_those_of_the_loaded_model_for_every_kind_of_block(tmp_path: Path) -> None:
     for family in ("llama", "gemma2", "olmo2", "cohere2", "gpt_oss"):
-        changes = next(case[1] for case in tiny_hf.CASES.values() if case[0] == family)
-        tiny_hf.saved(tmp_path / family, family, changes, dtype=torch.bfloat16)
+        changes = next(case[1] for case in CASES.values() if case[0] == family)
+        saved(tmp_path / family, family, changes, dtype=torch.bfloat16)
         check(open_weights(tmp_path / family))
     check(tiny_source(tiny_arch(MOE)))
 

@@ -164,7 +164,7 @@ def forbid(moe: torch.nn.Module, mask_E: torch.Tensor) -> None:
     """Let no token choose the masked experts."""
     from compress.models import moe as module
 
-    def route(x_TD: torch.Tensor) -> module.Routing:
+    def route(x_TD: torch.Tensor, *_: object) -> module.Routing:
         logits = moe._logits(x_TD) + mask_E
         bias = moe.selection_bias + mask_E if moe.facts.selection_bias else None
         scale = moe.output_scale if moe.facts.output_scale else None
