@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.kv import KeysValues
-from compress.calibrate.residual import kl_between, walk
-from compress.context import Context
 from compress.distill.student import Shape, student_arch
 from compress.errors import StorageError, UnsupportedArch, UsageError
 from compress.export import FORMATS, GraphFormat
@@ -33,15 +31,10 @@ from compress.models.weights import WeightSource, build_layer, parameter_names
 from compress.stages.quantize.schemes import outer_bytes
 from tests.support.tiny_decoder import tiny_tokens
 from tests.support.tiny_source import LIKE_QWEN4, NGRAMS, tiny_shape, tiny_source
-from tests.unit.calibrate.test_gradients_shared import assert_same, of_whole_graph, visited
+from tests.unit.calibrate.streams import check_gradients, check_streams, check_walk
 from tests.unit.calibrate.test_side_inputs import (
     COARSE,
-    assert_near,
     compress,
-    decoder_of,
-    outputs_of,
-    outputs_of_decoder,
-    run_of,
 )
 
 CPU = torch.device("cpu")
@@ -73,28 +66,17 @@ def calibration_tokens(source: WeightSource) -> Tensor:
 def test_layer_after_layer_the_streams_are_those_of_the_whole_decoder(
     piece_tokens: int, source: WeightSource, tokens_NS: Tensor
 ) -> None:
-    found = outputs_of(source, run_of(source, tokens_NS, piece_tokens))
-    for x_NSE, expected_NSE in zip(found, outputs_of_decoder(decoder_of(source), tokens_NS), strict=True):
-        assert x_NSE.shape == (NUM_SAMPLES, SEQ_LEN, source.arch.stream_size)
-        assert_near(x_NSE, expected_NSE)
+    check_streams(source, tokens_NS, piece_tokens)
 
 
 def test_gradients_layer_by_layer_are_those_of_the_whole_graph(source: WeightSource, tmp_path: Path) -> None:
-    found = visited(source, tmp_path)
-    inputs, gradients = of_whole_graph(source)
-    assert_same(found.gradients, gradients)
-    assert_same(found.inputs, inputs)
+    check_gradients(source, tmp_path)
 
 
 def test_a_walk_ends_in_the_streams_that_the_head_reads(
     source: WeightSource, tokens_NS: Tensor, tmp_path: Path
 ) -> None:
-    ctx = Context("cpu", 0, tmp_path)
-    x_NSE = walk(source, tokens_NS, ctx, compute_dtype=torch.float32, task="a test")
-    decoder = decoder_of(source)
-    assert_near(decoder.norm(x_NSE), decoder.hidden(tokens_NS.long()))
-    assert kl_between(source, x_NSE, x_NSE, CPU) == 0
-    assert kl_between(source, x_NSE, x_NSE + torch.randn_like(x_NSE), CPU) > 0
+    check_walk(source, tokens_NS, tmp_path)
 
 
 def test_keys_and_values_of_a_cache_are_measured_on_what_attention_reads(

@@ -29,15 +29,11 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.streamed_model import StreamedModel
 from tests.support.tiny_decoder import tiny_tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
-from tests.unit.calibrate.test_gradients_shared import assert_same, of_whole_graph, visited
+from tests.unit.calibrate.streams import check_gradients, check_streams
 from tests.unit.calibrate.test_side_inputs import (
     COARSE,
-    assert_near,
     compress,
     decoder_of,
-    outputs_of,
-    outputs_of_decoder,
-    run_of,
 )
 
 CPU = torch.device("cpu")
@@ -67,10 +63,7 @@ def calibration_tokens(source: WeightSource) -> Tensor:
 def test_layer_after_layer_the_streams_are_those_of_the_whole_decoder(
     piece_tokens: int, source: WeightSource, tokens_NS: Tensor
 ) -> None:
-    found = outputs_of(source, run_of(source, tokens_NS, piece_tokens))
-    for x_NSE, expected_NSE in zip(found, outputs_of_decoder(decoder_of(source), tokens_NS), strict=True):
-        assert x_NSE.shape == (NUM_SAMPLES, SEQ_LEN, source.arch.stream_size)
-        assert_near(x_NSE, expected_NSE)
+    check_streams(source, tokens_NS, piece_tokens)
 
 
 @pytest.mark.parametrize("kinds", [(), (SecondMoment,)], ids=["gradients", "with_moments"])
@@ -79,10 +72,7 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_graph(
 ) -> None:
     if source.arch.has_experts:  # the whole graph has no gradients of experts without tokens
         source = tiny_source(hyper=source.arch.hyper)
-    found = visited(source, tmp_path, *kinds)
-    inputs, gradients = of_whole_graph(source)
-    assert_same(found.gradients, gradients)
-    assert_same(found.inputs, inputs)
+    check_gradients(source, tmp_path, kinds)
 
 
 def test_the_halves_of_a_layer_compute_the_layer(source: WeightSource) -> None:

@@ -37,15 +37,10 @@ from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
-from compress.runtime.engine_config import EngineConfig
 from compress.runtime.expert_loader import parts
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token, slot_bytes
-from compress.runtime.request import Request, SamplingParams
-from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
-from compress.runtime.streamed_model import StreamedModel
 from compress.stages import STAGES, Input, Inputs, Port
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.prune.round import PruningMethod, prune_round
@@ -54,9 +49,22 @@ from tests.support.tiny_decoder import tiny_checkpoint, tiny_decoder, tiny_token
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.models.test_half_layers import ARCEE, read, stated
 from tests.unit.runtime.test_speculative_eagle3 import checked_steps, greedy
+from tests.unit.runtime.ways_to_serve import (
+    CPU,
+    PROMPTS,
+    REQUESTS,
+    SIZE,
+    alone,
+    check_cached_prefix,
+    check_preemption,
+    check_scores,
+    check_speculation,
+    decoded,
+    engine_of,
+    ids,
+    tokens_of,
+)
 
-CPU = torch.device("cpu")
-SIZE = 16
 MIXTURE = Experts(6, 2, 48, shared_size=96, score="sigmoid", selection_bias=True)
 ATTENTION = tiny_shape(only_half="mixer", gated=False, rope=None)
 MAMBA = tiny_shape(
@@ -74,42 +82,8 @@ LAYERS = {
 each_model = pytest.mark.parametrize("layers", LAYERS)
 
 
-LONG = SamplingParams(60, ignore_eos=True)
-
-
 def source_of(layers: str = "attention and ffns") -> MemorySource:
     return tiny_source(layers=LAYERS[layers], activation="relu2", max_position=2048)
-
-
-def ids(count: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(101, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-SHARED = ids(20 * SIZE, 0)
-PROMPTS = (SHARED + ids(30, 1), SHARED + ids(9, 2), ids(70, 3), SHARED + ids(41, 4), ids(3, 5))
-REQUESTS = [
-    Request(str(idx), prompt, SamplingParams(9, ignore_eos=True, logprobs=True, seed=idx))
-    for idx, prompt in enumerate(PROMPTS)
-]
-
-
-def engine_of(source: WeightSource, **changes: Any) -> Engine:
-    return Engine(source, device=CPU, config=EngineConfig(**{"max_model_len": 512, **changes}))
-
-
-def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
-    return [each.tokens for each in engine.generate(REQUESTS)]
-
-
-def alone(source: WeightSource) -> list[tuple[int, ...]]:
-    engine = engine_of(source, prefix_cache=False)
-    return [engine.generate([each])[0].tokens for each in REQUESTS]
-
-
-def decoded(source: WeightSource, tokens_BS: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = build_decoder(source, dtype=torch.float32, device=CPU)(tokens_BS)
-    return found
 
 
 @each_model
@@ -124,44 +98,19 @@ def test_the_engine_generates_what_the_decoder_ranks_first(layers: str) -> None:
 
 @each_model
 def test_a_prefix_that_is_cached_changes_no_token(layers: str) -> None:
-    source = source_of(layers)
-    engine = engine_of(source, prefix_cache=True)
-    found = [engine.generate([each])[0] for each in REQUESTS]
-    assert [each.tokens for each in found] == alone(source)
-    assert found[3].cached_tokens == len(SHARED)
-    assert found[2].cached_tokens == 0
+    check_cached_prefix(source_of(layers))
 
 
 @each_model
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
 def test_requests_that_lose_their_blocks_go_on(layers: str, swap_bytes: int) -> None:
-    source = source_of(layers)
-    block = SIZE * kv_bytes_per_token(source.arch, "F32")
-    requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
-    plain = engine_of(source, prefix_cache=False)
-    expected = [plain.generate([each])[0].tokens for each in requests]
-    engine = engine_of(
-        source,
-        max_model_len=128,
-        max_batch_size=4,
-        kv_cache_bytes=14 * block + 4 * slot_bytes(source.arch, 1),
-        swap_bytes=swap_bytes,
-        prefix_cache=False,
-    )
-    found = [each.tokens for each in engine.generate(requests)]
-    assert engine.num_preemptions > 0
-    assert found == expected
+    check_preemption(source_of(layers), swap_bytes=swap_bytes)
 
 
 @each_model
 @pytest.mark.parametrize("kind", ["ngram", "draft model", "eagle3"])
 def test_speculation_changes_no_token(layers: str, kind: str) -> None:
-    source = source_of(layers)
-    head = random_eagle3(
-        source.arch, device=CPU, dtype=torch.float32, draft_vocab_size=90, layer_ids=(1, 2, 4), seed=3
-    )
-    options = {"ngram": NGram(), "draft model": DraftModel(source_of()), "eagle3": Eagle3(head)}[kind]
-    assert tokens_of(engine_of(source, speculative=Speculative(options, k=3))) == alone(source)
+    check_speculation(source_of(layers), kind, draft=source_of())
 
 
 def test_a_head_reads_the_hidden_states_after_ffns_and_mixers_alike() -> None:
@@ -207,13 +156,7 @@ def test_blocks_are_copied_around_layers_that_keep_nothing() -> None:
 
 @each_model
 def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one(layers: str) -> None:
-    source = source_of(layers)
-    tokens_BS = torch.tensor([ids(75, 8), ids(75, 9)])
-    with torch.inference_mode():
-        found = engine_of(source).runner.score(tokens_BS)
-    assert torch.allclose(found, decoded(source, tokens_BS), rtol=1e-4, atol=1e-4)
-    streamed = StreamedModel(source, device=CPU, config=EngineConfig(max_model_len=512))
-    assert torch.equal(torch.cat(list(streamed.score(tokens_BS, batch_size=1))), found)
+    check_scores(source_of(layers))
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,21 @@
 """Layers in which a Mamba-2 mixer joins attention are served: each keeps blocks of the cache and a slot of
 states, and no way to serve a request changes what they compute."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource
-from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import JointKept, KVCache, kv_bytes_per_token, slot_bytes
-from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.ngram import NGram
-from compress.runtime.speculative.speculation import Speculative
-from compress.runtime.streamed_model import StreamedModel
 from tests.support.tiny_source import tiny_shape, tiny_source
-from tests.unit.runtime.test_half_layers_served import (
+from tests.unit.runtime.ways_to_serve import (
     CPU,
-    LONG,
-    REQUESTS,
-    SHARED,
     SIZE,
-    alone,
-    decoded,
-    engine_of,
-    ids,
-    random_eagle3,
-    tokens_of,
+    check_cached_prefix,
+    check_preemption,
+    check_scores,
+    check_speculation,
 )
 
 MAMBA = Mamba2(4, 2, 16, 12, 4, conv_bias=True, normed=False)
@@ -80,47 +67,18 @@ def test_blocks_of_joint_layers_are_copied() -> None:
 
 
 def test_a_prefix_that_is_cached_changes_no_token() -> None:
-    source = source_of()
-    engine = engine_of(source, prefix_cache=True)
-    found = [engine.generate([each])[0] for each in REQUESTS]
-    assert [each.tokens for each in found] == alone(source)
-    assert found[3].cached_tokens == len(SHARED)
+    check_cached_prefix(source_of())
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
 def test_requests_that_lose_their_blocks_go_on(swap_bytes: int) -> None:
-    source = source_of()
-    block = SIZE * kv_bytes_per_token(source.arch, "F32")
-    requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
-    plain = engine_of(source, prefix_cache=False)
-    expected = [plain.generate([each])[0].tokens for each in requests]
-    engine = engine_of(
-        source,
-        max_model_len=128,
-        max_batch_size=4,
-        kv_cache_bytes=14 * block + 4 * slot_bytes(source.arch, 1),
-        swap_bytes=swap_bytes,
-        prefix_cache=False,
-    )
-    assert [each.tokens for each in engine.generate(requests)] == expected
-    assert engine.num_preemptions > 0
+    check_preemption(source_of(), swap_bytes=swap_bytes)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft model", "eagle3"])
 def test_speculation_changes_no_token(kind: str) -> None:
-    source = source_of()
-    head = random_eagle3(
-        source.arch, device=CPU, dtype=torch.float32, draft_vocab_size=90, layer_ids=(1, 2, 4), seed=3
-    )
-    options = {"ngram": NGram(), "draft model": DraftModel(source), "eagle3": Eagle3(head)}[kind]
-    assert tokens_of(engine_of(source, speculative=Speculative(options, k=3))) == alone(source)
+    check_speculation(source_of(), kind)
 
 
 def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one() -> None:
-    source = source_of()
-    tokens_BS = torch.tensor([ids(75, 8), ids(75, 9)])
-    with torch.inference_mode():
-        found = engine_of(source).runner.score(tokens_BS)
-    assert torch.allclose(found, decoded(source, tokens_BS), rtol=1e-4, atol=1e-4)
-    streamed = StreamedModel(source, device=CPU, config=EngineConfig(max_model_len=512))
-    assert torch.equal(torch.cat(list(streamed.score(tokens_BS, batch_size=1))), found)
+    check_scores(source_of())

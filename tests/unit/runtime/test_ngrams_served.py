@@ -11,25 +11,20 @@ from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.models.short_conv import ShortConv
 from compress.models.weights import MemorySource
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import KVCache, NGramKept, kv_bytes_per_token, slot_bytes
+from compress.runtime.kv_cache import KVCache, NGramKept, slot_bytes
 from compress.runtime.layer_embed import parted, with_layer_inputs
-from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.ngram import NGram
-from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.streamed_model import StreamedModel
 from compress.runtime.token_digits import NUM_DIGITS, digits_of_tokens, tokens_of_digits
 from tests.support.tiny_source import LIKE_QWEN4, tiny_source
-from tests.unit.runtime.test_half_layers_served import (
+from tests.unit.runtime.ways_to_serve import (
     CPU,
-    LONG,
     REQUESTS,
-    SHARED,
     SIZE,
-    alone,
-    decoded,
+    check_cached_prefix,
+    check_preemption,
+    check_scores,
+    check_speculation,
     engine_of,
-    ids,
-    tokens_of,
 )
 
 
@@ -72,11 +67,7 @@ def test_rows_of_the_table_are_parted_into_embeddings_and_tokens() -> None:
 
 
 def test_a_prefix_that_is_cached_changes_no_token() -> None:
-    source = source_of()
-    engine = engine_of(source, prefix_cache=True)
-    found = [engine.generate([each])[0] for each in REQUESTS]
-    assert [each.tokens for each in found] == alone(source)
-    assert found[3].cached_tokens == len(SHARED)
+    check_cached_prefix(source_of())
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -92,34 +83,16 @@ def test_a_prompt_that_is_cut_between_the_tokens_of_an_n_gram_has_the_same_rows(
 
 
 def test_requests_that_lose_their_blocks_go_on() -> None:
-    source = source_of()
-    block = SIZE * kv_bytes_per_token(source.arch, "F32")
-    requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
-    plain = engine_of(source, prefix_cache=False)
-    expected = [plain.generate([each])[0].tokens for each in requests]
-    engine = engine_of(
-        source,
-        max_model_len=128,
-        max_batch_size=4,
-        kv_cache_bytes=14 * block,
-        prefix_cache=False,
-    )
-    assert [each.tokens for each in engine.generate(requests)] == expected
-    assert engine.num_preemptions > 0
+    check_preemption(source_of(), slots=0)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft model"])
 def test_speculation_changes_no_token(kind: str) -> None:
-    source = source_of()
-    options = {"ngram": NGram(), "draft model": DraftModel(source)}[kind]
-    assert tokens_of(engine_of(source, speculative=Speculative(options, k=3))) == alone(source)
+    check_speculation(source_of(), kind)
 
 
 def test_scores_are_those_of_the_decoder_and_no_layer_is_read_alone() -> None:
     source = source_of()
-    tokens_BS = torch.tensor([ids(75, 8), ids(75, 9)])
-    with torch.inference_mode():
-        found = engine_of(source).runner.score(tokens_BS)
-    assert torch.allclose(found, decoded(source, tokens_BS), rtol=1e-4, atol=1e-4)
+    check_scores(source, streamed=False)
     with pytest.raises(UsageError, match="or of n-grams"):
         StreamedModel(source, device=CPU, config=EngineConfig(max_model_len=512))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.recurrent_states import RecurrentStates
@@ -14,27 +13,18 @@ from compress.models.relative_logits import RelativeLogits
 from compress.models.residual_conv import ResidualConvs
 from compress.models.weights import MemorySource
 from compress.quant.kv import transforms_heads
-from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import KV_FORMATS, JointKept, KVCache, kv_bytes_per_token, slot_bytes
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.ngram import NGram
-from compress.runtime.speculative.speculation import Speculative
-from compress.runtime.streamed_model import StreamedModel
 from tests.support.tiny_source import tiny_shape, tiny_source
-from tests.unit.runtime.test_half_layers_served import (
+from tests.unit.runtime.ways_to_serve import (
     CPU,
-    LONG,
     REQUESTS,
-    SHARED,
     SIZE,
-    alone,
-    decoded,
+    check_cached_prefix,
+    check_preemption,
+    check_scores,
+    check_speculation,
     engine_of,
-    ids,
-    random_eagle3,
-    tokens_of,
 )
 
 ALWAYS = Experts(
@@ -85,50 +75,21 @@ def test_a_layer_with_convolutions_keeps_blocks_and_states() -> None:
 
 
 def test_a_prefix_that_is_cached_changes_no_token() -> None:
-    source = source_of()
-    engine = engine_of(source, prefix_cache=True)
-    found = [engine.generate([each])[0] for each in REQUESTS]
-    assert [each.tokens for each in found] == alone(source)
-    assert found[3].cached_tokens == len(SHARED)
+    check_cached_prefix(source_of())
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
 def test_requests_that_lose_their_blocks_go_on(swap_bytes: int) -> None:
-    source = source_of()
-    block = SIZE * kv_bytes_per_token(source.arch, "F32")
-    requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
-    plain = engine_of(source, prefix_cache=False)
-    expected = [plain.generate([each])[0].tokens for each in requests]
-    engine = engine_of(
-        source,
-        max_model_len=128,
-        max_batch_size=4,
-        kv_cache_bytes=14 * block + 4 * slot_bytes(source.arch, 1),
-        swap_bytes=swap_bytes,
-        prefix_cache=False,
-    )
-    assert [each.tokens for each in engine.generate(requests)] == expected
-    assert engine.num_preemptions > 0
+    check_preemption(source_of(), swap_bytes=swap_bytes)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft model", "eagle3"])
 def test_speculation_changes_no_token(kind: str) -> None:
-    source = source_of()
-    head = random_eagle3(
-        source.arch, device=CPU, dtype=torch.float32, draft_vocab_size=90, layer_ids=(1, 2, 4), seed=3
-    )
-    options = {"ngram": NGram(), "draft model": DraftModel(source), "eagle3": Eagle3(head)}[kind]
-    assert tokens_of(engine_of(source, speculative=Speculative(options, k=3))) == alone(source)
+    check_speculation(source_of(), kind)
 
 
 def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one() -> None:
-    source = source_of()
-    tokens_BS = torch.tensor([ids(75, 8), ids(75, 9)])
-    with torch.inference_mode():
-        found = engine_of(source).runner.score(tokens_BS)
-    assert torch.allclose(found, decoded(source, tokens_BS), rtol=1e-4, atol=1e-4)
-    streamed = StreamedModel(source, device=CPU, config=EngineConfig(max_model_len=512))
-    assert torch.equal(torch.cat(list(streamed.score(tokens_BS, batch_size=1))), found)
+    check_scores(source_of())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from compress.models.weights import MemorySource
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.streamed_model import StreamedModel
 from tests.support.tiny_source import tiny_shape, tiny_source
-from tests.unit.runtime.test_half_layers_served import CPU, decoded, engine_of, ids
+from tests.unit.runtime.ways_to_serve import CPU, decoded, engine_of, ids
 
 DELTA = tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4, doubled_beta=True), rope=None)
 MODELS: dict[str, dict[str, Any]] = {
