@@ -64,13 +64,6 @@ class Indexer:
             **(own if self.of_stream else {}),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as a manifest stores them."""
-        facts = dataclasses.asdict(self)
-        if not self.of_stream:
-            del facts["of_stream"]
-        return facts
-
     @staticmethod
     def from_json(stored: Fields) -> "Indexer":
         """Read what `to_json` wrote; `Fields` raises its error for a value that is missing, of another type

@@ -107,8 +107,8 @@ class LayerRunner:
         """Return the stream after a layer; its keys and values are in the cache afterwards.
 
         `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
-        `input_TP` are the embeddings of the tokens for this layer, where they have them, or the tokens, where
-        a table chooses their experts.
+        `input_TP` are the embeddings of the tokens for this layer, where they have them, or the tokens
+        themselves, where layers read those (`token_digits.py`).
         """
         where = positions_T, slots_T, kv, attend
         if layer.altup is not None:
