@@ -259,17 +259,18 @@ def test_a_head_beside_the_prefix_cache_proposes_what_its_module_says(
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_several_heads_share_prefixes(case: str, tmp_path: Path) -> None:
-    """Texts go on after a request of which the last step kept all proposals, at each place in a block."""
+    """Texts go on after a request of which the last step kept all proposals, near the ends of blocks and
+    within one."""
     source, several = model_of_several(tmp_path, case)
     speculative = Speculative(several, k=3, forced_rate=1.0)
     engine = engine_of(source, speculative=speculative, prefix_cache=True)
     continuation = Oracle(source, several.head, *several.further).continuation
     num_checked = 0
-    for count in range(17, 33):
+    for count in (20, *range(25, 30)):
         text = tuple((7 * idx * idx + count) % 90 for idx in range(20))
         params = SamplingParams(count, ignore_eos=True)
         first = engine.generate([Request("first", text, params)])[0]
         followed = Request("second", (*text, *first.tokens, *text[:9]), SamplingParams(5, ignore_eos=True))
         num_checked += checked_proposals(engine, continuation, [followed], 3)
-    assert num_checked == 16
-    assert engine.counts.prefix_hits > 16 * 16
+    assert num_checked == 6
+    assert engine.counts.prefix_hits > 6 * 16

@@ -123,7 +123,7 @@ def test_only_a_known_key_is_served(llm: compress.LLM) -> None:
         assert wrong.json()["error"]["code"] == "invalid_api_key"
         with openai.OpenAI(base_url=server.url + "/v1", api_key="second-key") as client:
             client.completions.create(model="reference", prompt="a", max_tokens=1)
-        wait_until(lambda: server.records[-1]["client"] == "key-2")
+        wait_until(lambda: [each["client"] for each in server.records[-1:]] == ["key-2"])
         assert "second-key" not in str(server.records)
         for open_path in ("/health", "/metrics", "/", "/version"):
             assert httpx.get(server.url + open_path).status_code == 200
