@@ -150,7 +150,7 @@ STATED_QWEN4: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["W4A16_G32", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("scheme", ["W4A16_G32", slow("FP8_DYNAMIC")])
 def test_streams_that_are_read_through_gates_and_n_grams_go_through_every_stage(
     recipe: Recipe, command: Command, work: Path, tmp_path: Path, scheme: str
 ) -> None:

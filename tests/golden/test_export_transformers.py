@@ -371,7 +371,7 @@ def test_every_family_is_exported() -> None:
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(24)
 def test_transformers_loads_the_export_and_computes_the_same(
     case: str, scheme_name: str, head: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,7 +563,7 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(24)
 def test_the_export_opens_with_the_same_codes_and_scales(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:

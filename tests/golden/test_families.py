@@ -71,6 +71,7 @@ def test_the_documents_name_every_family() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
     case: str, tmp_path: Path
 ) -> None:
@@ -123,7 +124,7 @@ def test_a_field_that_the_model_does_not_read_switches_no_window_off(case: str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_export_after_import_is_the_identity(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     model = saved(tmp_path / "source", family, changes, dtype=torch.bfloat16)
@@ -351,7 +352,7 @@ STATED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     family: str, tmp_path: Path
 ) -> None:
@@ -406,6 +407,7 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES.names()} - BY_ANOTHER_NAME.keys()))
+@pytest.mark.one_in(4)
 def test_canonical_names_map_onto_those_on_disk_and_back(family: str, tmp_path: Path) -> None:
     """Where a tensor holds several parameters, its members are those that it is found by."""
     saved(tmp_path, *next(case for case in CASES.values() if case[0] == family))

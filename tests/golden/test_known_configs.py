@@ -147,7 +147,7 @@ def _windows_in_transformers(config: Any) -> list[int | None]:
 
 
 @each_row
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(64)
 def test_plan_and_run_agree_with_the_reader(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ RENAMED = (
 
 
 @pytest.mark.parametrize("case", [*IN_MEMORY, *RENAMED])
+@pytest.mark.one_in(4)
 def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
     case: str, tmp_path: Path
 ) -> None:
@@ -357,6 +358,7 @@ def rounded(
 
 
 @pytest.mark.parametrize(("case", "scheme_name"), EXPORTED)
+@pytest.mark.one_in(4)
 def test_transformers_loads_each_exported_expert_with_our_bits(
     case: str, scheme_name: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def rewrite(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", MTP_CASES)
+@pytest.mark.one_in(3)
 def test_a_head_computes_what_its_modules_do(case: str, tmp_path: Path) -> None:
     reference = saved_with_mtp(tmp_path, case)
     head = read(tmp_path).decoder(dtype=torch.float32, device=CPU)

@@ -35,6 +35,7 @@ from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import FP8_MAX, SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
+from tests.support.slow import slow
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import tiny_tokens
 from tests.support.tiny_source import LIKE_GEMMA4_E, tiny_source
@@ -266,7 +267,7 @@ def compress(
     )
 
 
-@pytest.mark.parametrize("true_sequential", [False, True])
+@pytest.mark.parametrize("true_sequential", [slow(False), True])
 def test_readers_are_calibrated_on_keys_of_the_compressed_layer_and_the_sources_on_its_own(
     true_sequential: bool, source: WeightSource, tokens_NS: Tensor, tmp_path: Path
 ) -> None:

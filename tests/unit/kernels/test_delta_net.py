@@ -205,6 +205,7 @@ def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, le
     "delta", [*SHAPES.values(), DeltaNet(1, 1, 136, 8, 2)], ids=[*SHAPES, "in no chunks"]
 )
 @pytest.mark.parametrize("num_kept", [1, 4])
+@pytest.mark.one_in(3)
 def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
     kernel: Kernel, device: str, delta: DeltaNet, num_kept: int
 ) -> None:

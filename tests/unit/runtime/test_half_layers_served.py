@@ -103,6 +103,7 @@ def test_a_prefix_that_is_cached_changes_no_token(layers: str) -> None:
 
 @each_model
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
+@pytest.mark.one_in(3)
 def test_requests_that_lose_their_blocks_go_on(layers: str, swap_bytes: int) -> None:
     check_preemption(source_of(layers), swap_bytes=swap_bytes)
 

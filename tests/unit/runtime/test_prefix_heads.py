@@ -320,7 +320,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("kind", "layers"), [("eagle3", "full"), ("mtp", "latents"), ("mtp", "delta nets")])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_any_workload_has_the_tokens_and_the_proposals_that_it_has_without_the_cache(
     kind: str, layers: str, options: str
 ) -> None:
