@@ -32,7 +32,7 @@ from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, Compress, FullAttention, attend_with_scores
+from compress.models.attention import AttentionFn, Choose, Compress, FullAttention, attend_with_scores
 from compress.models.decoder import Decoder
 from compress.models.embedding import looked_up
 from compress.models.logits import logits_of
@@ -55,6 +55,7 @@ class UnrolledAttention:
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._index_keys: list[Tensor] = []
 
     def __call__(
         self,
@@ -73,8 +74,12 @@ class UnrolledAttention:
         relative: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
+        index_keys: Tensor | None = None,
+        choose: Choose | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         del chunk, kept, source, rate
+        assert chosen is None, "a head has one layer"
         assert relative is None, "a head has no relative logits"
         assert compress is None, "a head has attention to keys and values"
         assert layer_idx == 0, "a head has one layer"
@@ -92,6 +97,11 @@ class UnrolledAttention:
             for steps in (self._keys, self._values)
         )
         seen = _seen(num_rows, len(self._keys) - 1, window, q.device)
+        if index_keys is not None and choose is not None:
+            self._index_keys.append(index_keys)
+            so_far = torch.cat([each[:, :num_rows] for each in self._index_keys], dim=1)
+            chosen = choose(so_far, seen)
+            seen = seen if chosen is None else seen & chosen
         if softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
         else:

@@ -1,12 +1,14 @@
 """Causal attention for calibration, training and as the oracle: over one whole sequence, or with a
 contiguous cache of earlier positions. With `compress`, queries attend to entries, too, which it computes of
-what follows the keys in the cache (`compressed.py`).
+what follows the keys in the cache (`compressed.py`). With `choose`, a query attends to some of its keys, or
+of the entries, which an indexer chooses by the index keys that it caches (`indexer.py`).
 
 `Decoder.forward` takes the attention as an argument, so that a training step and a cached decode differ
 in this object and in nothing of the model. The serving runtime has its own paged attention, which is
 tested against these two.
 
-Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension, R width of a latent. `window`
+Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension, R width of a latent, I index keys
+of a position, E entries. `window`
 counts positions including the query itself; with a `chunk`, a query sees no key of an earlier chunk of so
 many positions.
 """
@@ -26,6 +28,9 @@ from compress.models.relative_logits import by_keys
 
 Compress = Callable[[Tensor], Tensor]
 """(what a compressor computes of positions [B, P, F]) -> their entries [B, E, C]."""
+Choose = Callable[[Tensor, Tensor], Tensor | None]
+"""(index keys of all positions so far [B, P, I], which keys each query sees [S, P]) -> which of these keys
+each query attends to, bool [B, 1 or H, S, P], or None where it attends to all that it sees."""
 
 
 class AttentionFn(Protocol):
@@ -36,6 +41,9 @@ class AttentionFn(Protocol):
     `source` and bring none. With
     `compress`, keys are values, the numbers [B, P, F] follow them, of which it returns the entries [B, E, C],
     and a query sees an entry once its `rate` positions are over.
+    `index_keys` [B, S, I] are cached next to the keys, and `choose` reads those of all positions so far. With
+    `compress` it reads the numbers that follow the keys instead, and chooses entries [B, 1, S, E] of those
+    that a query sees [S, E]. `chosen` [B, 1, S, P] is the choice of an earlier layer.
     """
 
     def __call__(
@@ -55,6 +63,9 @@ class AttentionFn(Protocol):
         relative: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
+        index_keys: Tensor | None = None,
+        choose: Choose | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -80,24 +91,35 @@ def _attend(
     sinks_H: Tensor | None,
     chunk: int | None,
     relative_BSHE: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
     if any(each is not None for each in (softcap, sinks_H, relative_BSHE)):
-        mask = causal_mask(num_queries, num_keys, window, q.device, chunk)
+        mask = _among(chosen, causal_mask(num_queries, num_keys, window, q.device, chunk))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         relative = None if relative_BSHE is None else by_keys(relative_BSHE.transpose(1, 2), num_keys)
         return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H, relative)
-    if num_queries == num_keys and all(each is None or each >= num_keys for each in (window, chunk)):
+    sees_all = all(each is None or each >= num_keys for each in (window, chunk))
+    if num_queries == num_keys and sees_all and chosen is None:
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
-        mask = causal_mask(num_queries, num_keys, window, q.device, chunk)
+        mask = _among(chosen, causal_mask(num_queries, num_keys, window, q.device, chunk))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def _seen(q_BSHC: Tensor, index_keys_BPI: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    return causal_mask(q_BSHC.shape[1], index_keys_BPI.shape[1], window, q_BSHC.device, chunk)
+
+
+def _among(chosen: Tensor | None, mask_SP: Tensor) -> Tensor:
+    """Return which of the chosen keys [B, 1 or H, S, P] a query sees, or of all."""
+    return mask_SP if chosen is None else mask_SP & chosen
 
 
 def _attend_to_entries(
@@ -108,6 +130,7 @@ def _attend_to_entries(
     sinks_H: Tensor | None,
     compress: Compress,
     rate: int,
+    choose: Choose | None,
 ) -> Tensor:
     head_dim = q_BSHC.shape[-1]
     k_BPC, raw_BPF = cached_BP1F.squeeze(2).tensor_split([head_dim], dim=-1)
@@ -117,7 +140,9 @@ def _attend_to_entries(
     ends_E = (torch.arange(entries_BEC.shape[1], device=q_BSHC.device) + 1) * rate
     positions_S1 = torch.arange(num_keys - num_queries, num_keys, device=q_BSHC.device).unsqueeze(1)
     near_SP = causal_mask(num_queries, num_keys, window, q_BSHC.device)
-    mask = torch.cat((ends_E <= positions_S1 + 1, near_SP), dim=1)
+    over_SE = ends_E <= positions_S1 + 1
+    over = _among(None if choose is None else choose(raw_BPF, over_SE), over_SE)
+    mask = torch.cat((over, near_SP.expand(*over.shape[:-1], -1)), dim=-1)
     k = torch.cat((entries_BEC, k_BPC), dim=1).unsqueeze(1)
     scale = head_dim**-0.5 if scale is None else scale
     return attend_with_scores(q_BSHC.transpose(1, 2), k, k, mask, scale, None, sinks_H)
@@ -164,6 +189,9 @@ class FullAttention:
         self.kept: MutableMapping[int, tuple[Tensor, Tensor]] = {}
         """Layer -> its keys and values [B, S, K, C]; with latents, those of this call [B, S, R] and the
         dimensions that all keys share."""
+        self.choices: MutableMapping[int, Tensor] = {}
+        """Layer -> the keys that its indexer chose for the queries of this call [B, 1, S, P], where later
+        layers attend to them, too, and not all are chosen."""
 
     def tokens_before(self, tokens_BS: Tensor, num_tokens: int) -> Tensor:
         """Return so many tokens before these [B, W], `NO_POSITION` before the first position: of none here,
@@ -187,6 +215,9 @@ class FullAttention:
         relative: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
+        index_keys: Tensor | None = None,
+        choose: Choose | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
@@ -194,8 +225,10 @@ class FullAttention:
         elif kept:
             self.kept[layer_idx] = (k_BSKC, v_BSKC)
         if compress is not None:
-            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
+            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate, choose)
+        if choose is not None and index_keys is not None:
+            chosen = choose(index_keys, _seen(q_BSHC, index_keys, window, chunk))
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, chosen)
 
 
 class CachedAttention(FullAttention):
@@ -205,6 +238,7 @@ class CachedAttention(FullAttention):
     def __init__(self) -> None:
         super().__init__()
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
+        self._past_index: dict[int, Tensor] = {}
         self.states: dict[int, RecurrentState] = {}
         """The state of each layer that has a recurrence in place of attention."""
         self.conv_inputs: dict[tuple[int, str], Tensor] = {}
@@ -242,19 +276,29 @@ class CachedAttention(FullAttention):
         relative: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
+        index_keys: Tensor | None = None,
+        choose: Choose | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         del kept
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
-            return _attend(q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk, relative)
+            return _attend(
+                q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk, relative, chosen
+            )
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
         if compress is not None:
-            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative)
+            return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate, choose)
+        if choose is not None and index_keys is not None:
+            if layer_idx in self._past_index:
+                index_keys = torch.cat((self._past_index[layer_idx], index_keys), dim=1)
+            self._past_index[layer_idx] = index_keys
+            chosen = choose(index_keys, _seen(q_BSHC, index_keys, window, chunk))
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, chosen)
 
 
 def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:
@@ -274,3 +318,9 @@ def kept_by(attention: AttentionFn) -> MutableMapping[int, tuple[Tensor, Tensor]
     """Return what an attention keeps of some layers for later ones."""
     assert isinstance(attention, FullAttention)
     return attention.kept
+
+
+def choices_of(attention: AttentionFn) -> MutableMapping[int, Tensor]:
+    """Return the choices that an attention keeps of some layers for later ones."""
+    assert isinstance(attention, FullAttention)
+    return attention.choices
