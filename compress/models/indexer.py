@@ -9,8 +9,9 @@ normed like those of attention. In a `pooled` one (Qwen4) all heads choose for a
 block are averaged, and the positions after the last whole block are always chosen.
 Compressed attention may have one that chooses entries (DeepSeek-V4).
 
-Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer. The
-decoder computes no more (`Arch.max_position`), so that it needs no indexer, and only carries its parameters.
+Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer.
+Beyond them the indexers of latent attention are computed (`token_indexer.py`); of the others the parameters
+are only carried, and the decoder computes no longer contexts (`Arch.max_position`).
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from compress.models.limits import MAX_POSITIONS, MAX_SIZE
 from compress.untrusted.fields import Fields
 
+_NORM_EPS = 1e-6
+"""What the norms of most indexers add to the variance."""
 _ONES = ("norm.weight", "growth_base")
 """How the names of parameters end that are 1 where they change nothing."""
 
@@ -34,6 +37,9 @@ class Indexer:
     Args:
         top_k: the most keys that it chooses for a query.
         of_stream: its queries are a linear of the normed input of attention.
+        interleaved: neighbours rotate as a pair, and not dimensions half of those that rotate apart.
+        rope_last: the dimensions that rotate are the last ones of a head, and not the first.
+        norm_eps: what its norms add to the variance.
     """
 
     matrices: ClassVar[tuple[str, ...]] = ("q", "k", "weights")
@@ -42,6 +48,19 @@ class Indexer:
     head_dim: int
     top_k: int
     of_stream: bool = False
+    interleaved: bool = False
+    rope_last: bool = False
+    norm_eps: float = _NORM_EPS
+
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers of a position that a cache holds for it."""
+        return self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the weights of its heads."""
+        return float((self.num_heads * self.head_dim) ** -0.5)
 
     def dense_shapes(self, hidden_size: int, q_rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by their names in attention; `q_rank` is the width of the
@@ -64,6 +83,14 @@ class Indexer:
             **(own if self.of_stream else {}),
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as a manifest stores them."""
+        facts = dataclasses.asdict(self)
+        for name, plain in (("interleaved", False), ("rope_last", False), ("norm_eps", _NORM_EPS)):
+            if facts[name] == plain:
+                del facts[name]
+        return facts
+
     @staticmethod
     def from_json(stored: Fields) -> "Indexer":
         """Read what `to_json` wrote; `Fields` raises its error for a value that is missing, of another type
@@ -73,6 +100,9 @@ class Indexer:
             head_dim=stored.integer("head_dim", 1, MAX_SIZE),
             top_k=stored.integer("top_k", 1, MAX_POSITIONS),
             of_stream=stored.flag("of_stream", default=False),
+            interleaved=stored.flag("interleaved", default=False),
+            rope_last=stored.flag("rope_last", default=False),
+            norm_eps=stored.number("norm_eps", 0, 1, default=_NORM_EPS),
         )
 
 
@@ -178,7 +208,7 @@ class EntryIndexer:
 
 
 class IndexerParameters(nn.Module):
-    """The parameters of an indexer, which nothing computes and no training changes."""
+    """The parameters of an indexer, which no training changes and no scheme quantizes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -133,6 +133,8 @@ class Latent:
         for name in ("indexer", "gated", "rescaled", "rope_norm"):
             if not facts[name]:
                 del facts[name]
+        if self.indexer is not None:
+            facts["indexer"] = self.indexer.to_json()
         return facts
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.attention import AttentionFn, kept_by
+from compress.models.attention import AttentionFn, choices_of, kept_by
+from compress.models.choices import choice_source, choice_sources
 from compress.models.ffn import OUTPUT_GATE, activation, gated
 from compress.models.indexer import IndexerParameters
 from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
 from compress.models.norms import Norm, norm_of, unit_norm
+from compress.models.query_growth import learned_growth, query_growth
 from compress.models.residual_conv import OF_KEYS, OF_VALUES, ResidualConv
 from compress.models.rope import cos_sin, in_halves, rotate
 from compress.models.tap import Tap, no_tap
+from compress.models.token_indexer import TokenIndexer
 from compress.models.token_mixer import TokenMixer
 
 
@@ -102,6 +105,7 @@ class Attention(TokenMixer):
             "kept": True if layer_idx in self.arch.kv_sources and shape.latent is None else None,
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
+        rare |= self.choice(x_BSD, positions, attention, layer_idx)
         out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
         out_BSHC = out_BSHC[..., : shape.value_dim]
         if shape.head_gate is not None:
@@ -119,6 +123,13 @@ class Attention(TokenMixer):
     def _output_gate(self, x_BSD: Tensor) -> Tensor | None:
         """Return what `gate` computes of the input of attention."""
         return self.gate(x_BSD) if self.shape.output_gate else None
+
+    def choice(
+        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int
+    ) -> dict[str, Any]:
+        """Return what `attention` takes to attend to chosen keys; nothing where it attends to all."""
+        del x_BSD, positions, attention, layer_idx
+        return {}
 
     def attended(
         self,
@@ -195,15 +206,17 @@ class LatentAttention(Attention):
         for name, size in shape.latent_norm_sizes.items():
             scale = latent.scale_of(name, arch.hidden_size)
             self.add_module(name.removeprefix("attn."), Norm(size, arch.latent_eps, scale=scale))
+        self.indexer: TokenIndexer
         if latent.indexer is not None:
-            self.indexer = IndexerParameters(latent.dense_shapes(arch.hidden_size))
+            sizes = {"hidden_size": arch.hidden_size, "q_rank": latent.q_rank}
+            self.indexer = TokenIndexer(latent.indexer, shape.rope, latent.rope_dim, **sizes)
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None]:
         head_dim = self.shape.head_dim
         if not self.latent.q_rank:
             return self.latent.queries(self.q(x_BSD), head_dim), self._output_gate(x_BSD)
         latent_BSR = self.q_down(x_BSD)
-        read_BSR = self.get_submodule("q_latent_norm")(latent_BSR)
+        read_BSR = self._q_latent(latent_BSR)
         read_BSR = torch.cat((read_BSR, latent_BSR), dim=-1) if self.latent.gated else read_BSR
         tap(Q_LATENT, read_BSR)
         q_BSF = self.q_up(read_BSR)
@@ -211,6 +224,32 @@ class LatentAttention(Attention):
             return self.latent.queries(q_BSF, head_dim), self._output_gate(x_BSD)
         q_BSF, gate_BSF = self.latent.split_gates(q_BSF, head_dim)
         return self.latent.queries(q_BSF, head_dim), gate_BSF
+
+    def _q_latent(self, latent_BSR: Tensor) -> Tensor:
+        """Return the latent of queries normed."""
+        normed_BSR: Tensor = self.get_submodule("q_latent_norm")(latent_BSR)
+        return normed_BSR
+
+    def choice(
+        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int
+    ) -> dict[str, Any]:
+        facts = self.latent.indexer
+        if facts is None:
+            source = choice_source(self.arch, layer_idx)
+            chosen = None if source is None else choices_of(attention).get(source)
+            return {} if chosen is None else {"chosen": chosen}
+        if facts.top_k >= self.arch.max_position:
+            return {}
+
+        def choose(keys_BPI: Tensor, seen_SP: Tensor) -> Tensor | None:
+            with torch.no_grad():
+                read_BSR = x_BSD if facts.of_stream else self._q_latent(self.q_down(x_BSD))
+            chosen = self.indexer.choice(x_BSD, read_BSR, positions, keys_BPI, seen_SP)
+            if chosen is not None and layer_idx in choice_sources(self.arch):
+                choices_of(attention)[layer_idx] = chosen
+            return chosen
+
+        return {"index_keys": self.indexer.keys(x_BSD, positions), "choose": choose}
 
     def keys_values(
         self,
@@ -260,17 +299,3 @@ def _grown(x_BSHX: Tensor, growth_S: Tensor) -> Tensor:
     """Return queries, or terms of their scores, times the factor of their position, which is float32."""
     wide = torch.promote_types(torch.float32, x_BSHX.dtype)
     return (x_BSHX.to(wide) * growth_S.view(-1, 1, 1)).to(x_BSHX.dtype)
-
-
-def query_growth(arch: Arch, positions: Tensor) -> Tensor:
-    """Return the factor of the query at each position in layers whose queries grow, float32."""
-    assert arch.query_growth is not None
-    factor, num_positions = arch.query_growth
-    return 1 + factor * torch.log(1 + torch.floor((positions + arch.growth_offset) / num_positions))
-
-
-def learned_growth(scale_H: Tensor, base_H: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor [S, H] of each head of the queries at each position, from the parameters of a layer;
-    all numbers are rounded to `dtype` first, as `transformers` rounds them."""
-    log_S1 = torch.log((positions + 1).to(torch.float32)).to(dtype).unsqueeze(-1)
-    return scale_H.to(dtype) * log_S1 + base_H.to(dtype)

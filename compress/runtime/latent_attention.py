@@ -27,8 +27,8 @@ from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
+from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin
-from compress.models.self_attention import learned_growth
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.latent_linears import LatentLinears

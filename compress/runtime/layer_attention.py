@@ -20,8 +20,8 @@ from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.ffn import activation
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.query_growth import query_growth
 from compress.models.rope import cos_sin
-from compress.models.self_attention import query_growth
 from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment

@@ -13,7 +13,7 @@ from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES
 from compress.models.layer_shape import LayerShape
-from compress.models.limits import MAX_POSITIONS, MAX_SIZE
+from compress.models.limits import MAX_SIZE
 from compress.models.mixture import (
     FIRST_DENSE,
     check_dense_layers,
@@ -30,12 +30,12 @@ _CLASSES = ("AXK2Config", "AXK2Model", "AXK2ForCausalLM")
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    """Return the positions that attention is computed of. Refuse a config without a latent of queries, or one
-    that contradicts itself on which layers are dense."""
+    """Return no facts. Refuse a config without a latent of queries, or one that contradicts itself on which
+    layers are dense."""
     if not config.has("q_lora_rank"):
         raise config.wrong("q_lora_rank", None, "the width of the latents of queries, which this family has")
     check_dense_layers(config)
-    return {"max_position": config.integer("index_topk", 1, MAX_POSITIONS)}
+    return {}
 
 
 def _implied(config: Fields) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """DeepSeek-V3.2 (arXiv 2512.02556): DeepSeek-V3 with an indexer in each layer (`indexer.py`), which chooses
-the keys that a query attends to. Contexts of as many positions as an indexer chooses keys are computed."""
+the keys that a query attends to."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,14 +24,13 @@ _own_code = implies_own_code("DeepseekV32Config", "DeepseekV32Model", "DeepseekV
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    """Return the positions that attention is computed of. Refuse a config of which programs read other layers
-    as dense."""
+    """Return no facts. Refuse a config of which programs read other layers as dense."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     by_count = sparse_after_first(config, num_layers)
     if config.has(_TYPES) and by_count != (by_type := sparse_by_type(config, num_layers)):
         wanted = f"{by_type.index(True) if True in by_type else num_layers}, as {_TYPES} has them, all first"
         raise config.wrong(_DENSE, config.integer(_DENSE, 0, MAX_LAYERS), wanted)
-    return {"max_position": config.integer(_TOP_K, 1, MAX_POSITIONS)}
+    return {}
 
 
 def _implied(config: Fields) -> dict[str, Any]:
@@ -45,15 +44,15 @@ def standard_types(config: Fields) -> dict[str, Any]:
 
 
 def with_indexers(
-    config: Fields, layers: tuple[LayerShape, ...], which: list[bool], *, of_stream: bool = False
+    config: Fields, layers: tuple[LayerShape, ...], which: list[bool], **facts: Any
 ) -> tuple[LayerShape, ...]:
-    """Return the layers with an indexer in each of those that have one; `of_stream` is a fact of these
+    """Return the layers with an indexer in each of those that have one; `facts` are those of the family
     (`Indexer`)."""
     indexer = Indexer(
         num_heads=config.integer("index_n_heads", 1, MAX_SIZE),
         head_dim=config.integer("index_head_dim", 1, MAX_SIZE),
         top_k=config.integer(_TOP_K, 1, MAX_POSITIONS),
-        of_stream=of_stream,
+        **facts,
     )
     return tuple(
         replace(layer, latent=replace(layer.latent, indexer=indexer)) if has_one and layer.latent else layer

@@ -136,14 +136,10 @@ def _ropes(config: Fields, kinds: list[str]) -> dict[str, Any]:
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    """Return the positions that attention is computed of, and the eps of the norms of latents. Refuse a
-    config without a latent of queries."""
+    """Return the eps of the norms of latents. Refuse a config without a latent of queries."""
     if not config.has("q_lora_rank"):
         raise config.wrong("q_lora_rank", None, "the width of the latents of queries, which this family has")
-    facts: dict[str, Any] = {"latent_eps": config.number("rms_norm_eps", 0, 1)}
-    if _INDEXED in _kinds(config, config.integer("num_hidden_layers", 1, MAX_LAYERS)):
-        facts["max_position"] = config.integer("index_topk", 1, MAX_POSITIONS)
-    return facts
+    return {"latent_eps": config.number("rms_norm_eps", 0, 1)}
 
 
 def _latent(config: Fields) -> Latent:
@@ -164,7 +160,7 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     kinds = _kinds(config, len(layers))
     if config.has(PER_LAYER):
         _check_others(config, kinds)
-    layers = with_indexers(config, layers, [kind == _INDEXED for kind in kinds])
+    layers = with_indexers(config, layers, [kind == _INDEXED for kind in kinds], interleaved=True)
     own = [_widths_in_windows(config, idx) if kind == SLIDING else None for idx, kind in enumerate(kinds)]
     if any(each != next(filter(None, own)) for each in own if each is not None):
         raise config.wrong(PER_LAYER, "widths of several kinds", "the same in all layers with a window")

@@ -45,7 +45,8 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
-    return with_indexers(config, layers, [kind == "full" for kind in indexer_kinds(config, len(layers))])
+    which = [kind == "full" for kind in indexer_kinds(config, len(layers))]
+    return with_indexers(config, layers, which, interleaved=True)
 
 
 FAMILIES.add(

@@ -18,7 +18,7 @@ from compress.models.hyper_connection import MAX_FACTOR, MAX_STREAMS, HyperConne
 from compress.models.latent_config import latent_of
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL
-from compress.models.limits import CAPS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
+from compress.models.limits import CAPS, MAX_LAYERS, MAX_SIZE
 from compress.models.mixture import (
     AS_IN_MEMORY,
     apart,
@@ -41,7 +41,6 @@ def _facts(config: Fields) -> dict[str, Any]:
     eps = config.number("hc_eps", 0, 1)
     return {
         **same_dense_layers(config),
-        "max_position": config.integer("index_topk", 1, MAX_POSITIONS),
         "attn_sinks": True,
         "hyper": HyperConnections(
             num_streams=config.integer("hc_mult", 2, MAX_STREAMS),
@@ -74,7 +73,9 @@ def _implied(config: Fields) -> dict[str, Any]:
 def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
     cap = config.number("swiglu_limit", *CAPS)
     capped = tuple(layer if layer.experts is None else replace(layer, expert_cap=cap) for layer in layers)
-    return with_indexers(config, capped, [kind == "full" for kind in _kinds(config, len(layers))])
+    which = [kind == "full" for kind in _kinds(config, len(layers))]
+    norm_eps = config.number("rms_norm_eps", 0, 1)
+    return with_indexers(config, capped, which, interleaved=True, rope_last=True, norm_eps=norm_eps)
 
 
 FAMILIES.add(

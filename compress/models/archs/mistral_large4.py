@@ -14,7 +14,7 @@ from compress.models.archs.smollm3 import rotated_layers
 from compress.models.family import FAMILIES, Family
 from compress.models.latent_config import latent_of
 from compress.models.layer_shape import LayerShape
-from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, SCALES
+from compress.models.limits import MAX_LAYERS, SCALES
 from compress.models.mixture import BARE, apart, in_one, sparse_by_type_or_count, state_types
 from compress.models.wrapper import wrapper
 from compress.untrusted.fields import Fields
@@ -27,7 +27,6 @@ _INDEXER = "attention.indexer"
 
 def _facts(config: Fields) -> dict[str, Any]:
     return {
-        "max_position": config.integer("index_topk", 1, MAX_POSITIONS),
         "learned_growth": True,
         "latent_eps": config.number("rms_norm_eps", 0, 1),
         "logit_softcap": config.number(_CAP, 1e-3, SCALES[1]),
@@ -49,7 +48,8 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
     """Return the layers with their indexers and the layers whose latents they read; without a rope no
     dimensions are shared by all keys."""
     kinds = indexer_kinds(config, len(layers))
-    layers = with_indexers(config, layers, [kind == "full" for kind in kinds], of_stream=True)
+    which = [kind == "full" for kind in kinds]
+    layers = with_indexers(config, layers, which, of_stream=True, interleaved=True)
     sources = _sources(config, layers)
     return tuple(
         replace(

@@ -14,8 +14,8 @@ from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.layer_shape import Rope
 from compress.models.pruning import with_layers
+from compress.models.query_growth import query_growth
 from compress.models.rope import inverse_frequencies
-from compress.models.self_attention import query_growth
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 

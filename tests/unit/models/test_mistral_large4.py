@@ -19,8 +19,8 @@ from compress.models.family import family_of
 from compress.models.indexer import Indexer
 from compress.models.layer_shape import Rope
 from compress.models.pruning import keep_heads_, why_heads_stay, why_layers_stay, with_layers
+from compress.models.query_growth import learned_growth
 from compress.models.rope import inverse_frequencies
-from compress.models.self_attention import learned_growth
 from compress.models.weights import MemorySource
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight
