@@ -210,6 +210,9 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         ]
         if having:
             problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
+        if latent.indexer is not None and latent.indexer.top_k < arch.max_position:
+            sizes = latent.indexer.head_dim, latent.indexer.num_heads
+            problems.append(("index_choice", "decode", *sizes, dense))
     with_sinks = ("latent_attention", "attention_prefill") if having and arch.attn_sinks else ()
     return [
         _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme, sinks=op in with_sinks)])

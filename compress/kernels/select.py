@@ -65,6 +65,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                           *, window, scale, sinks_H) -> [T, H, C], turned back
                        weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
                        and sees its window and the entries that are over at `positions_T[t]`
+    index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> positions [T, K]
+                       of the `ends_T[t]` positions that row t sees in its own blocks, rising, then zeros
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None, relative=None) -> [T, H, C]; T = R q_len, the last q_len positions of
                           each context

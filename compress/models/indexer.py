@@ -127,6 +127,11 @@ class BlockIndexer:
     pooled: bool = False
 
     @property
+    def cached_numbers(self) -> int:
+        """The numbers of a position that a cache holds for it."""
+        return self.head_dim
+
+    @property
     def top_k(self) -> int:
         """The positions up to which a query attends to every earlier one."""
         after_last = self.block_size - 1 if self.pooled else 0
@@ -177,6 +182,11 @@ class EntryIndexer:
     head_dim: int
     top_entries: int
     rate: int
+
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers of a position that a cache holds for it, next to those of the layer."""
+        return 0
 
     @property
     def top_k(self) -> int:

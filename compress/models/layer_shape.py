@@ -180,6 +180,12 @@ class LayerShape:
             return self.compressed.indexer
         return self.block_indexer if self.latent is None else self.latent.indexer
 
+    def index_numbers(self, num_positions: int) -> int:
+        """Return the numbers of a position that a cache holds for the indexer of the layer; 0 where sequences
+        of at most `num_positions` need no indexer."""
+        indexer = self.indexer
+        return 0 if indexer is None or num_positions <= indexer.top_k else indexer.cached_numbers
+
     @cached_property
     def attention_groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of attention in execution order: first `qkv`, by which it reads the stream, and

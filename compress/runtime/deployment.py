@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.problem import KernelDevice
+from compress.models.arch import Arch
 
 SHORT_PROMPT_ROWS = 128
 """Tokens of a short prompt on a GPU, at most: up to about as many rows a linear's time is the bytes of its
@@ -16,12 +17,18 @@ weights."""
 
 @dataclass(frozen=True)
 class Deployment:
-    """The device and dtype a model runs in, and the sizes of the batches it must serve."""
+    """The device and dtype a model runs in, and the sizes of the batches it must serve. Without a
+    `max_model_len` sequences are as long as the model's are."""
 
     device: torch.device
     dtype: torch.dtype
     max_batch_size: int
     max_step_tokens: int
+    max_model_len: int | None = None
+
+    def num_positions(self, arch: Arch) -> int:
+        """Return the positions of the longest sequence."""
+        return arch.max_position if self.max_model_len is None else min(self.max_model_len, arch.max_position)
 
     @property
     def max_decode_rows(self) -> int:

@@ -34,7 +34,6 @@ from compress.runtime.block_pool import BlockPool
 from compress.runtime.cache_plan import plan_cache
 from compress.runtime.decode import PlainDecoding
 from compress.runtime.decode_run import Decoding, PendingTokens
-from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.generation import Generation
 from compress.runtime.kv_cache import KVCache, chunk_multiple, kv_bytes_per_token
@@ -71,12 +70,13 @@ class Engine:
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
         self._block_size = config.block_size_on(device)
-        deployment = Deployment(
-            device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
-        )
+        deployment = config.deployment(device, self.dtype)
         kv_format = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
-        self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
+        longest = deployment.num_positions(self.arch)
+        self.kv_bytes_per_token = kv_bytes_per_token(
+            self.arch, self.kv_format, num_positions=longest, dtype=self.dtype
+        )
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         self.weight_bytes_read = weights.bytes_read
@@ -107,6 +107,8 @@ class Engine:
             num_slots=plan.num_slots,
             num_kept=config.num_kept,
             num_saved=plan.num_saved,
+            num_positions=longest,
+            dtype=self.dtype,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._pool = BlockPool(plan.num_blocks, num_first=plan.num_first)

@@ -11,6 +11,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.max_position import why_no_longer
 from compress.runtime.batching import POLICIES, Policy
+from compress.runtime.deployment import Deployment
 from compress.runtime.kv_cache import expanded_bytes, gathered_bytes, max_pass_bytes
 from compress.runtime.speculative.speculation import Speculative
 
@@ -106,6 +107,10 @@ class EngineConfig:
             return self.dtype
         stored: torch.dtype = getattr(torch, arch.dtype)
         return stored if device.type == "cuda" else torch.float32
+
+    def deployment(self, device: torch.device, dtype: torch.dtype) -> Deployment:
+        """Return the deployment of an engine with these sizes."""
+        return Deployment(device, dtype, self.max_batch_size, self.max_step_tokens, self.max_model_len)
 
     @property
     def num_kept(self) -> int:

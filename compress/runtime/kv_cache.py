@@ -66,22 +66,43 @@ class NGramKept:
     inputs: RecurrentStates
 
 
-Kept = Pages | RecurrentStates | JointKept | NGramKept | None
+@dataclass(frozen=True)
+class IndexedKept:
+    """The pages of a layer with an indexer, and those of the keys of the indexer."""
+
+    pages: Pages
+    index: PagedLatents
+
+
+Kept = Pages | RecurrentStates | JointKept | NGramKept | IndexedKept | None
 """A layer keeps pages or states of sequences, or both, and nothing where it has an FFN only."""
 
 
-def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
-    """Return the bytes of one position in the caches of all layers, scales included.
+def kv_bytes_per_token(
+    arch: Arch, kv_format: str, *, num_positions: int | None = None, dtype: torch.dtype | None = None
+) -> int:
+    """Return the bytes of one position in the caches of all layers, scales included. Sequences have
+    `num_positions`, by default as many as the model; keys of indexers have the `dtype` of the model.
 
     Raises:
         UsageError: the format is unknown, or does not fit the heads or the latents.
     """
-    dtype = _storage_dtype(kv_format)
+    stored = _storage_dtype(kv_format)
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
-    return sum(
-        heads * (numbers * dtype.itemsize + scale_bytes)
+    own = sum(
+        heads * (numbers * stored.itemsize + scale_bytes)
         for heads, numbers in (_stored(layer, kv_format) for layer in arch.layers)
     )
+    longest = arch.max_position if num_positions is None else num_positions
+    of_indexers = sum(layer.index_numbers(longest) for layer in arch.layers)
+    return own + of_indexers * PAGE_DTYPES[_index_format(arch, kv_format, dtype)].itemsize
+
+
+def _index_format(arch: Arch, kv_format: str, dtype: torch.dtype | None) -> str:
+    """Return the format of the keys of indexers: dense, in the dtype of the model."""
+    if dtype is None and kv_format in DENSE_FORMATS.values():
+        return kv_format
+    return DENSE_FORMATS[getattr(torch, arch.dtype) if dtype is None else dtype]
 
 
 def slot_bytes(arch: Arch, num_kept: int) -> int:
@@ -177,7 +198,9 @@ class KVCache:
     Layers with recurrences have a slot of states for each of the first `num_slots` blocks, by default for
     all: the first block of a sequence is among them. `num_kept` is the most rows of a sequence in a step some
     of which may not be kept. Beside the slots there are places for `num_saved` states (`prefix_states.py`).
-    Layers that read the keys and values of another have its pages.
+    Layers that read the keys and values of another have its pages. Where sequences have so many positions, by
+    default as many as the model, that indexers choose some, the keys of indexers have pages in the `dtype` of
+    the model.
 
     Raises:
         UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
@@ -196,6 +219,8 @@ class KVCache:
         num_slots: int | None = None,
         num_kept: int = 1,
         num_saved: int = 0,
+        num_positions: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(
@@ -226,6 +251,8 @@ class KVCache:
             idx: layer.kv_source for idx, layer in enumerate(arch.layers) if layer.kv_source is not None
         }
         """Layers with pages that several of them have -> the one whose keys and values these are."""
+        longest = arch.max_position if num_positions is None else num_positions
+        index_format = _index_format(arch, kv_format, dtype)
         self._layers: list[Kept] = []
         num_before: Counter[Recurrence] = Counter()
 
@@ -236,7 +263,8 @@ class KVCache:
         for layer, pair in zip(arch.layers, scales, strict=True):
             state = layer.state(arch.hidden_size)
             if layer.kv_source is not None:
-                self._layers.append(self._layers[layer.kv_source])
+                source = self._layers[layer.kv_source]
+                self._layers.append(source.pages if isinstance(source, IndexedKept) else source)
             elif not layer.has_mixer:
                 self._layers.append(None)
             elif not layer.attends:
@@ -245,6 +273,11 @@ class KVCache:
             else:
                 pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
                 self._layers.append(pages if state is None else JointKept(pages, next_states(state)))
+            if width := layer.index_numbers(longest):
+                pages_of_layer = self._layers[-1]
+                assert isinstance(pages_of_layer, PagedKV | PagedLatents)
+                index = PagedLatents.empty(index_format, num_blocks, block_size, width, device)
+                self._layers[-1] = IndexedKept(pages_of_layer, index)
 
     @property
     def block_bytes(self) -> int:
@@ -297,9 +330,12 @@ class KVCache:
         return replace(slots, saving=Saving(saved.inputs, saved.heads, self._wanted_S2))
 
     def _bytes_of_blocks(self) -> Iterator[Tensor]:
-        """Yield views of all tensors that have blocks, as bytes: keys, values and their scales."""
+        """Yield views of all tensors that have blocks, as bytes: keys, values and their scales, and the keys
+        of indexers."""
         for idx, kept in enumerate(self._layers):
-            pages = kept.pages if isinstance(kept, JointKept) else kept
+            pages = kept.pages if isinstance(kept, JointKept | IndexedKept) else kept
+            if isinstance(kept, IndexedKept):
+                yield kept.index.rows.view(torch.uint8)
             if isinstance(pages, (PagedKV, PagedLatents)) and self.shared.get(idx, idx) == idx:
                 for tensor in pages.tensors:
                     yield tensor.view(torch.uint8)

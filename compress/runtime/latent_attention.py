@@ -4,15 +4,13 @@ Decode, and short prompts, attend to the latents themselves: queries are multipl
 before and what is attended to by those of values after (`latent_linears.py`), so that the cache is read once
 for all heads. Long prompts are bound by arithmetic, which heads of their own width need less of: keys and
 values of all heads are computed from the cached latents, one layer at a time, and prefill attention reads
-them as pages.
+them as pages. Where an indexer chooses latents, rows attend to these themselves in every pass
+(`chosen_latents.py`).
 
 Shapes: T rows, F outputs of a linear, H heads, C head dimension, V dimensions of a value, B blocks of the
 longest sequence, R sequences, L positions, P dimensions that rotate.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,16 +20,18 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
-from compress.kernels.operands.tiles import FixedLists, dense_blocks, query_tiles
+from compress.kernels.operands.tiles import FixedLists, query_tiles
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin
+from compress.runtime.chosen_latents import Choices, LatentChoice, RowContexts, rows_at_once
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
-from compress.runtime.latent_linears import LatentLinears
+from compress.runtime.latent_linears import LatentLinears, latent_of
+from compress.runtime.latent_passes import LatentPass, latent_passes
 from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
@@ -70,18 +70,21 @@ class LatentAttention:
         }
         self._growth_P = growth_of_positions(arch, positions, deployment.dtype)
         self._expanded_positions = max(max_model_len, deployment.max_step_tokens)
+        self._choice = LatentChoice(arch, deployment, self._rope_tables)
 
     def decode(
         self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
     ) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
-        del block_size
         sequences = self._recurrent.decoded(block_table_RB, context_lens_R, q_len)
+        choices = None
+        if self._choice.may_choose(block_table_RB.shape[1] * block_size):
+            choices = Choices(RowContexts.decoded(block_table_RB, context_lens_R, q_len))
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
-            return self._absorbed(layer, projected, block_table_RB, context_lens_R, q_len)
+            return self._absorbed(layer, projected, block_table_RB, context_lens_R, q_len, choices=choices)
 
         return attend
 
@@ -104,23 +107,44 @@ class LatentAttention:
             rows = query_tiles(query_lens, context_lens, 1, device) if lists is None else lists.query_tiles(1)
             # The blocks of all contexts are those of the longest, at most.
             table_RB = block_table_RB if lists is None else block_table_RB[:, : lists.max_blocks]
-            return self._by_row(table_RB, rows, query_lens, block_size, sequences)
+            chooses = self._choice.may_choose(max(context_lens))
+            return self._by_row(table_RB, rows, query_lens, block_size, sequences, chooses=chooses)
         if lists is None:
             passes = list(
-                _passes(block_table_RB, query_lens, context_lens, self._expanded_positions, block_size)
+                latent_passes(
+                    block_table_RB,
+                    query_lens,
+                    context_lens,
+                    self._expanded_positions,
+                    block_size,
+                    self._choice.least,
+                )
             )
         else:
             places = lists.dense_blocks(block_size)
-            passes = [_Pass(slice(None), block_table_RB, query_lens, context_lens, *places, lists)]
+            passes = [LatentPass(slice(None), block_table_RB, query_lens, context_lens, *places, lists)]
+        choices = [
+            Choices(RowContexts.prefilled(each.block_table_RB, each.query_lens, each.context_lens))
+            if self._choice.may_choose(max(each.context_lens))
+            else None
+            for each in passes
+        ]
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected, phase)
             assert isinstance(projected.kv, PagedLatents)
-            attended = [self._expanded(layer, q_THC, projected.kv, each) for each in passes]
-            attended_THC = attended[0] if len(attended) == 1 else torch.cat(attended)
-            return attended_THC[..., : latent_of(layer.shape).value_dim]
+            value_dim = latent_of(layer.shape).value_dim
+            attended = []
+            for each, of_pass in zip(passes, choices, strict=True):
+                positions_TK = self._choice.positions(layer, projected, of_pass, each.rows)
+                if of_pass is None or positions_TK is None:
+                    attended.append(self._expanded(layer, q_THC, projected.kv, each)[..., :value_dim])
+                else:
+                    own_THC = q_THC[each.rows]
+                    attended.append(self._to_chosen(layer, own_THC, projected.kv, of_pass.rows, positions_TK))
+            return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attend
 
@@ -131,6 +155,8 @@ class LatentAttention:
         query_lens: tuple[int, ...],
         block_size: int,
         sequences: Sequences | None,
+        *,
+        chooses: bool,
     ) -> Attend:
         """Return attention in which every row is a sequence of its own that ends with it; `rows` are tiles of
         one query (`query_tiles`), of which those without a token count for nothing. Recurrences have the
@@ -141,15 +167,33 @@ class LatentAttention:
         facts_2T.index_add_(1, first, torch.stack((sequence, position + 1)) * real)
         table_TB = block_table_RB[facts_2T[0]]
         partials = -(-table_TB.shape[1] * block_size // LEAST_CHUNK)
+        choices = Choices(RowContexts(table_TB, facts_2T[1])) if chooses else None
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
             row_bytes = 4 * layer.shape.num_heads * latent_of(layer.shape).kv_rank * partials
             at_once = max(1, MOST_PARTIAL_BYTES // row_bytes)
-            return self._absorbed(layer, projected, table_TB, facts_2T[1], 1, at_once)
+            return self._absorbed(layer, projected, table_TB, facts_2T[1], 1, at_once, choices)
 
         return attend
+
+    def _to_chosen(
+        self,
+        layer: LayerWeights,
+        q_THC: Tensor,
+        pages: PagedLatents,
+        rows: RowContexts,
+        positions_TK: Tensor,
+    ) -> Tensor:
+        """Return attention [T, H, V] of rows to the latents at these positions."""
+        at_once = rows_at_once(pages, positions_TK.shape[1])
+        parts = []
+        for start in range(0, len(rows), at_once):
+            own = slice(start, start + at_once)
+            gathered, where = rows.part(own).chosen(pages, positions_TK[own])
+            parts.append(self._to_latents(layer, q_THC[own], gathered, where.table_TB, where.ends_T, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _absorbed(
         self,
@@ -159,9 +203,27 @@ class LatentAttention:
         context_lens_R: Tensor,
         q_len: int,
         at_once: int | None = None,
+        choices: Choices | None = None,
     ) -> Tensor:
         """Return attention [T, H, V] over the latents themselves, of all requests at once or of so many."""
         q_THC = self.queries(layer, projected, "decode")
+        assert isinstance(projected.kv, PagedLatents)
+        positions_TK = self._choice.positions(layer, projected, choices, slice(None))
+        if choices is not None and positions_TK is not None:
+            return self._to_chosen(layer, q_THC, projected.kv, choices.rows, positions_TK)
+        return self._to_latents(layer, q_THC, projected.kv, block_table_RB, context_lens_R, q_len, at_once)
+
+    def _to_latents(
+        self,
+        layer: LayerWeights,
+        q_THC: Tensor,
+        pages: PagedLatents,
+        block_table_RB: Tensor,
+        context_lens_R: Tensor,
+        q_len: int,
+        at_once: int | None = None,
+    ) -> Tensor:
+        """Return attention [T, H, V] over the latents of pages."""
         linears = linears_of(layer)
         absorbed_THR = linears.absorb(q_THC)
         at_once = at_once or len(context_lens_R)
@@ -169,7 +231,7 @@ class LatentAttention:
             self._ops(layer)["latent_attention"].kernel.fn(
                 absorbed_THR[start * q_len : (start + at_once) * q_len],
                 q_THC[start * q_len : (start + at_once) * q_len],
-                projected.kv,
+                pages,
                 block_table_RB[start : start + at_once],
                 context_lens_R[start : start + at_once],
                 q_len=q_len,
@@ -181,7 +243,7 @@ class LatentAttention:
         ]
         return linears.values(attended[0] if len(attended) == 1 else torch.cat(attended))
 
-    def _expanded(self, layer: LayerWeights, q_THC: Tensor, pages: PagedLatents, part: "_Pass") -> Tensor:
+    def _expanded(self, layer: LayerWeights, q_THC: Tensor, pages: PagedLatents, part: LatentPass) -> Tensor:
         """Return attention [T, H, C] over the keys and values of all heads, computed from latents."""
         linears = linears_of(layer)
         sequence, column, _ = part.blocks_N3.long().unbind(1)
@@ -230,6 +292,8 @@ class LatentAttention:
             scale_H, base_H = layer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, projected.positions_T, q_TF.dtype)
             q_TF = (q_TF.unflatten(1, (-1, linears.head_dim)) * growth_TH.unsqueeze(-1)).flatten(1)
+        if projected.index is not None:
+            self._choice.store(layer, projected, projected.index)
         q_THC: Tensor = self._ops(layer)["latent_store"].kernel.fn(
             q_TF,
             latent_TF,
@@ -258,7 +322,8 @@ class LatentAttention:
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
         prefilling = [bound["attention_prefill"].kernel for bound in self._kernels.values()]
-        return all(kernel.takes_lists for kernel in prefilling) and self._recurrent.takes_lists
+        takes_all = self._choice.least is None and all(kernel.takes_lists for kernel in prefilling)
+        return takes_all and self._recurrent.takes_lists
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and its dimensions."""
@@ -266,7 +331,7 @@ class LatentAttention:
         for ops in self._kernels.values():
             reported = [bound.report(layer=None, linear=op) for op, bound in ops.items()]
             rows += [row for row in reported if row not in rows]
-        return rows + self._recurrent.kernel_report()
+        return rows + self._choice.kernel_report() + self._recurrent.kernel_report()
 
 
 def _key_of(layer: LayerShape) -> tuple[Latent, int, int]:
@@ -294,51 +359,6 @@ def _bound(
     if latent.q_rank:
         ops["rms_norm"] = bound("rms_norm", latent.q_rank)
     return ops
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Sequences whose keys and values are computed at once: their rows and lengths, the blocks of all their
-    contexts, and the table over those (`dense_blocks`)."""
-
-    rows: slice
-    block_table_RB: Tensor
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    blocks_N3: Tensor
-    table_RB: Tensor
-    lists: FixedLists | None = None
-
-
-def _passes(
-    block_table_RB: Tensor,
-    query_lens: tuple[int, ...],
-    context_lens: tuple[int, ...],
-    max_positions: int,
-    block_size: int,
-) -> Iterator[_Pass]:
-    """Yield neighbouring sequences whose contexts have `max_positions` positions at most, or one sequence."""
-    ends = list(accumulate(query_lens, initial=0))
-    start = 0
-    while start < len(query_lens):
-        stop = start + 1
-        total = -(-context_lens[start] // block_size) * block_size
-        while stop < len(query_lens):
-            total += -(-context_lens[stop] // block_size) * block_size
-            if total > max_positions:
-                break
-            stop += 1
-        own = slice(start, stop)
-        lens = query_lens[own], context_lens[own]
-        places = dense_blocks(context_lens[own], block_size, block_table_RB.device)
-        yield _Pass(slice(ends[start], ends[stop]), block_table_RB[own], *lens, *places)
-        start = stop
-
-
-def latent_of(shape: LayerShape) -> Latent:
-    """Return the latents of a layer that has them."""
-    assert shape.latent is not None
-    return shape.latent
 
 
 def linears_of(layer: LayerWeights) -> LatentLinears:

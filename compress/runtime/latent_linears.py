@@ -54,12 +54,18 @@ class BoundNorm:
     norm: RowNorm
     kernel: BoundKernel
 
+    def __call__(self, x_TF: Tensor) -> Tensor:
+        """Return rows [T, F] normed."""
+        norm = self.norm
+        normed_TF: Tensor = self.kernel.kernel.fn(
+            x_TF, norm.weight, norm.eps, None, centered=norm.centered, bias=norm.bias
+        )
+        return normed_TF
+
     def of_last(self, x_TF: Tensor) -> Tensor:
         """Return rows of which the last numbers, as many as the norm has weights, are normed."""
         size = len(self.norm.weight)
-        last = x_TF[:, -size:].contiguous()
-        normed = self.kernel.kernel.fn(last, self.norm.weight, self.norm.eps, None)
-        return torch.cat((x_TF[:, :-size], normed), dim=1)
+        return torch.cat((x_TF[:, :-size], self(x_TF[:, -size:].contiguous())), dim=1)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,12 @@ class LatentLinears:
         own = [row for row in rows if row["phase"] == "prefill" or row["linear"] != "attn.kv_up"]
         absorbed = {"attn.kv_up (keys)": self.absorbed_k, "attn.kv_up (values)": self.absorbed_v}
         return own + [each.report(layer=layer_idx, linear=name) for name, each in absorbed.items()]
+
+
+def latent_of(shape: LayerShape) -> Latent:
+    """Return the latents of a layer that has them."""
+    assert shape.latent is not None
+    return shape.latent
 
 
 def absorbed_params(arch: Arch) -> int:

@@ -26,6 +26,7 @@ from compress.quant.kv import page_format, transforms_heads
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.index_linears import IndexRows
 from compress.runtime.kv_cache import NGramKept
 from compress.runtime.layer_convs import ConvPart
 from compress.runtime.layer_weights import LayerWeights
@@ -43,9 +44,9 @@ class Projected:
     positions, and the slots of the layer's pages that they belong to. Of a recurrence a gate follows them,
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
     gates that a linear of latents computes [T, Z], the factors of what each head attends to, float32 [T, H],
-    the numbers of heads of relative logits, float32 [T, H, R], and what entries are computed of in compressed
-    attention [T, F]. With a `conv`, which has states, too, they are rows that it is added to, and with the
-    weights `conv_FW` of a convolution its inputs."""
+    the numbers of heads of relative logits, float32 [T, H, R], what entries are computed of in compressed
+    attention [T, F], and the `index` rows of an indexer. With a `conv`, which has states, too, they are rows
+    that it is added to, and with the weights `conv_FW` of a convolution its inputs."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -58,6 +59,7 @@ class Projected:
     conv: ConvPart | None = None
     conv_FW: Tensor | None = None
     raw_TF: Tensor | None = None
+    index: IndexRows | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]

@@ -45,7 +45,8 @@ from compress.runtime.convolutions import Convolutions
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import FfnHalves
 from compress.runtime.fused_linear import BoundKernel, Rows
-from compress.runtime.kv_cache import JointKept, Kept, NGramKept
+from compress.runtime.index_linears import IndexRows
+from compress.runtime.kv_cache import IndexedKept, JointKept, Kept, NGramKept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import (
     Attend,
@@ -167,7 +168,9 @@ class LayerRunner:
         else:
             qkv_rows, factors_TF = self.ops.entered(stream, mixer_reader(layer), phase)
             ffn_rows = None
-        qkv_TF = self._projected(layer, qkv_rows, phase)
+        index_pages = kv.index if isinstance(kv, IndexedKept) else None
+        kv = kv.pages if isinstance(kv, IndexedKept) else kv
+        qkv_TF, index = self._projected(layer, qkv_rows, index_pages, phase)
         joining = None
         if layer.convs is not None:
             assert isinstance(kv, JointKept)
@@ -179,7 +182,7 @@ class LayerRunner:
             size = (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim
             joining = Projected(qkv_TF[:, size:], positions_T, slots_T, kv.states)
             qkv_TF, kv = qkv_TF[:, :size], kv.pages
-        projected = Projected(qkv_TF, positions_T, slots_T, kv)
+        projected = Projected(qkv_TF, positions_T, slots_T, kv, index=index)
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
             beta_decay_TH, gate_TZ = layer.delta.of_rows(qkv_rows, phase)
@@ -213,15 +216,22 @@ class LayerRunner:
             convs=convs,
         )
 
-    def _projected(self, layer: LayerWeights, rows: Rows, phase: Phase) -> Tensor:
+    def _projected(
+        self, layer: LayerWeights, rows: Rows, index_pages: PagedLatents | None, phase: Phase
+    ) -> tuple[Tensor, IndexRows | None]:
         """Return what attention, or a recurrence, reads of the rows: the outputs of the first linears, those
-        of an output gate last."""
+        of an output gate last, and what an indexer computes, whose keys have pages of their own."""
         assert layer.qkv is not None
         qkv_TF = layer.qkv(rows, phase)
         if layer.latent is None:
-            return qkv_TF
+            return qkv_TF, None
+        index = None
+        if layer.indexer is not None:
+            assert isinstance(rows, Tensor)
+            assert index_pages is not None
+            index = layer.indexer.of_rows(rows, qkv_TF, index_pages, phase)
         assert isinstance(self.attention, LatentAttention)
-        return self.attention.with_gates(layer, qkv_TF, phase)
+        return self.attention.with_gates(layer, qkv_TF, phase), index
 
     def store(
         self,
@@ -229,15 +239,16 @@ class LayerRunner:
         x_TD: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        pages: PagedKV | PagedLatents,
+        kept: PagedKV | PagedLatents | IndexedKept,
         phase: Phase,
     ) -> None:
         """Write the keys and values of rows before a layer with attention, and compute nothing else of it."""
         rows = self.ops.rows(Stream(x_TD), mixer_reader(layer), phase)
-        qkv_TF = self._projected(layer, rows, phase)
+        pages, index_pages = (kept.pages, kept.index) if isinstance(kept, IndexedKept) else (kept, None)
+        qkv_TF, index = self._projected(layer, rows, index_pages, phase)
         if layer.shape.has_output_gate:
             qkv_TF = qkv_TF[:, : -layer.shape.num_heads * layer.shape.value_dim]
-        projected = Projected(qkv_TF, positions_T, slots_T, pages)
+        projected = Projected(qkv_TF, positions_T, slots_T, pages, index=index)
         if layer.compressed is not None:
             projected = replace(projected, raw_TF=layer.compressed.raw(rows, phase))
         if isinstance(self.attention, LayerAttention):

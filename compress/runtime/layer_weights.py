@@ -18,6 +18,7 @@ from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.hyper_weights import OfStreams
+from compress.runtime.index_linears import IndexLinears
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_convs import LayerConvs
 from compress.runtime.layer_embed import LayerEmbedLinears
@@ -48,7 +49,7 @@ class LayerWeights:
     heads of which `profiles_RE`, float32, make terms of scores. `convs` are added to keys, values and the
     outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN. `ngrams` are embeddings of
     n-grams. With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the
-    others but `o`.
+    others but `o`. `indexer` chooses keys, None where the layer has none or sequences need none.
     """
 
     shape: LayerShape
@@ -90,6 +91,7 @@ class LayerWeights:
     ffn_scale: float = 1.0
     ngrams: NGramWeights | None = None
     compressed: CompressedLinears | None = None
+    indexer: IndexLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -113,7 +115,8 @@ class LayerWeights:
     @property
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
-        return (*first, self.attn_norm_gate, self.ffn_norm_gate, self.ngrams, self.compressed)
+        last = self.ngrams, self.compressed, self.indexer
+        return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:
         """Return whether the rows of a phase go through the shared expert among the others."""

@@ -37,6 +37,7 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
 from compress.runtime.head_weights import growth_of, profiles_of, sinks_of
 from compress.runtime.hyper_weights import hyper_weights
+from compress.runtime.index_linears import index_linears
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_convs import layer_convs
 from compress.runtime.layer_embed import layer_embed_linears
@@ -147,6 +148,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
         compressed=compressed_linears(shape, weights, arch.norm_eps, deployment),
+        indexer=index_linears(arch, shape, weights, deployment),
     )
 
 

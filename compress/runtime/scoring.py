@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
-from compress.kernels.operands.paged_latents import Pages
+from compress.kernels.operands.paged_latents import PagedLatents, Pages
 from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
@@ -18,7 +18,7 @@ from compress.models.recurrence import Recurrence
 from compress.runtime.batch import slots_of
 from compress.runtime.chunked_attention import chunk_sizes
 from compress.runtime.compressed_attention import CompressedAttention
-from compress.runtime.kv_cache import JointKept, Kept, KVCache, NGramKept
+from compress.runtime.kv_cache import IndexedKept, JointKept, Kept, KVCache, NGramKept
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.layer_attention import Attend, LayerAttention
 
@@ -76,7 +76,7 @@ class _ScratchPages:
         self._num_sequences = num_sequences
         self._num_blocks = 1 + num_sequences * num_columns
         self._block_size = block_size
-        self._made: dict[tuple[tuple[int, int], int | None], Pages] = {}
+        self._made: dict[tuple[tuple[int, int], bool, int | None], Pages] = {}
         self._states: dict[Recurrence, RecurrentStates] = {}
 
     def layer(self, layer_idx: int) -> Kept:
@@ -86,6 +86,10 @@ class _ScratchPages:
             return None
         if isinstance(like, JointKept):
             return JointKept(self._pages(layer_idx, like.pages), self._states_like(like.states))
+        if isinstance(like, IndexedKept):
+            index = self._pages(layer_idx, like.index, of_indexer=True)
+            assert isinstance(index, PagedLatents)
+            return IndexedKept(self._pages(layer_idx, like.pages), index)
         if isinstance(like, NGramKept):
             return NGramKept(*map(self._states_like, (like.states, like.tokens, like.inputs)))
         if isinstance(like, RecurrentStates):
@@ -97,8 +101,8 @@ class _ScratchPages:
             self._states[like.recurrence] = like.scratch(self._num_sequences)
         return self._states[like.recurrence]
 
-    def _pages(self, layer_idx: int, like: Pages) -> Pages:
-        key = like.heads_and_width, self._cache.shared.get(layer_idx)
+    def _pages(self, layer_idx: int, like: Pages, *, of_indexer: bool = False) -> Pages:
+        key = like.heads_and_width, of_indexer, self._cache.shared.get(layer_idx)
         made = self._made.get(key) or self._made.setdefault(
             key, like.empty_like(self._num_blocks, self._block_size)
         )

@@ -53,7 +53,7 @@ def mixer_reader(layer: LayerWeights) -> Reader:
     """Return what reads the stream before a layer. Where linears that stay dense read it, too, the rows are
     not quantized."""
     compressor = None if layer.compressed is None else layer.compressed.compressor
-    dense = (layer.delta, layer.head_gate, layer.laurel, layer.relative, compressor)
+    dense = (layer.delta, layer.head_gate, layer.laurel, layer.relative, compressor, layer.indexer)
     has_dense = any(each is not None for each in dense)
     return Reader(layer.attn_norm, None if has_dense else layer.qkv, layer.attn_hyper, layer.attn_norm_gate)
 

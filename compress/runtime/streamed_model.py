@@ -22,7 +22,6 @@ from compress.models.arch import Arch
 from compress.models.arch_params import reads_tokens
 from compress.models.hyper_connection import repeated
 from compress.models.weights import WeightSource
-from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.hyper_weights import head_hyper
 from compress.runtime.kv_cache import KVCache
@@ -66,13 +65,17 @@ class StreamedModel:
         self._source = source
         self._device = device
         self._max_model_len = config.max_model_len or source.arch.max_position
-        self._deployment = Deployment(
-            device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
-        )
+        self._deployment = config.deployment(device, self.dtype)
         kv_format = source.kv_format or DENSE_FORMATS[self.dtype]
         block_size = config.block_size_on(device)
         self._cache = KVCache(
-            source.arch, num_blocks=1, block_size=block_size, kv_format=kv_format, device=device
+            source.arch,
+            num_blocks=1,
+            block_size=block_size,
+            kv_format=kv_format,
+            device=device,
+            num_positions=self._max_model_len,
+            dtype=self.dtype,
         )
         self._layers = LayerRunner(
             source.arch, self._deployment, kv_format, max_model_len=self._max_model_len

@@ -137,7 +137,9 @@ def attend_to_chunks(
 
     def product(left_KRJGX: Tensor, right: Tensor) -> Tensor:
         left = F.pad(left_KRJGX.flatten(1, 2), (0, 0, 0, 0, 0, filling)).flatten(0, 1)
-        chunks = _bmm(left, right).view(num_kv_heads, -1, repeat, right.shape[2])[:, : num_rows * num_chunks]
+        chunks = batched_product(left, right).view(num_kv_heads, -1, repeat, right.shape[2])[
+            :, : num_rows * num_chunks
+        ]
         return chunks.view(num_kv_heads, num_rows, num_chunks, repeat, -1)
 
     s = product(q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1), k.transpose(1, 2))
@@ -160,7 +162,7 @@ def attend_to_chunks(
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim).to(q_RHC.dtype)
 
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor:
+def batched_product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply batches of matrices: on CUDA in calls of `CUDA_BATCH` matrices, on a CPU in calls of up to
     `MAX_ROWS` rows of each."""
     if not left.is_cuda:

@@ -80,6 +80,15 @@ class PagedLatents:
         latent, rotated = (read_pages(part, self.scale, blocks_B, dtype)[0].flatten(0, 1) for part in parts)
         return latent, rotated
 
+    def gathered(self, slots_TK: Tensor) -> "PagedLatents":
+        """Return pages of the positions of these slots alone, those of each row in blocks of their own; K is
+        a multiple of the positions of a block."""
+        slots = slots_TK.flatten()
+        rows = self.rows.view(torch.uint8).flatten(1, 2).index_select(1, slots).view(self.rows.dtype)
+        scale = None if self.scale is None else self.scale.flatten(1).index_select(1, slots)
+        blocks = (-1, self.block_size)
+        return PagedLatents(rows.unflatten(1, blocks), None if scale is None else scale.unflatten(1, blocks))
+
     def as_heads(self) -> PagedKV:
         """Return the pages as keys and values of one head, which are the same."""
         return PagedKV(self.rows, self.rows, self.scale, self.scale)

@@ -71,7 +71,10 @@ class DraftModelProposer:
         self._weights = load_model(source, setting.deployment)
         self._kv_format = DENSE_FORMATS[setting.deployment.dtype]
         self.weight_bytes = self._weights.weight_bytes
-        self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
+        self._num_positions = setting.deployment.num_positions(source.arch)
+        self.kv_bytes_per_token = kv_bytes_per_token(
+            source.arch, self._kv_format, num_positions=self._num_positions
+        )
         # It reads the last token but one again, and a graph is warmed up by a run that is done again.
         self._num_kept = setting.k + 2
         self.bytes_per_request = slot_bytes(source.arch, self._num_kept)
@@ -97,6 +100,7 @@ class DraftModelProposer:
             device=device,
             num_slots=sizes.num_slots,
             num_kept=self._num_kept,
+            num_positions=self._num_positions,
         )
         self._cache = cache
         self._runner = ModelRunner(self._weights, cache, max_model_len=sizes.max_model_len)

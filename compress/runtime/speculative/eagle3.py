@@ -151,7 +151,7 @@ class LoadedEagle3:
     def store(self, rows: PromptRows, cache: HeadCache, phase: Phase) -> None:
         """Write the keys and values of rows of prompts."""
         qkv_TF, _ = self._qkv(rows.tokens_T, rows.hidden_TD, phase)
-        projected = Projected(qkv_TF, rows.positions_T, rows.slots_T, cache.pages)
+        projected = Projected(qkv_TF, rows.positions_T, rows.slots_T, cache.keys_values)
         self._layers.attention.queries(self._weights.layer, projected)
 
     def hidden(self, fed: FedRows, hidden_TD: Tensor, cache: HeadCache, *, q_len: int) -> Tensor:
@@ -160,7 +160,7 @@ class LoadedEagle3:
         attend = self._layers.attention.decode(
             fed.table_RB, fed.context_lens_R, q_len=q_len, block_size=cache.block_size
         )
-        projected = Projected(qkv_TF, fed.positions_T, fed.slots_T, cache.pages)
+        projected = Projected(qkv_TF, fed.positions_T, fed.slots_T, cache.keys_values)
         return self._layers.after_qkv(self._weights.layer, projected, residual_TD, attend, "decode").x_TD
 
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ from compress.runtime.batch import Features, PrefillBatch
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.generation import Generation
 from compress.runtime.graphs import Graphs
-from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.kv_cache import IndexedKept, KVCache, kv_bytes_per_token
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
@@ -56,8 +56,14 @@ from compress.runtime.speculative.state import FedRows, SpeculativeState
 class HeadCache:
     """The pages of a head, which is one layer, in blocks of `block_size` positions."""
 
-    pages: PagedKV | PagedLatents
+    pages: PagedKV | PagedLatents | IndexedKept
     block_size: int
+
+    @property
+    def keys_values(self) -> PagedKV | PagedLatents:
+        """The pages of a head without an indexer."""
+        assert not isinstance(self.pages, IndexedKept)
+        return self.pages
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,10 @@ class HeadProposer:
         ring_bytes = self._ring * first.arch.hidden_size * deployment.dtype.itemsize
         if len(heads) > 1:
             ring_bytes += self._ring * torch.int64.itemsize
-        kv_bytes = sum(kv_bytes_per_token(each.arch, self._kv_format) for each in heads)
+        kv_bytes = sum(
+            kv_bytes_per_token(each.arch, self._kv_format, num_positions=deployment.num_positions(each.arch))
+            for each in heads
+        )
         self.kv_bytes_per_token = kv_bytes + -(-ring_bytes // setting.block_size)
 
     def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
@@ -164,6 +173,7 @@ class HeadProposer:
                 block_size=sizes.block_size,
                 kv_format=self._kv_format,
                 device=device,
+                num_positions=deployment.num_positions(each.arch),
             )
             for each in self._heads
         ]
@@ -336,7 +346,7 @@ class LastRows:
 
 def _pages_of(cache: KVCache, block_size: int) -> HeadCache:
     pages = cache.layer(0)
-    assert isinstance(pages, (PagedKV, PagedLatents))
+    assert isinstance(pages, PagedKV | PagedLatents | IndexedKept)
     return HeadCache(pages, block_size)
 
 

@@ -1,0 +1,178 @@
+"""The choice of latents that the rows of a pass attend to, where indexers choose some (`models/indexer.py`).
+
+A row attends to the positions that the indexer of its layer has chosen, or that of the last layer before with
+one: their latents are gathered in rising order into pages of the row's own, which decode attention reads like
+those of a sequence of so many positions. So the bits of a row that sees no more positions than are chosen are
+those of attention without an indexer, and every kernel of that serves.
+
+Shapes: T rows, R sequences, B blocks of the longest sequence, K positions chosen, W numbers of a position.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.step.host_memory import sent
+from compress.models.arch import Arch
+from compress.models.indexer import Indexer
+from compress.models.layer_shape import Rope
+from compress.models.query_growth import learned_growth
+from compress.models.token_indexer import turned
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.index_linears import IndexRows
+from compress.runtime.latent_linears import latent_of
+from compress.runtime.layer_attention import Projected
+from compress.runtime.layer_weights import LayerWeights
+
+Tables = tuple[Tensor, Tensor]
+"""Cos and sin of all positions [L, R]."""
+
+MOST_GATHERED_BYTES = 1 << 28
+"""Bytes of the latents that are gathered for rows that attend at once."""
+
+
+@dataclass(frozen=True)
+class RowContexts:
+    """The blocks of the sequence of each row [T, B], and how many positions the row sees, its own
+    included."""
+
+    table_TB: Tensor
+    ends_T: Tensor
+
+    @staticmethod
+    def decoded(block_table_RB: Tensor, context_lens_R: Tensor, q_len: int) -> "RowContexts":
+        """Return those of the last `q_len` rows of each sequence; `context_lens` count them."""
+        before_Q = torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
+        ends_RQ = context_lens_R.unsqueeze(1) - before_Q
+        return RowContexts(block_table_RB.repeat_interleave(q_len, dim=0), ends_RQ.flatten())
+
+    @staticmethod
+    def prefilled(
+        block_table_RB: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
+    ) -> "RowContexts":
+        """Return those of `query_lens[r]` rows of each sequence, which end its context."""
+        rows = [
+            (sequence, end + 1)
+            for sequence, (size, length) in enumerate(zip(query_lens, context_lens, strict=True))
+            for end in range(length - size, length)
+        ]
+        sequence_T, ends_T = sent(torch.tensor(rows), block_table_RB.device).unbind(1)
+        return RowContexts(block_table_RB[sequence_T], ends_T)
+
+    def __len__(self) -> int:
+        return len(self.ends_T)
+
+    def part(self, rows: slice) -> "RowContexts":
+        """Return those of some rows."""
+        return RowContexts(self.table_TB[rows], self.ends_T[rows])
+
+    def chosen(self, pages: PagedLatents, positions_TK: Tensor) -> tuple[PagedLatents, "RowContexts"]:
+        """Return pages of the chosen positions of each row alone, and where the rows find these in them."""
+        num_rows, top_k = positions_TK.shape
+        block_size = pages.block_size
+        positions_TK = F.pad(positions_TK, (0, -top_k % block_size))
+        blocks_TK = self.table_TB.gather(1, positions_TK // block_size)
+        gathered = pages.gathered(blocks_TK * block_size + positions_TK % block_size)
+        num_columns = positions_TK.shape[1] // block_size
+        table_TB = torch.arange(
+            num_rows * num_columns, device=self.table_TB.device, dtype=self.table_TB.dtype
+        )
+        return gathered, RowContexts(table_TB.view(num_rows, -1), self.ends_T.clamp(max=top_k))
+
+
+@dataclass
+class Choices:
+    """The rows of a pass, and the positions [T, K] that they attend to in the last layer that has an indexer,
+    None where these are all."""
+
+    rows: RowContexts
+    last_TK: Tensor | None = None
+
+
+class LatentChoice:
+    """The indexers of the layers of one architecture, in sequences of the length that a deployment has.
+    `rope_tables` hold cos and sin of all positions by rope and width.
+
+    Raises:
+        EnvironmentUnfit: no kernel here serves their choice.
+    """
+
+    def __init__(
+        self, arch: Arch, deployment: Deployment, rope_tables: Mapping[tuple[Rope | None, int], Tables]
+    ) -> None:
+        num_positions = deployment.num_positions(arch)
+        self._rope_tables = rope_tables
+        self._kernels: dict[Indexer, BoundKernel] = {}
+        for layer in arch.layers:
+            facts = None if layer.latent is None else layer.latent.indexer
+            if facts is not None and facts not in self._kernels and layer.index_numbers(num_positions):
+                device = deployment.kernel_device
+                problem = device.problem("index_choice", n=facts.head_dim, k=facts.num_heads)
+                self._kernels[facts] = BoundKernel.of(problem)
+        self.least = min((facts.top_k for facts in self._kernels), default=None)
+        """The positions up to which all rows attend to all that they see, None where they always do."""
+
+    def may_choose(self, num_positions: int) -> bool:
+        """Return whether rows of contexts of so many positions may attend to some of them only."""
+        return self.least is not None and num_positions > self.least
+
+    def store(self, layer: LayerWeights, projected: Projected, index: IndexRows) -> None:
+        """Write the keys of an indexer to their pages, rotated."""
+        k_TI = self._turned(layer, index.k_TI.unsqueeze(1), projected.positions_T).squeeze(1)
+        index.pages.write_(projected.slots_T, k_TI)
+
+    def positions(
+        self, layer: LayerWeights, projected: Projected, choices: Choices | None, rows: slice
+    ) -> Tensor | None:
+        """Return the positions [T, K] that some rows of `projected` attend to, which are those of `choices`;
+        None where they attend to all that they see. The cache has their index keys."""
+        if choices is None or layer.shape.window is not None:
+            return None
+        facts = latent_of(layer.shape).indexer
+        if facts is None:
+            return choices.last_TK
+        choices.last_TK = None
+        index = projected.index
+        if index is None or choices.rows.table_TB.shape[1] * index.pages.block_size <= facts.top_k:
+            return None
+        q_THI = index.q_THI[rows]
+        positions_T = projected.positions_T[rows]
+        assert layer.indexer is not None
+        if layer.indexer.growth_2H is not None:
+            scale_H, base_H = layer.indexer.growth_2H
+            growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
+            q_THI = q_THI * growth_TH.unsqueeze(-1)
+        choices.last_TK = self._kernels[facts].kernel.fn(
+            self._turned(layer, q_THI, positions_T),
+            index.weights_TH[rows],
+            index.pages,
+            choices.rows.table_TB,
+            choices.rows.ends_T,
+            top_k=facts.top_k,
+        )
+        return choices.last_TK
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
+        return [each.report(layer=None, linear="index_choice") for each in self._kernels.values()]
+
+    def _turned(self, layer: LayerWeights, x_THI: Tensor, positions_T: Tensor) -> Tensor:
+        latent = latent_of(layer.shape)
+        assert latent.indexer is not None
+        if layer.shape.rope is None:
+            return x_THI
+        tables = self._rope_tables[layer.shape.rope, latent.rope_dim]
+        cos_TR, sin_TR = (each[positions_T] for each in tables)
+        return turned(latent.indexer, x_THI, cos_TR, sin_TR)
+
+
+def rows_at_once(pages: PagedLatents, top_k: int) -> int:
+    """Return how many rows attend at once."""
+    of_row = sum(each[:, 0, 0].nbytes for each in pages.tensors) * top_k
+    return max(1, MOST_GATHERED_BYTES // of_row)

@@ -1,0 +1,119 @@
+"""The linears and norms of an indexer of latent attention in serving (`models/indexer.py`), with the kernels
+chosen for them. They are dense in every scheme.
+
+Shapes: T rows, D hidden, F outputs of a linear, H heads of the indexer, I numbers of a key.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.rows import RowNorm
+from compress.kernels.problem import Phase
+from compress.models.arch import Arch
+from compress.models.indexer import Indexer
+from compress.models.latent import Q_NORM
+from compress.models.layer_shape import LayerShape
+from compress.models.weights import Weights, dense
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel, FusedLinear
+from compress.runtime.fusing import fuse_padded
+from compress.runtime.latent_linears import BoundNorm
+
+_PREFIX = "attn.indexer"
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """What an indexer computes of rows: its queries [T, H, I] and keys [T, I], which are not rotated, and the
+    factors of its heads, float32 [T, H]; and the pages of its keys."""
+
+    q_THI: Tensor
+    k_TI: Tensor
+    weights_TH: Tensor
+    pages: PagedLatents
+
+
+@dataclass(frozen=True)
+class IndexLinears:
+    """The linears of an indexer, and the norms of the inputs of its queries and of its keys. `growth_2H` are
+    the parameters by which queries grow, None where they do not."""
+
+    facts: Indexer
+    q_norm: BoundNorm
+    q: FusedLinear
+    k: FusedLinear
+    k_norm: BoundNorm
+    weights: FusedLinear
+    growth_2H: Tensor | None
+
+    def of_rows(self, rows_TD: Tensor, first_TF: Tensor, pages: PagedLatents, phase: Phase) -> IndexRows:
+        """Return what it computes of the input of attention and of what the first linear of the layer leaves:
+        the latents of queries come first in it."""
+        read_TF = (
+            rows_TD if self.facts.of_stream else first_TF[:, : len(self.q_norm.norm.weight)].contiguous()
+        )
+        num_heads, head_dim = self.facts.num_heads, self.facts.head_dim
+        q_TF = self.q(self.q_norm(read_TF), phase)[:, : num_heads * head_dim]
+        k_TI = self.k_norm(self.k(rows_TD, phase)[:, :head_dim].contiguous())
+        weights_TH = self.weights(rows_TD, phase, out_dtype=torch.float32)[:, :num_heads]
+        return IndexRows(
+            q_TF.unflatten(1, (num_heads, head_dim)), k_TI, weights_TH * self.facts.score_scale, pages
+        )
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """The linears in execution order."""
+        return self.q, self.k, self.weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that one decode step reads of these weights."""
+        return sum(each.weight_bytes for each in self.fused_linears)
+
+    def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
+        return [row for each in self.fused_linears for row in each.report(layer_idx)]
+
+
+def index_linears(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> IndexLinears | None:
+    """Return the linears of the indexer of a layer with latents, None where it has none, or where sequences
+    are so short that it would choose every key."""
+    if shape.latent is None or not shape.index_numbers(deployment.num_positions(arch)):
+        return None
+    facts = shape.latent.indexer
+    assert facts is not None
+
+    def linear(name: str) -> FusedLinear:
+        name = f"{_PREFIX}.{name}"
+        return fuse_padded(name, dense(weights[f"{name}.weight"]), deployment)
+
+    def bound(norm: RowNorm) -> BoundNorm:
+        problem = deployment.kernel_device.problem("rms_norm", n=len(norm.weight))
+        return BoundNorm(norm, BoundKernel.of(problem))
+
+    def layer_norm(name: str) -> BoundNorm:
+        weight, bias = (
+            dense(weights[f"{_PREFIX}.{name}.{each}"]).to(deployment.device, torch.float32)
+            for each in ("weight", "bias")
+        )
+        return bound(RowNorm(weight, facts.norm_eps, centered=True, bias=bias))
+
+    growth_2H = None
+    if facts.of_stream:
+        stored = [dense(weights[f"{_PREFIX}.growth_{each}"]) for each in ("scale", "base")]
+        growth_2H = deployment.placed(torch.stack(stored))
+        q_norm = layer_norm("q_norm")
+    else:
+        weight = deployment.placed(dense(weights[f"{Q_NORM}.weight"]))
+        scale = shape.latent.scale_of(Q_NORM, arch.hidden_size)
+        own = weight if scale == 1 else weight.to(torch.float32) * scale
+        q_norm = bound(RowNorm(own, arch.latent_eps))
+    return IndexLinears(
+        facts, q_norm, linear("q"), linear("k"), layer_norm("k_norm"), linear("weights"), growth_2H
+    )
