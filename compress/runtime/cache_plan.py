@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from compress.models.arch import Arch
+from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import slot_bytes
 from compress.runtime.speculative.proposer import Proposer
@@ -41,9 +40,8 @@ def plan_cache(
     arch: Arch,
     config: EngineConfig,
     proposer: Proposer | None,
+    deployment: Deployment,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     kv_bytes_per_token: int,
 ) -> CachePlan:
     """Return the sizes of the cache of a model, and of the proposer that speculates for it.
@@ -51,6 +49,7 @@ def plan_cache(
     Raises:
         UsageError: they do not fit the model or the device.
     """
+    device = deployment.device
     block_size = config.block_size_on(device)
     others_per_token = 0 if proposer is None else proposer.kv_bytes_per_token
     others_per_request = 0 if proposer is None else proposer.bytes_per_request
@@ -59,7 +58,7 @@ def plan_cache(
     saves_states = config.prefix_cache and bool(arch.states) and not others_per_request
     max_model_len, num_blocks = config.size_cache(
         arch,
-        dtype,
+        deployment.dtype,
         device,
         bytes_per_token=kv_bytes_per_token + others_per_token,
         state_bytes=state_bytes,

@@ -87,14 +87,7 @@ class Engine:
             if speculative is None
             else speculative.build(source.arch, deployment, block_size=self._block_size)
         )
-        plan = plan_cache(
-            self.arch,
-            config,
-            proposer,
-            dtype=self.dtype,
-            device=device,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-        )
+        plan = plan_cache(self.arch, config, proposer, deployment, kv_bytes_per_token=self.kv_bytes_per_token)
         self.max_model_len = plan.max_model_len
         self._cache_positions = (plan.num_blocks - 1) * self._block_size
         cache = KVCache(

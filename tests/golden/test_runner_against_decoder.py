@@ -14,7 +14,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer, EntryIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
@@ -56,6 +56,17 @@ GATED = {
     "latent": Latent(q_rank=28, kv_rank=12, rope_dim=6, value_dim=12, interleaved=True, gated=True),
 }
 
+INDEXED = {
+    **LATENT,
+    "latent": replace(LATENT["latent"], indexer=Indexer(num_heads=5, head_dim=10, top_k=20)),
+}
+INDEXED_LAST = {
+    **LATENT,
+    "latent": replace(
+        GATED["latent"], indexer=Indexer(9, 14, 37, interleaved=True, rope_last=True, norm_eps=0.1)
+    ),
+}
+
 CPU = torch.device("cpu")
 WEIGHED = Experts(6, 1, 48, shared_size=40, score="sigmoid", weighs_input=True)
 SCALED = Experts(6, 2, 48, renormalize=True, output_scale=True)
@@ -75,6 +86,23 @@ ALWAYS = Experts(
     one_output_scale=True,
 )
 FEATURES: dict[str, dict[str, Any]] = {
+    "indexers over latents, which layers share": {
+        "layers": (
+            tiny_shape(**INDEXED),
+            tiny_shape(**{**LATENT, "window": 5}),
+            tiny_shape(**LATENT),
+            tiny_shape(**INDEXED_LAST),
+        )
+    },
+    "indexers of the stream, and latents that layers share": {
+        **LIKE_LARGE4,
+        "layers": tuple(
+            layer
+            if idx % 3 == 1 or layer.latent is None
+            else replace(layer, latent=replace(layer.latent, indexer=Indexer(4, 12, 20, of_stream=True)))
+            for idx, layer in enumerate(LIKE_LARGE4["layers"])
+        ),
+    },
     "grouped queries": {},
     "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)},
     "one kv head": {"layers": (tiny_shape(num_kv_heads=1),)},
@@ -1039,6 +1067,7 @@ RARE = [
     "caps that differ by layer",
     "values narrower than keys",
     "latents that layers share, some without positions",
+    *("indexers over latents, which layers share", "indexers of the stream, and latents that layers share"),
     "bounded decays of channels, and latents whose heads have gates",
     "latents with sinks and gated outputs",
     *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
