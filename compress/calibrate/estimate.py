@@ -27,6 +27,7 @@ from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.layer_run import piece_tokens_of
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.side_by_side import MAX_AT_ONCE, num_at_once
+from compress.calibrate.side_inputs import choice_bytes
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch
@@ -99,7 +100,7 @@ def peak_bytes(work: Workload) -> int:
     kept = min(KEPT_BYTES, layer_bytes) if work.device == "cpu" and keeps_freed_blocks(arch) else 0
     return (
         LIBRARY_BYTES[work.device]
-        + width * num_tokens * work.value_bytes
+        + (width * work.value_bytes + work.num_streams * _choice_bytes(work)) * num_tokens
         + _layer_input_bytes(work, work.num_samples * work.seq_len)
         + max(2 * num_outer, layer_bytes)
         + kept
@@ -115,6 +116,11 @@ def _layer_input_bytes(work: Workload, num_tokens: int) -> int:
 def _kept_width(arch: Arch) -> int:
     """Return the numbers of a token that are kept for later layers: keys and values that they read."""
     return sum(arch.layers[idx].cached_numbers for idx in arch.kv_sources)
+
+
+def _choice_bytes(work: Workload) -> int:
+    """Return the bytes of a token that are kept of choices of keys that later layers attend to."""
+    return sum(choice_bytes(work.arch, work.seq_len).values())
 
 
 def host_bytes(work: Workload) -> int:
@@ -161,6 +167,7 @@ def guide_effort(work: Workload, guide: Guide) -> tuple[int, float]:
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
     tokens = samples * work.seq_len
     held = ((arch.num_layers + 2) * arch.stream_size + 2 * _kept_width(arch)) * tokens * work.value_bytes
+    held += _choice_bytes(work) * tokens
     if arch.layer_embed_size:  # the weights of the embeddings stay for all walks
         held += 2 * arch.num_outer_params + _layer_input_bytes(work, tokens)
     return held + 10 * work.seq_len * arch.vocab_size, walks + moments

@@ -201,9 +201,9 @@ def _start(
     compares = compression.compares_with_source
     source_samples = samples.clone() if compares else None
     source_side_inputs = side_inputs.twin() if compares else None
-    stores = [samples, *side_inputs.kept.values()]
+    stores = [samples, *side_inputs.stores]
     if source_samples is not None and source_side_inputs is not None:
-        stores += [source_samples, *source_side_inputs.kept.values()]
+        stores += [source_samples, *source_side_inputs.stores]
     memory = MemoryGuard(ctx.progress, *stores)
     counted_NS = compression.counted_NS
     return LayerRun(

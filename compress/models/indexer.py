@@ -25,7 +25,7 @@ from compress.models.limits import MAX_POSITIONS, MAX_SIZE
 from compress.untrusted.fields import Fields
 
 _NORM_EPS = 1e-6
-"""What the norms of most indexers add to the variance."""
+"""Added to the variance by the norms of most indexers."""
 _ONES = ("norm.weight", "growth_base")
 """How the names of parameters end that are 1 where they change nothing."""
 

@@ -105,6 +105,15 @@ def _why_values_unfit(layer: LayerShape) -> str | None:
 
 
 def _why_indexer_unfit(layer: LayerShape) -> str | None:
+    facts = None if layer.latent is None else layer.latent.indexer
+    if facts is not None and layer.latent is not None:
+        turning = layer.latent.rope_dim if layer.rope is not None else 0
+        if facts.head_dim < turning:
+            return f"{turning} dimensions rotate, and a head of its indexer has {facts.head_dim}."
+        if not facts.of_stream and not layer.latent.q_rank:
+            return "its indexer reads the latent of queries, which it does not have."
+        if layer.window is not None:
+            return "its indexer chooses among all earlier keys, and it has a window."
     if layer.block_indexer is None:
         return None
     if (

@@ -79,7 +79,7 @@ class Attention(TokenMixer):
         shape = self.shape
         leading = x_BSD.shape[:-1]
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        queries_BSHC, gate_BSF = self.queries(x_BSD, tap)
+        queries_BSHC, gate_BSF, latent_BSR = self.queries(x_BSD, tap)
         q_BSHC = self._rotated("q", queries_BSHC, cos_sin_SC)
         if self.arch.queries_grow(shape):
             growth_S = query_growth(self.arch, positions)
@@ -105,7 +105,7 @@ class Attention(TokenMixer):
             "kept": True if layer_idx in self.arch.kv_sources and shape.latent is None else None,
         }
         rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
-        rare |= self.choice(x_BSD, positions, attention, layer_idx)
+        rare |= self.choice(x_BSD, latent_BSR, positions, attention, layer_idx)
         out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
         out_BSHC = out_BSHC[..., : shape.value_dim]
         if shape.head_gate is not None:
@@ -114,21 +114,28 @@ class Attention(TokenMixer):
         out_BSF = out_BSHC.reshape(*leading, -1)
         return out_BSF if gate_BSF is None else gated(OUTPUT_GATE, gate_BSF, out_BSF)
 
-    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None]:
-        """Return the queries [B, S, H, C], normed where norms come first, and not rotated; and the output
-        gate [B, S, F] before its function, None where there is none."""
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the queries [B, S, H, C], normed where norms come first, and not rotated; the output gate
+        [B, S, F] before its function, None where there is none; and the normed latent of queries [B, S, R],
+        None where they have none."""
         del tap
-        return self._heads_of("q", self.q(x_BSD)), self._output_gate(x_BSD)
+        return self._heads_of("q", self.q(x_BSD)), self._output_gate(x_BSD), None
 
     def _output_gate(self, x_BSD: Tensor) -> Tensor | None:
         """Return what `gate` computes of the input of attention."""
         return self.gate(x_BSD) if self.shape.output_gate else None
 
     def choice(
-        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int
+        self,
+        x_BSD: Tensor,
+        latent_BSR: Tensor | None,
+        positions: Tensor,
+        attention: AttentionFn,
+        layer_idx: int,
     ) -> dict[str, Any]:
-        """Return what `attention` takes to attend to chosen keys; nothing where it attends to all."""
-        del x_BSD, positions, attention, layer_idx
+        """Return what `attention` takes to attend to chosen keys; nothing where it attends to all. An indexer
+        reads the input of attention and the normed latent of its queries."""
+        del x_BSD, latent_BSR, positions, attention, layer_idx
         return {}
 
     def attended(
@@ -211,39 +218,43 @@ class LatentAttention(Attention):
             sizes = {"hidden_size": arch.hidden_size, "q_rank": latent.q_rank}
             self.indexer = TokenIndexer(latent.indexer, shape.rope, latent.rope_dim, **sizes)
 
-    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None]:
+    def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None, Tensor | None]:
         head_dim = self.shape.head_dim
         if not self.latent.q_rank:
-            return self.latent.queries(self.q(x_BSD), head_dim), self._output_gate(x_BSD)
+            return self.latent.queries(self.q(x_BSD), head_dim), self._output_gate(x_BSD), None
         latent_BSR = self.q_down(x_BSD)
-        read_BSR = self._q_latent(latent_BSR)
-        read_BSR = torch.cat((read_BSR, latent_BSR), dim=-1) if self.latent.gated else read_BSR
+        normed_BSR = self.get_submodule("q_latent_norm")(latent_BSR)
+        read_BSR = torch.cat((normed_BSR, latent_BSR), dim=-1) if self.latent.gated else normed_BSR
         tap(Q_LATENT, read_BSR)
         q_BSF = self.q_up(read_BSR)
         if not self.latent.gated:
-            return self.latent.queries(q_BSF, head_dim), self._output_gate(x_BSD)
+            return self.latent.queries(q_BSF, head_dim), self._output_gate(x_BSD), normed_BSR
         q_BSF, gate_BSF = self.latent.split_gates(q_BSF, head_dim)
-        return self.latent.queries(q_BSF, head_dim), gate_BSF
-
-    def _q_latent(self, latent_BSR: Tensor) -> Tensor:
-        """Return the latent of queries normed."""
-        normed_BSR: Tensor = self.get_submodule("q_latent_norm")(latent_BSR)
-        return normed_BSR
+        return self.latent.queries(q_BSF, head_dim), gate_BSF, normed_BSR
 
     def choice(
-        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int
+        self,
+        x_BSD: Tensor,
+        latent_BSR: Tensor | None,
+        positions: Tensor,
+        attention: AttentionFn,
+        layer_idx: int,
     ) -> dict[str, Any]:
         facts = self.latent.indexer
         if facts is None:
             source = choice_source(self.arch, layer_idx)
-            chosen = None if source is None else choices_of(attention).get(source)
-            return {} if chosen is None else {"chosen": chosen}
+            if source is None or not self.arch.layers[source].index_numbers(self.arch.max_position):
+                return {}
+            choices = choices_of(attention)
+            chooses = source in choices or self.arch.layers[source].index_numbers(x_BSD.shape[1])
+            return {"chosen": choices[source]} if chooses else {}
         if facts.top_k >= self.arch.max_position:
             return {}
 
+        read_BSR = x_BSD if facts.of_stream else latent_BSR
+        assert read_BSR is not None
+
         def choose(keys_BPI: Tensor, seen_SP: Tensor) -> Tensor | None:
-            with torch.no_grad():
-                read_BSR = x_BSD if facts.of_stream else self._q_latent(self.q_down(x_BSD))
             chosen = self.indexer.choice(x_BSD, read_BSR, positions, keys_BPI, seen_SP)
             if chosen is not None and layer_idx in choice_sources(self.arch):
                 choices_of(attention)[layer_idx] = chosen

@@ -26,15 +26,13 @@ from compress.models.token_indexer import turned
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.index_linears import IndexRows
+from compress.runtime.kv_cache import MOST_CHOSEN_BYTES
 from compress.runtime.latent_linears import latent_of
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_weights import LayerWeights
 
 Tables = tuple[Tensor, Tensor]
 """Cos and sin of all positions [L, R]."""
-
-MOST_GATHERED_BYTES = 1 << 28
-"""Bytes of the latents that are gathered for rows that attend at once."""
 
 
 @dataclass(frozen=True)
@@ -175,4 +173,4 @@ class LatentChoice:
 def rows_at_once(pages: PagedLatents, top_k: int) -> int:
     """Return how many rows attend at once."""
     of_row = sum(each[:, 0, 0].nbytes for each in pages.tensors) * top_k
-    return max(1, MOST_GATHERED_BYTES // of_row)
+    return max(1, MOST_CHOSEN_BYTES // of_row)

@@ -56,7 +56,8 @@ class IndexLinears:
         read_TF = (
             rows_TD if self.facts.of_stream else first_TF[:, : len(self.q_norm.norm.weight)].contiguous()
         )
-        num_heads, head_dim = self.facts.num_heads, self.facts.head_dim
+        num_heads = self.facts.num_heads
+        head_dim = self.facts.head_dim
         q_TF = self.q(self.q_norm(read_TF), phase)[:, : num_heads * head_dim]
         k_TI = self.k_norm(self.k(rows_TD, phase)[:, :head_dim].contiguous())
         weights_TH = self.weights(rows_TD, phase, out_dtype=torch.float32)[:, :num_heads]

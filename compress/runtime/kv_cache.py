@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
+from compress.kernels.index_choice.reference import MOST_GATHERED
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_ATTENTION,
@@ -39,12 +40,15 @@ from compress.kernels.operands.recurrent_states import (
 )
 from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
+from compress.models.indexer import Indexer
 from compress.models.layer_shape import LayerShape
 from compress.models.recurrence import Recurrence
 from compress.quant.kv import HADAMARD_HEAD_DIMS, INT4_HADAMARD, page_format, transforms_heads
 
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC, INT4_HADAMARD)
+MOST_CHOSEN_BYTES = 1 << 28
+"""Bytes of chosen latents that are gathered for rows that attend at once."""
 _SCALE_BYTES = 4
 
 
@@ -120,6 +124,19 @@ def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
     latents, for long prompts; 0 where a cache holds keys and values."""
     heads = [2 * layer.num_heads * layer.head_dim for layer in arch.layers if layer.latent is not None]
     return max(heads, default=0) * positions * dtype.itemsize
+
+
+def choosing_bytes(arch: Arch, positions: int) -> int:
+    """Return the bytes of what a layer with an indexer computes at once in sequences of so many positions:
+    index keys of some rows and their scores by head, in float32, and the latents that are chosen; 0 where no
+    layer chooses."""
+    needed = [0]
+    for facts in {layer.indexer for layer in arch.layers if layer.index_numbers(positions)}:
+        if isinstance(facts, Indexer):
+            keys = max(MOST_GATHERED, positions * facts.head_dim)
+            scores = 3 * keys * facts.num_heads // facts.head_dim
+            needed.append(torch.float32.itemsize * (2 * keys + scores) + 2 * MOST_CHOSEN_BYTES)
+    return max(needed)
 
 
 def gathered_bytes(arch: Arch, positions: int) -> int:

@@ -169,7 +169,7 @@ class ModelRunner:
         )
         x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
         where = scoring.positions_T, scoring.slots_T, scoring.pages
-        stream = self._hidden(x_TD, *where, scoring.attend, scoring.phase)
+        stream = self._hidden(x_TD, *where, scoring.begin(), scoring.phase)
         return self._logits(stream, "prefill").view(num_sequences, length, -1)
 
     def score_rows(self, sequences: Sequence[Sequence[int]], wanted_rows: Sequence[int]) -> Tensor:
@@ -197,7 +197,7 @@ class ModelRunner:
         tokens_T = torch.tensor([token for each in sequences for token in each], device=device)
         where = scoring.positions_T, scoring.slots_T, scoring.pages
         stream = self._hidden(
-            F.embedding(tokens_T, self.embedding), *where, scoring.attend, scoring.phase, all_rows=False
+            F.embedding(tokens_T, self.embedding), *where, scoring.begin(), scoring.phase, all_rows=False
         )
         wanted_W = torch.tensor(wanted_rows, device=device)
         return self._logits(Stream(stream.x_TD[wanted_W]), "prefill")

@@ -6,6 +6,7 @@ Shapes: B sequences, N blocks of the longest, T rows.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,12 +29,12 @@ _SCRATCH_BLOCK = 64
 @dataclass(frozen=True)
 class ScoringPass:
     """The arguments of a layer other than its weights and the stream: positions [T], slots [T], the pages of
-    a layer, attention, and the phase whose kernels serve."""
+    a layer, what returns the attention of one pass over all layers, and the phase whose kernels serve."""
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
     pages: Callable[[int], Kept]
-    attend: Attend
+    begin: Callable[[], Attend]
     phase: Phase
 
 
@@ -61,9 +62,9 @@ def scoring_pass(
     pages = _ScratchPages(cache, len(lens), num_columns, block_size)
     table_BN = table_BN.to(device)
     phase: Phase = "decode" if short else "prefill"
-    attend = attention.prefill(table_BN, lens, lens, block_size=block_size, phase=phase)
+    begin = partial(attention.prefill, table_BN, lens, lens, block_size=block_size, phase=phase)
     return ScoringPass(
-        torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer, attend, phase
+        torch.cat(positions).to(device), torch.cat(slots).to(device), pages.layer, begin, phase
     )
 
 

@@ -98,6 +98,7 @@ class StreamedModel:
         with torch.inference_mode():
             batches = [each for batch in tokens_NS.split(batch_size) for each in self._at_once(batch)]
             passes = {len(each): self._pass(len(each), length) for each in batches}
+            attends = [passes[len(each)].begin() for each in batches]
             streams = self._embedded([(each, passes[len(each)].positions_T) for each in batches])
             held = [load_layer(self._source, 0, self._deployment)]
             reader: Reader | None = None
@@ -108,7 +109,7 @@ class StreamedModel:
                     one = passes[len(each)]
                     where = one.positions_T, one.slots_T, one.pages(idx)
                     streams[at] = self._layers.layer(
-                        held[0], streams[at], *where, one.attend, one.phase, reader
+                        held[0], streams[at], *where, attends[at], one.phase, reader
                     )
                 held.clear()  # before the next one is read
                 if idx < self.arch.num_layers - 1:

@@ -16,6 +16,8 @@ from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import sparse_after_first, sparse_by_type, sparse_by_type_or_count, state_both
 from compress.untrusted.fields import Fields
 
+INDEX_PAIRS = "indexer_rope_interleave"
+"""The field that states that neighbours rotate as pairs in indexers, too; `transformers` does not read it."""
 _TOP_K = "index_topk"
 _DENSE = "first_k_dense_replace"
 _TYPES = "mlp_layer_types"
@@ -82,7 +84,12 @@ DEEPSEEK_V32 = replace(
     },
     known_fields=(DEEPSEEK_V3.known_fields - {"rope_interleave"})
     | {_TOP_K, "index_n_heads", "index_head_dim", "layer_types", _TYPES},
-    fixed_fields={**DEEPSEEK_V3.fixed_fields, "rope_interleave": True, "mlp_bias": False},
+    fixed_fields={
+        **DEEPSEEK_V3.fixed_fields,
+        "rope_interleave": True,
+        "mlp_bias": False,
+        INDEX_PAIRS: False,
+    },
     defaults={
         **DEEPSEEK_V3.defaults,
         "max_position_embeddings": 163840,

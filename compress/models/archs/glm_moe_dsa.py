@@ -5,7 +5,7 @@ after the last (`mtp.py`)."""
 from dataclasses import replace
 from typing import Any
 
-from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, with_indexers
+from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, INDEX_PAIRS, with_indexers
 from compress.models.family import FAMILIES
 from compress.models.layer_shape import LayerShape
 from compress.models.limits import MAX_LAYERS
@@ -58,6 +58,7 @@ FAMILIES.add(
         implied=_implied,
         shapes=_shapes,
         known_fields=DEEPSEEK_V32.known_fields | KIND_FIELDS,
+        fixed_fields={**DEEPSEEK_V32.fixed_fields, INDEX_PAIRS: True},
         defaults={
             **DEEPSEEK_V32.defaults,
             "rms_norm_eps": 1e-5,

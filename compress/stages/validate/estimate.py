@@ -106,7 +106,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    of_request = config.max_model_len * arch.cached_numbers * width + slot_bytes(arch, config.num_kept)
+    of_indexers = sum(layer.index_numbers(config.max_model_len) for layer in arch.layers)
+    of_position = (arch.cached_numbers + of_indexers) * width
+    of_request = config.max_model_len * of_position + slot_bytes(arch, config.num_kept)
     caches = num_models * config.max_batch_size * of_request
     absorbed = num_models * absorbed_params(arch)
     peak = (num_params + absorbed) * width + caches + max(logits, reading)

@@ -16,6 +16,7 @@ from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.indexer import Indexer, train_all_but_indexers_
 from compress.models.latent import Latent
+from compress.models.max_position import why_no_longer
 from compress.models.pruning import why_layers_stay, with_layers
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
@@ -84,19 +85,46 @@ def test_what_a_manifest_and_a_config_state_is_read_back_and_every_parameter_cou
     assert arch.num_params == sum(parameter.numel() for parameter in decoder.parameters())
 
 
-def test_as_many_positions_are_computed_as_an_indexer_chooses() -> None:
-    assert arch_of(V32).max_position == 24
-    assert arch_of(V32, index_topk=2048).max_position == 64
+def test_contexts_are_those_of_the_config() -> None:
+    assert arch_of(V32).max_position == 64
     assert indexers(arch_of(V32)) == [Indexer(num_heads=3, head_dim=8, top_k=24)] * 3
-    check_seq_len(24, "seq_len", arch_of(V32))
-    with pytest.raises(CompressError, match=r"24 positions \(its indexers choose so many keys"):
-        check_seq_len(25, "seq_len", arch_of(V32))
-    with pytest.raises(CompressError, match=r"1\.\.24 \(its indexers choose so many keys"):
+    assert indexers(arch_of(GLM)) == [Indexer(num_heads=3, head_dim=8, top_k=24, interleaved=True)] * 3
+    check_seq_len(64, "seq_len", arch_of(V32))
+    with pytest.raises(CompressError, match="64 positions"):
+        check_seq_len(65, "seq_len", arch_of(V32))
+
+
+def test_an_artifact_of_fewer_positions_than_its_config_states_has_a_reason() -> None:
+    """Artifacts had as many positions as an indexer chooses before longer contexts were computed."""
+    arch = arch_of(V32).replace(max_position=24)
+    with pytest.raises(CompressError, match=r"24 positions \(it was made when"):
+        check_seq_len(25, "seq_len", arch)
+    with pytest.raises(CompressError, match=r"1\.\.24 \(it was made when"):
         Engine(
-            MemorySource(tiny_decoder(arch_of(V32)), dtype=torch.float32),
+            MemorySource(tiny_decoder(arch), dtype=torch.float32),
             device=CPU,
             config=EngineConfig(max_model_len=25),
         )
+    short = arch_of(V32, max_position_embeddings=24)
+    assert why_no_longer(short) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"latent": {"rope_dim": 10}, "head_dim": 20}, "10 dimensions rotate"),
+        ({"latent": {"q_rank": 0}}, "reads the latent of queries"),
+        ({"window": 5}, "has a window"),
+    ],
+    ids=repr,
+)
+def test_an_indexer_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
+    arch = arch_of(V32)
+    first, *others = arch.layers
+    assert first.latent is not None
+    changes = {**changes, "latent": replace(first.latent, **changes.get("latent", {}))}
+    with pytest.raises(UnsupportedArch, match=reason):
+        arch.replace(layers=(replace(first, **changes), *others))
 
 
 def test_a_manifest_states_of_latents_what_they_have() -> None:
@@ -107,11 +135,12 @@ def test_a_manifest_states_of_latents_what_they_have() -> None:
     assert replace(latent, rope_norm=True).to_json().keys() == names | {"rope_norm"}
 
 
-@each_model
-def test_a_manifest_of_more_positions_than_an_indexer_chooses_is_refused(config: dict[str, Any]) -> None:
-    facts, layers = json.loads(json.dumps(arch_of(config).to_json()))
-    with pytest.raises(UnsupportedArch, match="its indexer chooses 24 keys of up to 25"):
-        Arch.from_json({**facts, "max_position": 25}, layers)
+def test_a_manifest_states_of_an_indexer_what_it_has() -> None:
+    """So that digests stay as they are where a fact of few indexers is new."""
+    plain = Indexer(num_heads=3, head_dim=8, top_k=24)
+    names = {"num_heads", "head_dim", "top_k", "of_stream"}
+    assert plain.to_json().keys() == names
+    assert replace(plain, rope_last=True, norm_eps=1e-5).to_json().keys() == names | {"rope_last", "norm_eps"}
 
 
 def test_logits_are_those_without_indexers() -> None:

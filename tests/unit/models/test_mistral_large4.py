@@ -79,7 +79,7 @@ def test_what_a_manifest_and_a_config_state_is_read_back_and_every_parameter_cou
     with torch.device("meta"):
         decoder = Decoder(arch)
     assert arch.num_params == sum(parameter.numel() for parameter in decoder.parameters())
-    assert arch.max_position == 24
+    assert arch.max_position == 64
     assert arch.latent_eps == 1e-5
 
 
@@ -91,7 +91,7 @@ def test_layers_without_positions_share_nothing_that_rotates() -> None:
     assert [layer.cached_numbers for layer in arch.layers] == [18, 0, 12, 0, 0]
     assert [layer.linear_shape("attn.kv_up", 32)[0] for layer in arch.layers] == [96, 96, 120, 96, 120]
     assert ["attn.kv_down" in layer.linears for layer in arch.layers] == [True, False, True, False, False]
-    indexer = Indexer(num_heads=3, head_dim=8, top_k=24, of_stream=True)
+    indexer = Indexer(num_heads=3, head_dim=8, top_k=24, of_stream=True, interleaved=True)
     assert [each.indexer for each in latents if each] == [indexer, None, indexer, indexer, None]
     assert arch.layers[0].dense_shapes(32)["attn.indexer.q.weight"] == (24, 32)
 
