@@ -10,7 +10,7 @@ from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import EXPERTS_OF_TOKENS, Experts
 from compress.models.gated_residual import GatedResiduals
-from compress.models.indexer import BlockIndexer
+from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.moe import table_in_turns
@@ -71,6 +71,24 @@ LIKE_LARGE4: dict[str, Any] = {
     ),
 }
 """Facts of a model with latent attention whose layers share latents, some of which encode no positions."""
+
+_INDEXED: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "rope": Rope(10000.0, rotary_dim=6),
+    "latent": Latent(28, 12, 6, 12, interleaved=True, indexer=Indexer(5, 10, top_k=20)),
+}
+_SHARING = {**_INDEXED, "latent": replace(_INDEXED["latent"], indexer=None)}
+LIKE_GLM5: dict[str, Any] = {
+    "layers": (
+        tiny_shape(**_INDEXED),
+        tiny_shape(**_SHARING),
+        tiny_shape(**{**_SHARING, "window": 5}),
+        tiny_shape(**_SHARING),
+        tiny_shape(**_INDEXED),
+    ),
+}
+"""Facts of a model with latent attention whose layers attend to 20 chosen keys, some of them to those that an
+earlier layer chooses, and one to a window."""
 
 NGRAMS = NGrams(3, 2, 14, 3, 4, base=60, index=0, seed=9, eos=5, divisor=16, num_parts=3)
 """Embeddings of triples and pairs of tokens, in three streams; token 5 ends a sequence."""

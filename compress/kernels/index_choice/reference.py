@@ -39,26 +39,26 @@ def index_choice(
     """Return the positions that rows attend to, int64 [T, K], in rising order and zeros after them: as many
     as `ends_T`, the positions that a row sees, or `top_k`. Row t has blocks `block_table_TB[t]`, of more than
     `top_k` positions; `weights_TH` are float32."""
-    num_heads, width = q_THI.shape[1:]
+    width = q_THI.shape[2]
     table_TB = F.pad(block_table_TB, (0, -block_table_TB.shape[1] % (CHUNK_SIZE // pages.block_size)))
     positions_P = torch.arange(table_TB.shape[1] * pages.block_size, device=q_THI.device)
-    # whole cache lines for each matrix of queries, and an even number of heads for each sum
-    padded = max(1 << (num_heads - 1).bit_length(), 16 // math.gcd(width, 16))
-    q_THI = F.pad(q_THI.to(torch.float32), (0, 0, 0, padded - num_heads))
-    weights_TH = F.pad(weights_TH, (0, padded - num_heads))
     at_once = max(1, MOST_GATHERED // (len(positions_P) * width))
     chosen = []
     for start in range(0, len(q_THI), at_once):
         rows = slice(start, start + at_once)
         (k_MI, _) = pages.gather(table_TB[rows].flatten(), width, torch.float32)
-        scores_TP = _scores(q_THI[rows], weights_TH[rows], k_MI.unflatten(0, (-1, CHUNK_SIZE)))
+        scores_TP = row_scores(q_THI[rows], weights_TH[rows], k_MI.unflatten(0, (-1, CHUNK_SIZE)))
         seen_TP = positions_P < ends_T[rows].unsqueeze(1)
         chosen.append(positions_of(chosen_keys(scores_TP, seen_TP, top_k), top_k))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 
-def _scores(q_THI: Tensor, weights_TH: Tensor, k_XNI: Tensor) -> Tensor:
+def row_scores(q_THI: Tensor, weights_TH: Tensor, k_XNI: Tensor) -> Tensor:
     """Return the scores [T, P] of rows and of the chunks of their keys, T J of them."""
+    # whole cache lines for each matrix of queries, and an even number of heads for each sum
+    padded = max(1 << (q_THI.shape[1] - 1).bit_length(), 16 // math.gcd(q_THI.shape[2], 16))
+    q_THI = F.pad(q_THI.to(torch.float32), (0, 0, 0, padded - q_THI.shape[1]))
+    weights_TH = F.pad(weights_TH, (0, padded - weights_TH.shape[1]))
     num_rows, num_heads, width = q_THI.shape
     num_chunks = len(k_XNI) // num_rows
     filling = filling_of(q_THI, 1, len(k_XNI))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.kernels.index_choice.reference import row_scores
 from compress.kernels.linear import row_product
 from compress.kernels.operands.compressed import EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
@@ -377,6 +378,46 @@ def test_compressed_attention(facts: Compressed, num_heads: int, head_dim: int, 
             assert same_bits(attended(some, slice(3)), whole[some])
         for row in range(3):
             assert same_bits(attended([6, 2, 4], slice(row, row + 1)), whole[[6, 2, 4], row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 8), (5, 10), (8, 128), (64, 32)])
+def test_choice_of_an_indexer(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Compare the choice of rows alone, in batches and over wider tables, and by one product of all."""
+    facts = {"phase": "decode", "scheme": DENSE_SCHEMES[dtype], "dtype": dtype}
+    kernel = select(problem("index_choice", n=head_dim, k=num_heads, **facts))
+    lengths = torch.tensor(LENGTHS)
+    num_blocks = -(-max(LENGTHS) // 16)
+    order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    table = order.view(len(LENGTHS), -1)
+    keys = PagedLatents(randn(1, 1 + len(order), 16, head_dim, seed=3, dtype=dtype))
+    q = randn(len(LENGTHS), num_heads, head_dim, dtype=dtype)
+    weights = randn(len(LENGTHS), num_heads, seed=4)
+
+    def scores(rows: list[int], width: int) -> Tensor:
+        blocks = table[rows, : width - width % 8].flatten()
+        own = keys.gather(blocks, head_dim, torch.float32)[0].unflatten(0, (-1, 128))
+        return row_scores(q[rows], weights[rows], own)
+
+    def chosen(rows: list[int], width: int) -> Tensor:
+        found: Tensor = kernel.fn(q[rows], weights[rows], keys, table[rows, :width], lengths[rows], top_k=37)
+        return found
+
+    everyone = list(range(len(LENGTHS)))
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        whole = chosen(everyone, num_blocks)
+        all_scores = scores(everyone, num_blocks)
+        for rows, width in (([3], 8), ([6, 0], 24), ([5, 4, 3, 2, 1, 0], 16)):
+            assert same_bits(scores(rows, width), all_scores[rows, : width * 16])
+        assert torch.equal(chosen(everyone[::-1], num_blocks), whole.flip(0))
+        for row, length in enumerate(LENGTHS):
+            assert torch.equal(chosen([row], max(3, -(-length // 16))), whole[row : row + 1])
+            gathered = keys.rows[0, table[row]].flatten(0, 1)[:length].to(torch.float64)
+            of_heads = (q[row].to(torch.float64) @ gathered.mT).clamp(min=0)
+            best = (weights[row].to(torch.float64) @ of_heads).sort(descending=True, stable=True).indices[:37]
+            assert whole[row, : len(best)].tolist() == sorted(best.tolist())
+            assert not whole[row, len(best) :].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

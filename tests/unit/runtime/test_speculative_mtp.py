@@ -35,6 +35,8 @@ CPU = torch.device("cpu")
 SERVED = [
     "glm4-moe",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "qwen3_next",
     slow("qwen3_5_text"),
     slow("glm4_moe_lite"),
