@@ -99,7 +99,7 @@ class SideInputs:
 
     @property
     def stores(self) -> list[Samples]:
-        """What is kept of the samples between layers."""
+        """The stores of what is kept of the samples between layers."""
         return [*self.kept.values(), *self.choices.values()]
 
     def attention(self, piece: slice) -> FullAttention:

@@ -28,8 +28,8 @@ _PREFIX = "attn.indexer"
 
 @dataclass(frozen=True)
 class IndexRows:
-    """What an indexer computes of rows: its queries [T, H, I] and keys [T, I], which are not rotated, and the
-    factors of its heads, float32 [T, H]; and the pages of its keys."""
+    """The queries [T, H, I] and keys [T, I] that an indexer computes of rows, not rotated, the factors of its
+    heads, float32 [T, H], and the pages of its keys."""
 
     q_THI: Tensor
     k_TI: Tensor
