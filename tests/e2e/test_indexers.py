@@ -32,7 +32,7 @@ INDEXED: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": NUM_LAYERS,
-    "index_topk": 128,
+    "index_topk": 24,
     "index_n_heads": 2,
     "index_head_dim": 32,
 }

@@ -88,7 +88,7 @@ def test_a_published_config_says_what_transformers_makes_of_it(changes: dict[str
     ours = arch_of(**changes)
     theirs = of_transformers(**changes)
     assert ours.layers == theirs.layers
-    assert ours.max_position == theirs.max_position == (64 if changes.get("use_dsa") is False else 32)
+    assert ours.max_position == theirs.max_position == 64
 
 
 def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer, EntryIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.mamba2 import Mamba2
@@ -116,7 +116,20 @@ UNROTATED = replace(
     latent=Latent(q_rank=0, kv_rank=384, rope_dim=0, value_dim=128, interleaved=True),
 )
 NGRAMS = NGrams(3, 8, 24, 4, 4, base=500, index=0, seed=9, eos=5, divisor=128, num_parts=3)
+INDEXED = replace(
+    PLAIN_QUERIES,
+    latent=Latent(
+        q_rank=128,
+        kv_rank=384,
+        rope_dim=64,
+        value_dim=128,
+        interleaved=True,
+        indexer=Indexer(num_heads=16, head_dim=128, top_k=100, interleaved=True),
+    ),
+)
+SHARING = replace(INDEXED, latent=replace(INDEXED.latent, indexer=None))  # type: ignore[type-var]
 FACTS: dict[str, dict[str, Any]] = {
+    "glm 5": {"layers": (INDEXED, SHARING, replace(INDEXED, experts=SIGMOID))},
     "hy 4": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
         "attn_sinks": True,
@@ -637,7 +650,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
-BY_REFERENCE = {"inkling": ("attention",), "deepseek v4": ("compressed", "router")}
+BY_REFERENCE = {"glm 5": ("index",), "inkling": ("attention",), "deepseek v4": ("compressed", "router")}
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)
 
@@ -740,7 +753,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        *("mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n", "qwen 4"),
+        *("glm 5", "mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n", "qwen 4"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
