@@ -192,7 +192,8 @@ def _attending(arch: Arch, device: KernelDevice, layers: Sequence[LayerShape]) -
 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of latent attention: of the widths of DeepSeek-V3 where a model has none."""
+    """Return the kernels of latent attention and of its indexers: of the widths of DeepSeek-V3.2 where a
+    model has none."""
     having = dict.fromkeys(
         (layer.latent, layer.num_heads, layer.head_dim) for layer in arch.layers if layer.latent is not None
     )
@@ -210,9 +211,9 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         ]
         if having:
             problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
-        if latent.indexer is not None and latent.indexer.top_k < arch.max_position:
-            sizes = latent.indexer.head_dim, latent.indexer.num_heads
-            problems.append(("index_choice", "decode", *sizes, dense))
+    indexers = {latent.indexer for latent, _, _ in having if latent.indexer is not None}
+    sizes = sorted({(each.head_dim, each.num_heads) for each in indexers}) or [(128, 64)]
+    problems += [("index_choice", "decode", *each, dense) for each in sizes]
     with_sinks = ("latent_attention", "attention_prefill") if having and arch.attn_sinks else ()
     return [
         _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme, sinks=op in with_sinks)])
