@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
 from compress.models.gated_residual import GatedResiduals
-from compress.models.indexer import Indexer
+from compress.models.indexer import EntryIndexer
 from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
 from compress.models.ngrams import MAX_TOKENS
@@ -128,7 +128,7 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
                 "its heads; those norms are for the halves of whole heads."
             )
-        uncomputed = layer.indexer if not isinstance(layer.indexer, Indexer) else None
+        uncomputed = layer.indexer if isinstance(layer.indexer, EntryIndexer) else None
         if uncomputed is not None and arch.max_position > uncomputed.top_k:
             raise UnsupportedArch(
                 f"layer {idx}: its indexer chooses {uncomputed.top_k} keys of up to {arch.max_position}; "

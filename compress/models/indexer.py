@@ -113,9 +113,10 @@ class BlockIndexer:
     Args:
         num_heads: its heads, one for each KV head of the layer, or any number of a `pooled` one.
         block_size: the positions of a block, the first block beginning with the first position.
-        top_blocks: the most blocks that it chooses for a query, the query's own among them; of a `pooled`
-            one the most whole blocks.
+        top_blocks: the most blocks that it chooses for a query; of a `pooled` one the most whole blocks.
         pooled: the keys of a whole block are averaged.
+        local_blocks: the last blocks up to the query's own that are always among them; those of a `pooled`
+            one are the positions after the last whole block.
     """
 
     matrices: ClassVar[tuple[str, ...]] = ("q", "k")
@@ -125,6 +126,7 @@ class BlockIndexer:
     block_size: int
     top_blocks: int
     pooled: bool = False
+    local_blocks: int = 1
 
     @property
     def cached_numbers(self) -> int:
@@ -151,6 +153,8 @@ class BlockIndexer:
         facts = dataclasses.asdict(self)
         if not self.pooled:
             del facts["pooled"]
+        if self.local_blocks == 1:
+            del facts["local_blocks"]
         return facts
 
     @staticmethod
@@ -163,6 +167,7 @@ class BlockIndexer:
             block_size=stored.integer("block_size", 1, MAX_POSITIONS),
             top_blocks=stored.integer("top_blocks", 1, MAX_POSITIONS),
             pooled=stored.flag("pooled", default=False),
+            local_blocks=stored.integer("local_blocks", 1, MAX_POSITIONS, default=1),
         )
 
 

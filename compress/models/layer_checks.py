@@ -131,7 +131,24 @@ def _why_indexer_unfit(layer: LayerShape) -> str | None:
             f"{layer.block_indexer.num_heads} heads of the indexer choose blocks for "
             f"{layer.num_kv_heads} KV heads; each has one of its own."
         )
-    return None
+    if layer.block_indexer.local_blocks > layer.block_indexer.top_blocks:
+        return (
+            f"the last {layer.block_indexer.local_blocks} blocks are always among the "
+            f"{layer.block_indexer.top_blocks} that its indexer chooses, and these are fewer."
+        )
+    if layer.rope is not None and layer.rope.kind in ("proportional", "longrope"):
+        return f"its indexer turns the first dimensions of a head, and its rope is '{layer.rope.kind}'."
+    return _why_rope_too_wide(layer.turning_dim, layer.block_indexer.head_dim)
+
+
+def _why_rope_too_wide(turning_dim: int, index_dim: int) -> str | None:
+    """Return why heads of an indexer cannot turn as those of attention do, None where they can."""
+    if turning_dim <= index_dim:
+        return None
+    return (
+        f"its rope turns {turning_dim} dimensions of a head, and heads of its indexer have {index_dim}; they "
+        "have to be as many or more."
+    )
 
 
 def _why_compressed_unfit(layer: LayerShape, compressed: Compressed) -> str | None:
@@ -199,6 +216,10 @@ def _why_latent_unfit(layer: LayerShape, latent: Latent) -> str | None:
             f"values of {latent.value_dim} dimensions and keys of {layer.head_dim}; values "
             "must have an even width that is not above that of the keys."
         )
+    if latent.indexer is not None and (
+        reason := _why_rope_too_wide(latent.rope_dim, latent.indexer.head_dim)
+    ):
+        return reason
     if layer.num_kv_heads != layer.num_heads or layer.keys_are_values:
         return (
             f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads; with latent attention each "

@@ -210,6 +210,11 @@ class LayerShape:
         return self.rope.rotary_dim if self.rope is not None and self.rope.leading else 0
 
     @property
+    def turning_dim(self) -> int:
+        """The dimensions of a head of attention that turn, 0 without a rope."""
+        return 0 if self.rope is None else self.rope.rotary_dim or self.head_dim
+
+    @property
     def query_rank(self) -> int:
         """The width of the latent of queries, 0 where there is none."""
         return 0 if self.latent is None else self.latent.q_rank

@@ -10,14 +10,10 @@ def why_no_longer(arch: Arch) -> str:
     chosen = [each.indexer for each in arch.layers]
     if all(each is None or each.top_k > arch.max_position for each in chosen):
         return ""
-    if arch.has_latents:
-        text = arch.config.get("text_config") or arch.config
-        if text.get("max_position_embeddings", arch.max_position) == arch.max_position:
-            return ""
-        return " (it was made when longer contexts of indexers were not computed; make it again)"
-    fields = "index_block_size times index_topk_blocks"
-    if any(layer.block_indexer is not None and layer.block_indexer.pooled for layer in arch.layers):
-        fields = "indexer_budget, and those after the last whole block"
     if is_compressed(arch):
         fields = "index_topk times the positions of an entry"
-    return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
+        return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
+    text = arch.config.get("text_config") or arch.config
+    if text.get("max_position_embeddings", arch.max_position) == arch.max_position:
+        return ""
+    return " (it was made when longer contexts of indexers were not computed; make it again)"

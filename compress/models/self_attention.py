@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, choices_of, kept_by
+from compress.models.block_indexer_layer import BlockIndexerLayer
 from compress.models.choices import choice_source, choice_sources
 from compress.models.ffn import OUTPUT_GATE, activation, gated
-from compress.models.indexer import IndexerParameters
 from compress.models.latent import KV_LATENT, Q_LATENT, Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear, linear_of
@@ -63,7 +63,7 @@ class Attention(TokenMixer):
             self.growth_scale = nn.Parameter(torch.zeros(shape.num_heads))
             self.growth_base = nn.Parameter(torch.ones(shape.num_heads))
         if shape.block_indexer is not None:
-            self.indexer = IndexerParameters(shape.block_indexer.dense_shapes(arch.hidden_size))
+            self.indexer: nn.Module = BlockIndexerLayer(shape.block_indexer, arch, shape)
         self.arch = arch
 
     def heads(
@@ -134,9 +134,13 @@ class Attention(TokenMixer):
         layer_idx: int,
     ) -> dict[str, Any]:
         """Return what `attention` takes to attend to chosen keys; nothing where it attends to all. An indexer
-        reads the input of attention and the normed latent of its queries."""
-        del x_BSD, latent_BSR, positions, attention, layer_idx
-        return {}
+        reads the input of attention, and over latents the normed one of its queries."""
+        del latent_BSR, attention, layer_idx
+        indexer = self.shape.block_indexer
+        if indexer is None or indexer.top_k >= self.arch.max_position:
+            return {}
+        index_keys, choose = self.indexer(x_BSD, positions)
+        return {"index_keys": index_keys, "choose": choose}
 
     def attended(
         self,

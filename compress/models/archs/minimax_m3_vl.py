@@ -1,6 +1,5 @@
-"""MiniMax-M3 (MiniMax, 2026) with its vision tower: the text model is `minimax_m3_vl_text`, of which as many
-positions are computed as its indexers choose. Checkpoints name the experts as those of MiniMax-M2, and
-`transformers` has other names for them in memory."""
+"""MiniMax-M3 (MiniMax, 2026) with its vision tower: the text model is `minimax_m3_vl_text`. Checkpoints name
+the experts as those of MiniMax-M2, and `transformers` has other names for them in memory."""
 
 from compress.models.archs.minimax_m3_vl_text import MINIMAX_M3
 from compress.models.family import FAMILIES

@@ -1,7 +1,6 @@
 """The text model of MiniMax-M3 (MiniMax, 2026): gates of FFNs and experts are clamped, as in gpt-oss, a part
 of each head rotates, and experts are chosen by the sigmoids of the router with a bias that their weights do
-not have, next to a shared one. Layers may have an indexer that chooses blocks of keys (`indexer.py`), and as
-many positions are computed as it chooses.
+not have, next to a shared one. Layers may have an indexer that chooses blocks of keys (`block_choice.py`).
 
 Published configs state which layers have an indexer or experts by fields of their own
 (`sparse_attention_config`, `moe_layer_freq`), and those that `transformers` writes by types of layers. A
@@ -36,16 +35,20 @@ _FLAGS = "sparse_attention_freq"
 _WITHOUT_VALUES = "sparse_disable_index_value"
 """The fields of indexers that have a 1 for each layer with one, and for each whose indexer has no values."""
 _NUM_HEADS = "index_n_heads"
+_LOCAL = "index_local_blocks"
 _OF_INDEXERS = {
     _NUM_HEADS: "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
     "index_block_size": "sparse_block_size",
     "index_topk_blocks": "sparse_topk_blocks",
-    "index_local_blocks": "sparse_local_block",
+    _LOCAL: "sparse_local_block",
 }
 """Fields of indexers -> their names among those of published configs, which decide where both are stated."""
-_CHOOSING = frozenset({"use_sparse_attention", "sparse_score_type", "sparse_init_block"})
-"""Fields of indexers that change nothing while they choose all blocks."""
+_ALWAYS = "sparse_init_block"
+"""The field of the first blocks that are always chosen, of which `transformers` has none."""
+_SCORE = "sparse_score_type"
+_CHOOSING = frozenset({"use_sparse_attention", _SCORE, _ALWAYS})
+"""Fields of published configs that state how indexers choose, in one way each here."""
 _BIAS = "e_score_correction_bias"
 _SHARED = "mlp.shared_experts"
 _ACTIVATIONS = ("silu", "swigluoai")
@@ -108,6 +111,9 @@ def _implied(config: Fields) -> dict[str, Any]:
         raise stated.wrong(odd[0], "a field", "absent: no field of these indexers has that name")
     if not stated.flag("use_sparse_attention", default=True):
         raise stated.wrong("use_sparse_attention", False, f"true, or {_INDEXERS} absent")
+    if stated.text(_SCORE, default="max") != "max":
+        raise stated.wrong(_SCORE, stated.text(_SCORE), "max")
+    stated.integer(_ALWAYS, 0, 0, default=0)
     flags = _have_indexers(config, stated)
     without_values = stated.integers(_WITHOUT_VALUES, 0, 1) if stated.has(_WITHOUT_VALUES) else flags
     if any(has_one and not is_bare for has_one, is_bare in zip(flags, without_values, strict=False)):
@@ -125,12 +131,9 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    """Return the facts of gates and norms, and the positions that attention is computed of."""
-    facts: dict[str, Any] = {"activation": CLAMPED, "norm_offset": 1.0}
-    if any(config.fields(_INDEXERS).integers(_FLAGS, 0, 1)):
-        blocks = config.integer("index_topk_blocks", 1, MAX_POSITIONS)
-        facts["max_position"] = blocks * config.integer("index_block_size", 1, MAX_POSITIONS)
-    return facts
+    """Return the facts of gates and norms."""
+    del config
+    return {"activation": CLAMPED, "norm_offset": 1.0}
 
 
 def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
@@ -145,6 +148,7 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
         head_dim=config.integer("index_head_dim", 1, MAX_SIZE),
         block_size=config.integer("index_block_size", 1, MAX_POSITIONS),
         top_blocks=config.integer("index_topk_blocks", 1, MAX_POSITIONS),
+        local_blocks=config.integer(_LOCAL, 1, MAX_POSITIONS),
     )
     return tuple(
         replace(layer, block_indexer=indexer if has_one else None)
@@ -241,6 +245,7 @@ MINIMAX_M3 = Family(
         "index_head_dim": 128,
         "index_block_size": 128,
         "index_topk_blocks": 16,
+        _LOCAL: 1,
     },
 )
 

@@ -1,7 +1,7 @@
 """The text model of Qwen4 (Qwen, 2026): the gated delta nets, the gated attention and the experts of Qwen3.5,
 between streams of the residual that are read through gates (`gated_residual.py`), with indexers that choose
-blocks of keys (`indexer.py`) and embeddings of n-grams in some layers with a delta net (`ngrams.py`). As many
-positions are computed as an indexer chooses. Layers that predict further tokens are untouched.
+blocks of keys (`block_choice.py`) and embeddings of n-grams in some layers with a delta net (`ngrams.py`).
+Layers that predict further tokens are untouched.
 
 The table of n-grams is some tensors on disk, one after the other. What the hashes are computed with is
 stored, too, and has to be what the config states (`ngram_buffers.py`).
@@ -32,6 +32,10 @@ _INDEXED = "indexed_attention"
 """The type of layers with attention in configs that `transformers` writes; older ones have the common one."""
 _BUDGET = "indexer_budget"
 _BLOCK = "indexer_compress_ratio"
+_HEADS = "indexer_n_heads"
+_KEYS = "indexer_kv_heads"
+_WIDTH = "indexer_head_dim"
+_OF_INDEXERS = (_HEADS, _KEYS, _WIDTH, _BUDGET, _BLOCK)
 _WITH_NGRAMS = "ple_layer_ids"
 """The field of the numbers of layers with embeddings of n-grams, from 1 on."""
 _NGRAM_WIDTH = "ple_embed_dim"
@@ -62,29 +66,28 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    """Return the streams of the residual, and the positions of which an indexer chooses all."""
-    facts: dict[str, Any] = {
+    """Return the offset of norms, and the streams of the residual."""
+    num_streams = config.integer("hc_count", 2, MAX_STREAMS)
+    return {
         "norm_offset": 1.0,
-        "hyper": GatedResiduals(
-            config.integer("hc_count", 2, MAX_STREAMS), config.integer("hc_lowrank", 1, MAX_SIZE)
-        ),
+        "hyper": GatedResiduals(num_streams, config.integer("hc_lowrank", 1, MAX_SIZE)),
     }
-    if FULL in config.texts(_TYPES, default=()):
-        facts["max_position"] = _indexer(config).top_k
-    return facts
 
 
 def _indexer(config: Fields) -> BlockIndexer:
-    """Return the indexer of a layer with attention."""
+    """Return the indexer of a layer with attention. Refuse a config, as the default one is, that states no
+    indexers for it."""
+    if missing := [name for name in _OF_INDEXERS if not config.has(name)]:
+        stated = f"a whole number each, or {_TYPES} all {LINEAR}: layers with attention have indexers"
+        raise config.wrong(", ".join(missing), None, stated)
     block_size = config.integer(_BLOCK, 1, MAX_POSITIONS)
     budget = config.integer(_BUDGET, 1, MAX_POSITIONS)
     if budget % block_size:
         raise config.wrong(_BUDGET, budget, f"a multiple of {_BLOCK}, {block_size}")
-    config.integer("indexer_kv_heads", 1, 1)
-    head_dim = config.integer("indexer_head_dim", 1, MAX_SIZE)
+    config.integer(_KEYS, 1, 1)
     return BlockIndexer(
-        num_heads=config.integer("indexer_n_heads", 1, MAX_SIZE),
-        head_dim=head_dim,
+        num_heads=config.integer(_HEADS, 1, MAX_SIZE),
+        head_dim=config.integer(_WIDTH, 1, MAX_SIZE),
         block_size=block_size,
         top_blocks=budget // block_size,
         pooled=True,
