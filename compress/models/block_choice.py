@@ -66,16 +66,28 @@ def chosen_blocks(facts: BlockIndexer, products: Tensor, positions: Tensor, num_
     if facts.pooled:
         scores = _sum(torch.relu(products), -2).unsqueeze(-2) / facts.head_dim**0.5
         scores = F.pad(scores, (0, len(blocks_J) - scores.shape[-1]))
-        return chosen_keys(scores, blocks_J < last, facts.top_blocks) | (blocks_J == last)
+        return _best(scores, blocks_J < last, facts.top_blocks) | (blocks_J == last)
     scores = _largest(products, query, facts.block_size)
     is_local = (blocks_J <= last) & (blocks_J > last - facts.local_blocks)
-    return chosen_keys(scores.masked_fill(is_local, torch.inf), blocks_J <= last, facts.top_blocks)
+    return _best(scores.masked_fill(is_local, torch.inf), blocks_J <= last, facts.top_blocks)
+
+
+def num_attended(facts: BlockIndexer, positions: Tensor) -> Tensor:
+    """Return how many positions of the chosen blocks queries at these positions see, their own included."""
+    last = last_block(facts, positions)
+    num_before = last.clamp(max=facts.top_blocks - (not facts.pooled))
+    return num_before * facts.block_size + positions + 1 - last * facts.block_size
 
 
 def last_block(facts: BlockIndexer, positions: Tensor) -> Tensor:
     """Return the last block up to a query, that of its position, or of a pooled indexer the one after all
     whole blocks, which has no position yet where there is nothing after them."""
     return (positions + 1 if facts.pooled else positions) // facts.block_size
+
+
+def _best(scores: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Return which blocks [..., J] of those that a query sees have the largest scores."""
+    return seen.expand_as(scores) if scores.shape[-1] <= count else chosen_keys(scores, seen, count)
 
 
 def _largest(products: Tensor, query: Tensor, block_size: int) -> Tensor:

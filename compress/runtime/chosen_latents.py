@@ -8,16 +8,12 @@ those of attention without an indexer, and every kernel of that serves.
 Shapes: T rows, R sequences, B blocks of the longest sequence, K positions chosen, W numbers of a position.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.step.host_memory import sent
 from compress.models.arch import Arch
 from compress.models.indexer import Indexer
 from compress.models.layer_shape import Rope
@@ -25,63 +21,14 @@ from compress.models.query_growth import learned_growth
 from compress.models.token_indexer import turned
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
-from compress.runtime.index_linears import IndexRows
-from compress.runtime.kv_cache import MOST_CHOSEN_BYTES
+from compress.runtime.index_linears import IndexLinears, IndexRows
 from compress.runtime.latent_linears import latent_of
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.row_contexts import RowContexts
 
 Tables = tuple[Tensor, Tensor]
 """Cos and sin of all positions [L, R]."""
-
-
-@dataclass(frozen=True)
-class RowContexts:
-    """The blocks of the sequence of each row [T, B], and how many positions the row sees, its own
-    included."""
-
-    table_TB: Tensor
-    ends_T: Tensor
-
-    @staticmethod
-    def decoded(block_table_RB: Tensor, context_lens_R: Tensor, q_len: int) -> "RowContexts":
-        """Return those of the last `q_len` rows of each sequence; `context_lens` count them."""
-        before_Q = torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
-        ends_RQ = context_lens_R.unsqueeze(1) - before_Q
-        return RowContexts(block_table_RB.repeat_interleave(q_len, dim=0), ends_RQ.flatten())
-
-    @staticmethod
-    def prefilled(
-        block_table_RB: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]
-    ) -> "RowContexts":
-        """Return those of `query_lens[r]` rows of each sequence, which end its context."""
-        rows = [
-            (sequence, end + 1)
-            for sequence, (size, length) in enumerate(zip(query_lens, context_lens, strict=True))
-            for end in range(length - size, length)
-        ]
-        sequence_T, ends_T = sent(torch.tensor(rows), block_table_RB.device).unbind(1)
-        return RowContexts(block_table_RB[sequence_T], ends_T)
-
-    def __len__(self) -> int:
-        return len(self.ends_T)
-
-    def part(self, rows: slice) -> "RowContexts":
-        """Return those of some rows."""
-        return RowContexts(self.table_TB[rows], self.ends_T[rows])
-
-    def chosen(self, pages: PagedLatents, positions_TK: Tensor) -> tuple[PagedLatents, "RowContexts"]:
-        """Return pages of the chosen positions of each row alone, and where the rows find these in them."""
-        num_rows, top_k = positions_TK.shape
-        block_size = pages.block_size
-        positions_TK = F.pad(positions_TK, (0, -top_k % block_size))
-        blocks_TK = self.table_TB.gather(1, positions_TK // block_size)
-        gathered = pages.gathered(blocks_TK * block_size + positions_TK % block_size)
-        num_columns = positions_TK.shape[1] // block_size
-        table_TB = torch.arange(
-            num_rows * num_columns, device=self.table_TB.device, dtype=self.table_TB.dtype
-        )
-        return gathered, RowContexts(table_TB.view(num_rows, -1), self.ends_T.clamp(max=top_k))
 
 
 @dataclass
@@ -137,11 +84,14 @@ class LatentChoice:
             return choices.last_TK
         choices.last_TK = None
         index = projected.index
-        if index is None or choices.rows.table_TB.shape[1] * index.pages.block_size <= facts.top_k:
+        if (
+            not isinstance(index, IndexRows)
+            or choices.rows.table_TB.shape[1] * index.pages.block_size <= facts.top_k
+        ):
             return None
         q_THI = index.q_THI[rows]
         positions_T = projected.positions_T[rows]
-        assert layer.indexer is not None
+        assert isinstance(layer.indexer, IndexLinears)
         if layer.indexer.growth_2H is not None:
             scale_H, base_H = layer.indexer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
@@ -168,9 +118,3 @@ class LatentChoice:
         tables = self._rope_tables[layer.shape.rope, latent.rope_dim]
         cos_TR, sin_TR = (each[positions_T] for each in tables)
         return turned(latent.indexer, x_THI, cos_TR, sin_TR)
-
-
-def rows_at_once(pages: PagedLatents, top_k: int) -> int:
-    """Return how many rows attend at once."""
-    of_row = sum(each[:, 0, 0].nbytes for each in pages.tensors) * top_k
-    return max(1, MOST_CHOSEN_BYTES // of_row)

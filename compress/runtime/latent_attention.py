@@ -27,14 +27,16 @@ from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin
-from compress.runtime.chosen_latents import Choices, LatentChoice, RowContexts, rows_at_once
+from compress.runtime.chosen_latents import Choices, LatentChoice
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.index_linears import IndexRows
 from compress.runtime.latent_linears import LatentLinears, latent_of
 from compress.runtime.latent_passes import LatentPass, latent_passes
 from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
+from compress.runtime.row_contexts import RowContexts, rows_at_once
 
 MOST_PARTIAL_BYTES = 1 << 28
 """Bytes of partial results of the rows of short prompts that attend at once."""
@@ -292,7 +294,7 @@ class LatentAttention:
             scale_H, base_H = layer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, projected.positions_T, q_TF.dtype)
             q_TF = (q_TF.unflatten(1, (-1, linears.head_dim)) * growth_TH.unsqueeze(-1)).flatten(1)
-        if projected.index is not None:
+        if isinstance(projected.index, IndexRows):
             self._choice.store(layer, projected, projected.index)
         q_THC: Tensor = self._ops(layer)["latent_store"].kernel.fn(
             q_TF,

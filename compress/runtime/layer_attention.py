@@ -7,11 +7,13 @@ q, k and v, H heads, C head dimension, B blocks of the longest sequence, R seque
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.relative import RelativeTerm
@@ -23,6 +25,8 @@ from compress.models.layer_shape import LayerShape, Rope
 from compress.models.query_growth import query_growth
 from compress.models.rope import cos_sin
 from compress.quant.kv import page_format, transforms_heads
+from compress.runtime.block_linears import BlockRows
+from compress.runtime.chosen_blocks import BlockChoice
 from compress.runtime.chunked_attention import DecodeChunks, PrefillChunks, chunk_sizes
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
@@ -31,6 +35,7 @@ from compress.runtime.kv_cache import NGramKept
 from compress.runtime.layer_convs import ConvPart
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.recurrent_ops import RecurrentOps
+from compress.runtime.row_contexts import RowContexts, row_parts
 
 EARLY_MIXTURE_ROWS = 32
 """Rows of a mixture of experts up to which decode attention starts before its queries are turned. On an H200
@@ -59,7 +64,7 @@ class Projected:
     conv: ConvPart | None = None
     conv_FW: Tensor | None = None
     raw_TF: Tensor | None = None
-    index: IndexRows | None = None
+    index: IndexRows | BlockRows | None = None
 
 
 Attend = Callable[[LayerWeights, Projected], Tensor]
@@ -117,6 +122,7 @@ class LayerAttention:
             for each in {layer.relative for layer in attending if layer.relative is not None}
         }
         self._chunk_sizes = chunk_sizes(arch, max_model_len)
+        self._blocks = BlockChoice(arch, deployment, self._rope_tables)
 
     def decode(
         self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, block_size: int
@@ -129,6 +135,9 @@ class LayerAttention:
             for chunk in self._chunk_sizes
         }
         sequences = self._recurrent.decoded(block_table_RB, context_lens_R, q_len)
+        rows = None
+        if self._blocks.may_choose(block_table_RB.shape[1] * block_size):
+            rows = RowContexts.decoded(block_table_RB, context_lens_R, q_len)
         is_first = True
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
@@ -141,6 +150,8 @@ class LayerAttention:
             gains = layer.experts is None or len(projected.qkv_TF) <= EARLY_MIXTURE_ROWS
             q_THC = self.queries(layer, projected, early=gains and not is_first)
             is_first = False
+            if rows is not None and projected.index is not None:
+                return self._to_blocks(layer, projected, q_THC, rows, slice(None))
 
             def attention(table_RB: Tensor, lens_R: Tensor) -> Tensor:
                 out: Tensor = fn(q_THC, projected.kv, table_RB, lens_R, q_len=q_len, **facts)
@@ -170,12 +181,21 @@ class LayerAttention:
             chunk: PrefillChunks.of(*whole, chunk=chunk, block_size=block_size) for chunk in self._chunk_sizes
         }
         sequences = self._recurrent.prefilled(*whole, lists)
+        groups = row_parts(*whole, self._blocks.least) if self._blocks.may_choose(max(context_lens)) else []
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
             q_THC = self.queries(layer, projected)
             fn, facts = self._kernel("attention_prefill", layer, projected)
+            if projected.index is not None and groups:
+                attended = [
+                    self._restored(layer, fn(q_THC[each.rows], projected.kv, *each.whole, **facts))
+                    if each.choosing is None
+                    else self._to_blocks(layer, projected, q_THC, each.choosing, each.rows)
+                    for each in groups
+                ]
+                return torch.cat(attended)
             operands = whole
             if layer.shape.chunk in chunks:
                 parts = chunks[layer.shape.chunk]
@@ -193,6 +213,8 @@ class LayerAttention:
         has it; not in the first layer of a pass."""
         shape = layer.shape
         norm = layer.qk_norm
+        if isinstance(projected.index, BlockRows):
+            self._blocks.store(shape, projected.index, projected.positions_T, projected.slots_T)
         rope_store = self._ops["rope_store", _head_key(shape)].kernel.fn
         tables = self._rope_tables[_rope_key(shape)]
         q_THC: Tensor = rope_store(
@@ -212,21 +234,36 @@ class LayerAttention:
             hadamard=self._transforms_heads,
             leading_dim=shape.leading_dim,
             value_dim=shape.value_dim,
-            early=early,
+            early=early and projected.index is None,
         )
         return q_THC
+
+    def _to_blocks(
+        self, layer: LayerWeights, projected: Projected, q_THC: Tensor, rows: RowContexts, own: slice
+    ) -> Tensor:
+        """Return attention of some rows, whose contexts are given, to the blocks that an indexer chooses."""
+        fn, facts = self._kernel("attention_decode", layer, projected)
+        assert isinstance(projected.kv, PagedKV)
+        assert isinstance(projected.index, BlockRows)
+        index = projected.index.of(own)
+        operands = q_THC[own], projected.kv, index, projected.positions_T[own], rows
+        return self._restored(layer, self._blocks.attended(layer, *operands, partial(fn, **facts)))
 
     @property
     def takes_lists(self) -> bool:
         """Whether prefill attention can be captured in a CUDA graph."""
         kernels = [bound.kernel for (op, _), bound in self._ops.items() if op == "attention_prefill"]
-        of_attention = not self._chunk_sizes and all(kernel.takes_lists for kernel in kernels)
+        of_attention = (
+            not self._chunk_sizes
+            and self._blocks.least is None
+            and all(kernel.takes_lists for kernel in kernels)
+        )
         return of_attention and self._recurrent.takes_lists
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and kind of head."""
         rows = [bound.report(layer=None, linear=op) for (op, _), bound in self._ops.items()]
-        return rows + self._recurrent.kernel_report()
+        return rows + self._blocks.kernel_report() + self._recurrent.kernel_report()
 
     def _kernel(
         self, op: Op, layer: LayerWeights, projected: Projected

@@ -40,6 +40,7 @@ from compress.models.arch_params import is_compressed
 from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
 from compress.runtime.altup import LAUREL_SCALE, AltUpWeights
+from compress.runtime.block_linears import BlockRows
 from compress.runtime.compressed_attention import CompressedAttention
 from compress.runtime.convolutions import Convolutions
 from compress.runtime.deployment import Deployment
@@ -218,18 +219,18 @@ class LayerRunner:
 
     def _projected(
         self, layer: LayerWeights, rows: Rows, index_pages: PagedLatents | None, phase: Phase
-    ) -> tuple[Tensor, IndexRows | None]:
+    ) -> tuple[Tensor, IndexRows | BlockRows | None]:
         """Return what attention, or a recurrence, reads of the rows: the outputs of the first linears, those
         of an output gate last, and what an indexer computes, whose keys have pages of their own."""
         assert layer.qkv is not None
         qkv_TF = layer.qkv(rows, phase)
-        if layer.latent is None:
-            return qkv_TF, None
-        index = None
+        index: IndexRows | BlockRows | None = None
         if layer.indexer is not None:
             assert isinstance(rows, Tensor)
             assert index_pages is not None
             index = layer.indexer.of_rows(rows, qkv_TF, index_pages, phase)
+        if layer.latent is None:
+            return qkv_TF, index
         assert isinstance(self.attention, LatentAttention)
         return self.attention.with_gates(layer, qkv_TF, phase), index
 

@@ -11,6 +11,7 @@ from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 from compress.runtime.altup import AltUpWeights, LaurelLinears, StreamLinears
+from compress.runtime.block_linears import BlockLinears
 from compress.runtime.compressed_linears import CompressedLinears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
@@ -91,7 +92,7 @@ class LayerWeights:
     ffn_scale: float = 1.0
     ngrams: NGramWeights | None = None
     compressed: CompressedLinears | None = None
-    indexer: IndexLinears | None = None
+    indexer: IndexLinears | BlockLinears | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:

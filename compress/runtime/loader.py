@@ -29,6 +29,7 @@ from compress.runtime.altup import (
     altup_weights,
     laurel_linears,
 )
+from compress.runtime.block_linears import block_linears
 from compress.runtime.compressed_linears import compressed_linears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
@@ -148,7 +149,8 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
         compressed=compressed_linears(shape, weights, arch.norm_eps, deployment),
-        indexer=index_linears(arch, shape, weights, deployment),
+        indexer=index_linears(arch, shape, weights, deployment)
+        or block_linears(arch, shape, weights, deployment),
     )
 
 

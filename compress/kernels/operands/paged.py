@@ -100,6 +100,17 @@ class PagedKV:
         for pages, scale, new_TKC in ((self.k, self.k_scale, k_TKC), (self.v, self.v_scale, v_TKC)):
             write_pages_(pages, scale, slots_T, new_TKC.transpose(0, 1), power_scales=self.power_scales)
 
+    def gathered(self, slots_TNK: Tensor) -> "PagedKV":
+        """Return pages of the positions of these slots alone, N 1 or one choice for each KV head; those of a
+        row are in blocks of their own, and K is a multiple of the positions of a block."""
+        slots_NM = slots_TNK.transpose(0, 1).flatten(1)
+        k, v = (_at_slots(each, slots_NM) for each in (self.k, self.v))
+        scales = (
+            each if each is None or not each.dim() else _at_slots(each.unsqueeze(-1), slots_NM).squeeze(-1)
+            for each in (self.k_scale, self.v_scale)
+        )
+        return PagedKV(k, v, *scales, power_scales=self.power_scales)
+
     def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `length` positions of the sequence that holds `blocks_B`, each
         [K, length, C] in `dtype`."""
@@ -192,6 +203,15 @@ def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
         return codes
     even, odd = (codes + _OFFSET).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return even | odd << 4
+
+
+def _at_slots(pages_KNSC: Tensor, slots_NM: Tensor) -> Tensor:
+    """Return the blocks of these slots of each head [K, M / S, S, C]."""
+    num_heads, num_blocks, block_size, _ = pages_KNSC.shape
+    first_K1 = torch.arange(num_heads, device=slots_NM.device).unsqueeze(1) * (num_blocks * block_size)
+    whole = pages_KNSC.view(torch.uint8).flatten(0, 2)
+    rows = whole.index_select(0, (first_K1 + slots_NM).flatten()).view(pages_KNSC.dtype)
+    return rows.view(num_heads, -1, block_size, rows.shape[-1])
 
 
 def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:
