@@ -425,6 +425,25 @@ FEATURES: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "indexers of blocks for each KV head": {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            tiny_shape(block_indexer=BlockIndexer(num_heads=2, head_dim=20, block_size=8, top_blocks=2)),
+            tiny_shape(),
+            tiny_shape(
+                rope=Rope(10000.0, rotary_dim=8),
+                block_indexer=BlockIndexer(2, 12, block_size=5, top_blocks=3, local_blocks=2),
+            ),
+        ),
+    },
+    "indexers of pooled blocks, with recurrences": {
+        "layers": (
+            tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
+            tiny_shape(output_gate=True, block_indexer=BlockIndexer(5, 16, 4, 3, pooled=True)),
+            tiny_shape(rope=Rope(10000.0, rotary_dim=8), block_indexer=BlockIndexer(4, 8, 7, 2, pooled=True)),
+        ),
+    },
     "experts that act on latents": {
         "layers": (
             tiny_shape(experts=Experts(6, 2, 48, shared_size=96, latent_size=40)),
@@ -1064,6 +1083,7 @@ RARE = [
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
     "clamped gates of FFNs, and indexers of blocks",
+    *("indexers of blocks for each KV head", "indexers of pooled blocks, with recurrences"),
     "caps that differ by layer",
     "values narrower than keys",
     "latents that layers share, some without positions",
