@@ -62,9 +62,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        the normed and turned queries; writes the normed and turned keys, and what entries are
                        computed of, None where there are none, to pages of latents
     compressed_attention  fn(q_THC, pages, weights, cos_LR, sin_LR, block_table_RB, sequence_T, positions_T,
-                          *, window, scale, sinks_H) -> [T, H, C], turned back
+                          *, window, scale, sinks_H, choice=None) -> [T, H, C], turned back
                        weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
-                       and sees its window and the entries that are over at `positions_T[t]`
+                       and sees its window and the entries that are over at `positions_T[t]`, or those of
+                       them that an `EntryChoice` chooses
     index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> positions [T, K]
                        of the `ends_T[t]` positions that row t sees in its own blocks, rising, then zeros
     block_choice       fn(q_TNI, keys, pages, block_table_TB, ends_T) -> positions [T, N or 1, W]

@@ -202,8 +202,13 @@ class Arch:
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers of one position that a cache of all layers holds."""
+        """The numbers of one position that a cache of all layers holds, without those of indexers."""
         return sum(layer.cached_numbers for layer in self.layers)
+
+    def numbers_cached(self, num_positions: int) -> int:
+        """Return the numbers of one position that a cache of all layers holds for sequences of at most so
+        many, with those of the indexers that choose keys of them."""
+        return self.cached_numbers + sum(layer.index_numbers(num_positions) for layer in self.layers)
 
     @cached_property
     def kv_sources(self) -> frozenset[int]:

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
 from compress.models.gated_residual import GatedResiduals
-from compress.models.indexer import EntryIndexer
 from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
 from compress.models.ngrams import MAX_TOKENS
@@ -127,12 +126,6 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: norms of q and k follow the rotation, and the dimensions that rotate lead "
                 "its heads; those norms are for the halves of whole heads."
-            )
-        uncomputed = layer.indexer if isinstance(layer.indexer, EntryIndexer) else None
-        if uncomputed is not None and arch.max_position > uncomputed.top_k:
-            raise UnsupportedArch(
-                f"layer {idx}: its indexer chooses {uncomputed.top_k} keys of up to {arch.max_position}; "
-                "the decoder computes contexts of which it chooses all."
             )
         if layer.norm_gate_rank and (reason := _why_no_norm_gates(arch, layer)):
             raise UnsupportedArch(f"layer {idx}: its norms have gates, and {reason}.")

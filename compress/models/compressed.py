@@ -62,7 +62,7 @@ class Compressed:
     indexer: EntryIndexer | None = None
 
     def raw_width(self, head_dim: int) -> int:
-        """Return F, the numbers of a position that entries are computed of."""
+        """Return F, the numbers of a position that entries of so many dimensions are computed of."""
         return 2 * self.num_series * head_dim
 
     @property
@@ -138,7 +138,7 @@ def entries(
         gate = _with_those_before(gate, -torch.inf)
     below_0 = gate - gate.detach().amax(-2, keepdim=True)
     weights = computed(torch.exp, below_0.flatten(0, -2)).view(below_0.shape)
-    return _sum(weights * kv) / _sum(weights)
+    return sum_by_halves(weights * kv) / sum_by_halves(weights)
 
 
 def _with_those_before(x: Tensor, filler: float) -> Tensor:
@@ -149,7 +149,7 @@ def _with_those_before(x: Tensor, filler: float) -> Tensor:
     return torch.cat((before, second), dim=-2)
 
 
-def _sum(x: Tensor) -> Tensor:
+def sum_by_halves(x: Tensor) -> Tensor:
     """Return the sums over the last axis but one [..., C]."""
     while x.shape[-2] > 1:
         x = F.pad(x, (0, 0, 0, x.shape[-2] % 2))

@@ -1,11 +1,12 @@
 """Compressed attention in the canonical decoder (`compressed.py` has the arithmetic).
 
-What a cache holds of a position is its key, which is the value, and what entries are computed of: entries
-are computed anew from all positions in each call. Where an indexer chooses entries, contexts are so short
-that it chooses all of them (`Arch.max_position`), and its parameters are carried along.
+What a cache holds of a position is its key, which is the value, and what entries are computed of, those that
+an indexer scores among them: entries are computed anew from all positions in each call. An indexer computes
+nothing more where it chooses every entry.
 
 Shapes: B batch, S sequence, D hidden, H heads, C head dimension, R dimensions that rotate, P positions of a
-cache, E entries, F numbers of a position that a compressor computes, O outputs of a linear, G groups.
+cache, E entries, F numbers of a position that a compressor computes, O outputs of a linear, G groups, N heads
+and I head dimension of an indexer.
 """
 
 from functools import partial
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
+from compress.models.chosen_keys import chosen_keys, index_scores
 from compress.models.compressed import OUT_TAP, Compressed, entries, turned
-from compress.models.indexer import IndexerParameters
+from compress.models.indexer import EntryIndexer
 from compress.models.latent import Q_LATENT
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.linear import Linear, linear_of
@@ -34,6 +36,7 @@ class Compressor(nn.Module):
         super().__init__()
         width = facts.num_series * head_dim
         self.facts = facts
+        self.raw_width = facts.raw_width(head_dim)
         self.kv = Linear(hidden_size, width, bias=False)
         self.gate = Linear(hidden_size, width, bias=False)
         self.positions = nn.Parameter(torch.zeros(facts.rate, width))
@@ -49,6 +52,38 @@ class Compressor(nn.Module):
         starts_E = torch.arange(summed.shape[1], device=summed.device) * self.facts.rate
         angles = cos_sin(rope, self.facts.rope_dim, starts_E, summed.dtype)
         return turned(self.norm(summed).unsqueeze(-2), angles).squeeze(-2)
+
+
+class EntryChooser(Compressor):
+    """The indexer of a layer: a compressor of the entries that it scores, and the linears of its queries and
+    of the weights of its heads."""
+
+    def __init__(self, facts: Compressed, indexer: EntryIndexer, hidden_size: int, eps: float) -> None:
+        super().__init__(facts, hidden_size, indexer.head_dim, eps)
+        self.widths = indexer
+        self.q = Linear(facts.q_rank, indexer.num_heads * indexer.head_dim, bias=False)
+        self.weights = Linear(hidden_size, indexer.num_heads, bias=False)
+
+    @torch.no_grad()
+    def choose(
+        self,
+        latent_BSO: Tensor,
+        x_BSD: Tensor,
+        cos_sin_SR: tuple[Tensor, Tensor],
+        rope: Rope | None,
+        raw_BPF: Tensor,
+        seen_SE: Tensor,
+    ) -> Tensor | None:
+        """Return bool [B, 1, S, E], True for the entries that queries of these latents attend to, or None
+        where those are all that they see. `raw_BPF` are the numbers of all positions that the cache holds,
+        and this compressor's are the last of them."""
+        if seen_SE.shape[-1] <= self.widths.top_entries:
+            return None
+        q_BSNI = turned(self.q(latent_BSO).unflatten(-1, (-1, self.widths.head_dim)), cos_sin_SR)
+        weights_BSN = self.weights(x_BSD).to(torch.float32) * self.widths.score_scale
+        entries_BEI = self.entries(raw_BPF[..., -self.raw_width :], rope)
+        scores_BSE = index_scores(q_BSNI, entries_BEI, weights_BSN)
+        return chosen_keys(scores_BSE, seen_SE, self.widths.top_entries).unsqueeze(1)
 
 
 class CompressedAttention(TokenMixer):
@@ -72,7 +107,7 @@ class CompressedAttention(TokenMixer):
         if facts.rate:
             self.compressor = Compressor(facts, arch.hidden_size, shape.head_dim, arch.norm_eps)
         if facts.indexer is not None:
-            self.indexer = IndexerParameters(facts.indexer.dense_shapes(arch.hidden_size, facts.q_rank))
+            self.indexer = EntryChooser(facts, facts.indexer, arch.hidden_size, arch.norm_eps)
 
     def heads(
         self,
@@ -93,10 +128,12 @@ class CompressedAttention(TokenMixer):
         cached_BS1F = turned(self.kv_norm(self.kv(x_BSD)).unsqueeze(-2), cos_sin_SR)
         of_entries: dict[str, Any] = {}
         if self.facts.rate:
-            raw_BS1F = self.compressor(x_BSD).unsqueeze(-2)
-            cached_BS1F = torch.cat((cached_BS1F, raw_BS1F), dim=-1)
-            compress = partial(self.compressor.entries, rope=rope)
-            of_entries = {"compress": compress, "rate": self.facts.rate}
+            raw = [self.compressor(x_BSD)]
+            of_entries = {"compress": partial(self._entries, rope), "rate": self.facts.rate}
+            if self.facts.indexer is not None:
+                raw.append(self.indexer(x_BSD))
+                of_entries["choose"] = partial(self.indexer.choose, latent_BSO, x_BSD, cos_sin_SR, rope)
+            cached_BS1F = torch.cat((cached_BS1F, *(each.unsqueeze(-2) for each in raw)), dim=-1)
         out_BSHC = attention(
             layer_idx,
             q_BSHC,
@@ -114,3 +151,7 @@ class CompressedAttention(TokenMixer):
             tap(f"{OUT_TAP}.{idx}", group_BSF)
             outputs.append(linear(group_BSF))
         return torch.cat(outputs, dim=-1)
+
+    def _entries(self, rope: Rope | None, raw_BPF: Tensor) -> Tensor:
+        """Return the entries [B, E, C] that queries attend to."""
+        return self.compressor.entries(raw_BPF[..., : self.compressor.raw_width], rope)

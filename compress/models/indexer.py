@@ -10,8 +10,9 @@ block are averaged, and the positions after the last whole block are always chos
 Compressed attention may have one that chooses entries (DeepSeek-V4).
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer.
-Beyond them the indexers of latent attention are computed (`token_indexer.py`); of the others the parameters
-are only carried, and the decoder computes no longer contexts (`Arch.max_position`).
+Beyond them the indexers of latent attention are computed (`token_indexer.py`), and those of entries
+(`compressed_attention.py`); of those of blocks the parameters are only carried, and the decoder computes no
+longer contexts (`Arch.max_position`).
 """
 
 import dataclasses
@@ -189,14 +190,20 @@ class EntryIndexer:
     rate: int
 
     @property
-    def cached_numbers(self) -> int:
-        """The numbers of a position that a cache holds for it, next to those of the layer."""
-        return 0
-
-    @property
     def top_k(self) -> int:
         """The positions up to which a query attends to every entry that it sees."""
         return self.top_entries * self.rate
+
+    @property
+    def cached_numbers(self) -> int:
+        """The numbers of a position that a cache holds for it, after those of the layer: what its entries are
+        computed of."""
+        return 4 * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the weights of its heads."""
+        return float((self.num_heads * self.head_dim) ** -0.5)
 
     def dense_shapes(self, hidden_size: int, q_rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by their names in attention; entries overlap, so that a
@@ -237,8 +244,6 @@ class IndexerParameters(nn.Module):
 
 def train_all_but_indexers_(decoder: nn.Module) -> nn.Module:
     """Let training change every parameter of a decoder but those of its indexers; return the decoder."""
-    decoder.requires_grad_(True)
-    for module in decoder.modules():
-        if isinstance(module, IndexerParameters):
-            module.requires_grad_(False)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not f".{name}".rpartition(".attn.indexer.")[1])
     return decoder

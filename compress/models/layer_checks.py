@@ -171,6 +171,11 @@ def _why_compressed_unfit(layer: LayerShape, compressed: Compressed) -> str | No
     indexer = compressed.indexer
     if indexer is not None and (not compressed.overlaps or indexer.rate != compressed.rate):
         return "its indexer chooses entries of other positions than it has."
+    if indexer is not None and indexer.head_dim < compressed.rope_dim:
+        return (
+            f"{compressed.rope_dim} dimensions of a head of its indexer rotate, and one has "
+            f"{indexer.head_dim}."
+        )
     return None
 
 

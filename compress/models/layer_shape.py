@@ -182,7 +182,8 @@ class LayerShape:
 
     def index_numbers(self, num_positions: int) -> int:
         """Return the numbers of a position that a cache holds for the indexer of the layer; 0 where sequences
-        of at most `num_positions` need no indexer."""
+        of at most `num_positions` need no indexer. They have pages of their own, or follow those of the layer
+        in compressed attention."""
         indexer = self.indexer
         return 0 if indexer is None or num_positions <= indexer.top_k else indexer.cached_numbers
 

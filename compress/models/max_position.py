@@ -1,7 +1,6 @@
 """The reason for a model to have fewer positions here than its config states."""
 
 from compress.models.arch import Arch
-from compress.models.arch_params import is_compressed
 
 
 def why_no_longer(arch: Arch) -> str:
@@ -10,9 +9,6 @@ def why_no_longer(arch: Arch) -> str:
     chosen = [each.indexer for each in arch.layers]
     if all(each is None or each.top_k > arch.max_position for each in chosen):
         return ""
-    if is_compressed(arch):
-        fields = "index_topk times the positions of an entry"
-        return f" (its indexers choose so many keys, {fields}, and longer contexts are not computed here)"
     text = arch.config.get("text_config") or arch.config
     if text.get("max_position_embeddings", arch.max_position) == arch.max_position:
         return ""

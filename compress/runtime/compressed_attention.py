@@ -81,6 +81,10 @@ class CompressedAttention:
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             q_THC = self.queries(layer, projected, phase)
             linears = linears_of(layer)
+            latent_TF, _ = linears.split(projected.qkv_TF)
+            choice = linears.choice(
+                latent_TF, projected.raw_TF, phase, self._ops(layer)["rms_norm"].kernel.fn
+            )
             attended_THC = self._ops(layer)["compressed_attention"].kernel.fn(
                 q_THC,
                 projected.kv,
@@ -92,6 +96,7 @@ class CompressedAttention:
                 window=layer.shape.window,
                 scale=self._arch.score_scale(layer.shape),
                 sinks_H=layer.sinks,
+                choice=choice,
             )
             return linears.grouped(attended_THC, phase)
 
@@ -105,7 +110,7 @@ class CompressedAttention:
         q_THC: Tensor = self._ops(layer)["compressed_store"].kernel.fn(
             linears.q_up(latent_TF, phase, self._ops(layer)["rms_norm"].kernel.fn),
             k_TC,
-            projected.raw_TF,
+            linears.cached(projected.raw_TF),
             linears.kv_norm,
             *self._tables(layer),
             projected.positions_T,

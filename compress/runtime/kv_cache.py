@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.attention_prefill.fp8_reference import KEYS
+from compress.kernels.compressed_attention.entries import MOST_KEYS
 from compress.kernels.index_choice.reference import MOST_GATHERED
 from compress.kernels.operands.paged import (
     DENSE_FORMATS,
@@ -139,12 +140,25 @@ def choosing_bytes(arch: Arch, positions: int) -> int:
     return max(needed)
 
 
-def gathered_bytes(arch: Arch, positions: int) -> int:
-    """Return the bytes of what a layer with compressed attention computes of so many positions of the
-    sequences of a pass, in float32: what the cache holds, and the entries and keys that are made of it; 0
-    where no layer has it."""
-    numbers = [layer.cached_numbers for layer in arch.layers if layer.compressed is not None]
-    return 2 * max(numbers, default=0) * positions * torch.float32.itemsize
+def gathered_bytes(arch: Arch, num_positions: int, num_sequences: int) -> int:
+    """Return the bytes of what a layer with compressed attention computes of the sequences of a pass, of so
+    many positions each, in float32: all entries, twice, and the keys and what entries are computed of, twice
+    the numbers of all positions or at most those of a few turns; 0 where no layer has it."""
+    layers = [layer for layer in arch.layers if layer.compressed is not None]
+    numbers = [layer.cached_numbers + layer.index_numbers(num_positions) for layer in layers]
+    at_once = 2 * max(numbers, default=0) * num_positions * num_sequences
+    of_entries = num_sequences * max((_entry_numbers(layer, num_positions) for layer in layers), default=0)
+    return (2 * of_entries + min(at_once, 5 * MOST_KEYS)) * torch.float32.itemsize
+
+
+def _entry_numbers(layer: LayerShape, num_positions: int) -> int:
+    """Return the numbers of the entries of so many positions, with those that an indexer scores."""
+    facts = layer.compressed
+    if facts is None or not facts.rate:
+        return 0
+    is_scored = layer.index_numbers(num_positions) > 0
+    scored = facts.indexer.head_dim if facts.indexer is not None and is_scored else 0
+    return (layer.head_dim + scored) * (num_positions // facts.rate)
 
 
 def _stored(layer: LayerShape, kv_format: str) -> tuple[int, int]:
@@ -288,9 +302,9 @@ class KVCache:
                 own, *of_ngrams = map(next_states, layer.states(arch.hidden_size))
                 self._layers.append(NGramKept(own, *of_ngrams) if of_ngrams else own)
             else:
-                pages = _empty(layer, kv_format, num_blocks, block_size, device, pair)
+                pages = _empty(layer, longest, kv_format, num_blocks, block_size, device, pair)
                 self._layers.append(pages if state is None else JointKept(pages, next_states(state)))
-            if width := layer.index_numbers(longest):
+            if layer.compressed is None and (width := layer.index_numbers(longest)):
                 pages_of_layer = self._layers[-1]
                 assert isinstance(pages_of_layer, PagedKV | PagedLatents)
                 index = PagedLatents.empty(index_format, num_blocks, block_size, width, device)
@@ -364,14 +378,17 @@ class KVCache:
 
 def _empty(
     layer: LayerShape,
+    num_positions: int,
     kv_format: str,
     num_blocks: int,
     block_size: int,
     device: torch.device,
     static_scales: tuple[float, float],
 ) -> Pages:
-    """Return zeroed pages of a layer."""
+    """Return zeroed pages of a layer for sequences of at most `num_positions`."""
     if layer.latent is not None or layer.compressed is not None:
-        return PagedLatents.empty(kv_format, num_blocks, block_size, layer.cached_numbers, device)
+        width = layer.cached_numbers
+        width += 0 if layer.compressed is None else layer.index_numbers(num_positions)
+        return PagedLatents.empty(kv_format, num_blocks, block_size, width, device)
     shape = layer.num_kv_heads, num_blocks, block_size, layer.head_dim
     return empty_pages(page_format(kv_format), shape, device, static_scales=static_scales)

@@ -50,8 +50,9 @@ class Projected:
     and in place of pages it has states; the beta and decays of a delta net [T, H + D] are apart, and so are
     gates that a linear of latents computes [T, Z], the factors of what each head attends to, float32 [T, H],
     the numbers of heads of relative logits, float32 [T, H, R], what entries are computed of in compressed
-    attention [T, F], and the `index` rows of an indexer. With a `conv`, which has states, too, they are rows
-    that it is added to, and with the weights `conv_FW` of a convolution its inputs."""
+    attention [T, F], with the weights of the heads of its indexer, and the `index` rows of another indexer.
+    With a `conv`, which has states, too, they are rows that it is added to, and with the weights `conv_FW` of
+    a convolution its inputs."""
 
     qkv_TF: Tensor
     positions_T: Tensor

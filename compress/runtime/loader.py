@@ -148,7 +148,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         ngrams=ngram_weights(arch, shape.ngrams, weights, deployment),
         scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
         xielu_4=_xielu(arch, shape, weights, deployment),
-        compressed=compressed_linears(shape, weights, arch.norm_eps, deployment),
+        compressed=compressed_linears(arch, shape, weights, deployment),
         indexer=index_linears(arch, shape, weights, deployment)
         or block_linears(arch, shape, weights, deployment),
     )

@@ -15,12 +15,16 @@ from compress.models.attention import CachedAttention
 from compress.models.checkpoint import Checkpoint
 from compress.models.expert_pruning import with_experts
 from compress.models.family import FAMILIES, family_of
+from compress.models.indexer import EntryIndexer, train_all_but_indexers_
 from compress.models.max_position import why_no_longer
 from compress.models.pruning import why_heads_stay, with_layers
 from compress.models.weights import build_decoder
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.speculation import Speculative
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_hf import SAVED_OTHERWISE, build, saved, tokens
 
@@ -71,8 +75,8 @@ def test_an_older_config_means_what_it_means_to_transformers(tmp_path: Path) -> 
             assert layer.rope.factor == theirs["factor"]
         else:
             assert ours == (stated.rope_parameters["main"]["rope_theta"], "default", 1.0, 64)
-    assert arch.max_position == 512 * 4
-    assert "index_topk times" in why_no_longer(arch)
+    assert arch.max_position == 1 << 20
+    assert why_no_longer(arch) == ""
     written = FAMILIES.get("deepseek_v4").write_config(arch)
     assert written["compress_ratios"] == OLDER["compress_ratios"][:4]
     assert "layer_types" not in written
@@ -187,16 +191,101 @@ def test_formats_of_keys_and_values_and_cuts_are_refused_in_a_sentence(tmp_path:
     arch = Checkpoint(tmp_path).arch
     with pytest.raises(UsageError, match="compressed attention, whose cache holds"):
         kv_bytes_per_token(arch, "FP8_TOKEN_HEAD")
-    assert kv_bytes_per_token(arch, "F32") == 4 * arch.cached_numbers == 4 * 16 * (1 + 5 + 3)
+    short = kv_bytes_per_token(arch, "F32", num_positions=64)
+    assert short == 4 * arch.cached_numbers == 4 * 16 * (1 + 5 + 3)
     assert "in groups" in str(why_heads_stay(arch))
     with pytest.raises(UsageError, match="tables choose"):
         with_experts(arch, 4)
 
 
-def test_contexts_are_as_long_as_indexers_choose_all_entries(tmp_path: Path) -> None:
+FEW = {"index_topk": 3, "index_n_heads": 8, "max_position_embeddings": 128}
+"""An indexer that chooses three entries. Of eight heads few pairs of a query and an entry have no positive
+product, whose equal scores of zero `transformers` breaks in an order of its own."""
+
+
+@pytest.fixture(scope="module", params=["deepseek_v4", "deepseek_v4-yarn-tables"])
+def few(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model that chooses few entries, and the one of `transformers`."""
+    family, changes = CASES[request.param]
+    path = tmp_path_factory.mktemp("few")
+    return path, saved(path, family, {**changes, **FEW})
+
+
+def test_chosen_entries_are_those_of_transformers(few: tuple[Path, Any]) -> None:
+    path, model = few
+    decoder = build_decoder(Checkpoint(path), dtype=torch.float32, device=CPU)
+    tokens_BS = tokens(2, 97)
+    steps = [(0, 1), (1, 5), (5, 16), (16, 50), *((idx, idx + 1) for idx in range(50, 97))]
+    past = None
+    theirs, ours = [], []
+    cache = CachedAttention()
+    with torch.no_grad():
+        whole = model(tokens_BS).logits
+        assert (decoder(tokens_BS) - whole).abs().max() < 1e-4 * whole.abs().max()
+        for begin, end in steps:
+            out = model(tokens_BS[:, begin:end], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            theirs.append(out.logits)
+            ours.append(decoder(tokens_BS[:, begin:end], torch.arange(begin, end), cache))
+    expected = torch.cat(theirs, dim=1)
+    assert (torch.cat(ours, dim=1) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def generated(source: Checkpoint, prompts: list[tuple[int, ...]], **config: Any) -> list[list[int]]:
+    engine = Engine(source, device=CPU, config=EngineConfig(max_model_len=128, **config))
+    requests = [
+        Request(str(idx), prompt, SamplingParams(12, ignore_eos=True)) for idx, prompt in enumerate(prompts)
+    ]
+    first = [list(each.tokens) for each in engine.generate(requests)]
+    if config.get("prefix_cache"):
+        assert [list(each.tokens) for each in engine.generate(requests)] == first
+        assert engine.counts.prefix_hits > 0
+    return first
+
+
+def test_tokens_served_after_long_prompts_are_those_of_transformers(few: tuple[Path, Any]) -> None:
+    path, model = few
+    prompts = [tuple(tokens(1, length)[0].tolist()) for length in (5, 33, 90)]
+    expected = []
+    with torch.no_grad():
+        for prompt in prompts:
+            sequence = list(prompt)
+            for _ in range(12):
+                sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+            expected.append(sequence[len(prompt) :])
+    source = Checkpoint(path)
+    assert generated(source, prompts) == expected
+    assert generated(source, prompts, max_step_tokens=9, block_size=16, prefix_cache=True) == expected
+    drafted = Speculative(DraftModel(source), k=3)
+    assert generated(source, prompts, speculative=drafted) == expected
+
+
+def test_short_contexts_have_no_indexer_and_rows_of_the_cache_no_numbers_for_one(tmp_path: Path) -> None:
     family, changes = CASES["deepseek_v4"]
     saved(tmp_path, family, {**changes, "index_topk": 5})
     source = Checkpoint(tmp_path)
-    assert source.arch.max_position == 20
-    with pytest.raises(UsageError, match="index_topk times"):
-        Engine(source, device=CPU, config=EngineConfig(max_model_len=21))
+    (sparse,) = (idx for idx, layer in enumerate(source.arch.layers) if layer.indexer is not None)
+    indexer = source.arch.layers[sparse].indexer
+    assert isinstance(indexer, EntryIndexer)
+    assert (indexer.top_k, indexer.cached_numbers) == (20, 4 * indexer.head_dim)
+    tokens_BS = tokens(2, 20)
+    scored = []
+    for max_model_len in (20, 21):
+        engine = Engine(source, device=CPU, config=EngineConfig(max_model_len=max_model_len))
+        more = indexer.cached_numbers * (max_model_len > 20)
+        assert engine.kv_bytes_per_token == 4 * (source.arch.cached_numbers + more)
+        rows = {row["linear"] for row in engine.kernel_report() if row["layer"] == sparse}
+        assert any("indexer" in each for each in rows) == (max_model_len > 20)
+        scored.append(engine.runner.score(tokens_BS))
+    assert torch.equal(*scored)
+
+
+def test_training_leaves_indexers_as_they_are(tmp_path: Path) -> None:
+    saved(tmp_path, *CASES["deepseek_v4"])
+    decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    trained = {
+        name for name, each in train_all_but_indexers_(decoder).named_parameters() if each.requires_grad
+    }
+    others = {name for name, _ in decoder.named_parameters()} - trained
+    assert others == {name for name, _ in decoder.named_parameters() if ".indexer." in name}
+    assert len(others) == 6

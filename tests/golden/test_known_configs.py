@@ -94,12 +94,9 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
-    # Indexers of DeepSeek-V4 choose entries of so many positions; those of latent attention are computed.
-    of_one = getattr(theirs, "compress_rates", {}).get("compressed_sparse_attention")
-    chosen = MAX_POSITIONS if of_one is None else theirs.index_topk * of_one
     budget = getattr(theirs, "indexer_budget", None)
     of_budget = MAX_POSITIONS if budget is None else budget + theirs.indexer_compress_ratio - 1
-    assert arch.max_position == min(theirs.max_position_embeddings, chosen, of_blocks, of_budget)
+    assert arch.max_position == min(theirs.max_position_embeddings, of_blocks, of_budget)
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
     if arch.family in ("gpt_oss", "minimax_m3_vl"):

@@ -815,6 +815,23 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(**ONE_KV, window=1, compressed=Compressed(20, 6, 2, 12, 1), experts=OF_TABLE),
         ),
     },
+    "compressed attention with chosen entries": {
+        "attn_sinks": True,
+        "layers": (
+            tiny_shape(
+                **ONE_KV,
+                experts=OF_TABLE,
+                window=5,
+                compressed=Compressed(20, 6, 4, 12, 3, overlaps=True, indexer=EntryIndexer(6, 8, 7, 3)),
+            ),
+            tiny_shape(
+                **ONE_KV,
+                experts=OF_TABLE,
+                window=1,
+                compressed=Compressed(20, 6, 2, 12, 1, overlaps=True, indexer=EntryIndexer(5, 6, 33, 1)),
+            ),
+        ),
+    },
     "streams that are not mixed": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
         "layers": (tiny_shape(window=5), tiny_shape(experts=Experts(6, 2, 48, shared_size=64))),
@@ -1092,6 +1109,7 @@ RARE = [
     "latents with sinks and gated outputs",
     *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
     "compressed attention, and experts that a table chooses",
+    "compressed attention with chosen entries",
     *("streams that are not mixed", "streams that are mixed, and latents"),
     *("learned positions", "learned positions after two rows", "learned positions in streams that are mixed"),
     "the mean of streams with recurrences",

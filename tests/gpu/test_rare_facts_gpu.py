@@ -158,7 +158,7 @@ FACTS: dict[str, dict[str, Any]] = {
             ONE_KV,
             replace(
                 ONE_KV,
-                compressed=replace(COMPRESSED, rate=4, overlaps=True, indexer=EntryIndexer(2, 32, 128, 4)),
+                compressed=replace(COMPRESSED, rate=4, overlaps=True, indexer=EntryIndexer(2, 64, 128, 4)),
                 experts=replace(OF_TABLE, table_size=0, selection_bias=True),
             ),
             replace(ONE_KV, compressed=replace(COMPRESSED, rate=128)),

@@ -1,5 +1,8 @@
 """The parameters by which kernels of compressed attention compute the entries of a layer
-(`models/compressed.py`)."""
+(`models/compressed.py`), and those by which they choose some of them (`models/chosen_keys.py`).
+
+Shapes: T rows, N heads and I head dimension of an indexer.
+"""
 
 from dataclasses import dataclass
 
@@ -21,3 +24,20 @@ class EntryWeights:
     def weight_bytes(self) -> int:
         """The bytes that a step reads."""
         return sum(each.numel() * each.element_size() for each in (self.positions, self.norm.weight))
+
+    @property
+    def raw_width(self) -> int:
+        """The numbers of a position that entries are computed of."""
+        return self.facts.raw_width(len(self.norm.weight))
+
+
+@dataclass(frozen=True)
+class EntryChoice:
+    """The choice of at most `top_entries` entries for each row. It has the parameters of the entries that are
+    scored, whose numbers follow those of the others in the cache, the queries [T, N, I] of the rows, which
+    are not turned yet, and the factors of their heads, float32 [T, N]."""
+
+    weights: EntryWeights
+    top_entries: int
+    q_TNI: Tensor
+    factors_TN: Tensor

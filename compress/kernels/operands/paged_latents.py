@@ -89,6 +89,17 @@ class PagedLatents:
         blocks = (-1, self.block_size)
         return PagedLatents(rows.unflatten(1, blocks), None if scale is None else scale.unflatten(1, blocks))
 
+    def numbers(self, blocks_RB: Tensor, positions: slice, numbers: slice) -> Tensor:
+        """Return some numbers of the positions of sequences that lie in these blocks, float32 [R, P, F]: of
+        the positions from the first block on, those of a slice without a step."""
+        first, last, _ = positions.indices(blocks_RB.shape[1] * self.block_size)
+        column = first // self.block_size
+        read_RB = blocks_RB[:, column : -(-last // self.block_size)]
+        found = read_pages(self.rows[..., numbers], self.scale, read_RB.flatten(), torch.float32)
+        found_RPF = found[0].flatten(0, 1).unflatten(0, (len(blocks_RB), read_RB.shape[1] * self.block_size))
+        begin = first - column * self.block_size
+        return found_RPF[:, begin : begin + last - first]
+
     def as_heads(self) -> PagedKV:
         """Return the pages as keys and values of one head, which are the same."""
         return PagedKV(self.rows, self.rows, self.scale, self.scale)

@@ -1,8 +1,7 @@
 """DeepSeek-V4 (2026): four residual streams that half-layers read as mixtures (`hyper_connection.py`),
 attention to a window and to compressed entries of all positions before (`compressed.py`), with an indexer in
-layers whose entries are of few positions, and experts that a table chooses for a token in the first layers.
-Contexts of which indexers choose all entries are computed. The layer that predicts a further token is not
-read."""
+layers whose entries are of few positions (`chosen_keys.py`), and experts that a table chooses for a token in
+the first layers. The layer that predicts a further token is not read."""
 
 from dataclasses import replace
 from typing import Any
@@ -149,12 +148,7 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    positions = MAX_POSITIONS
-    if _CODES[_SPARSE] in config.integers(_RATIOS, 0, MAX_POSITIONS):
-        rate = config.fields("compress_rates").integer(_SPARSE, 1, MAX_POSITIONS)
-        positions = min(positions, config.integer("index_topk", 1, MAX_POSITIONS) * rate)
     return {
-        "max_position": positions,
         "attn_sinks": True,
         "hyper": HyperConnections(
             num_streams=config.integer("hc_mult", 2, MAX_STREAMS),

@@ -26,7 +26,7 @@ def costs_of(widths: Sequence[Widths], budget: PruningBudget, arch: Arch, ctx: C
 
 
 def _step_us(arch: Arch, budget: PruningBudget, times: Times) -> float:
-    of_request = 2 * arch.cached_numbers * budget.context + arch.step_state_bytes
+    of_request = 2 * arch.numbers_cached(budget.context) * budget.context + arch.step_state_bytes
     num_bytes = 2 * arch.vocab_size * arch.hidden_size + budget.rows * of_request
     linears_us = sum(
         times.linear_us(arch, group, None, layer_idx=idx)[0]

@@ -137,7 +137,7 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
         else (f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token",)
     )
     own = (_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}")
-    return *own, *cache, *_latent_notes(arch)
+    return *own, *cache, *_latent_notes(arch), *_indexer_notes(arch)
 
 
 def _latent_notes(arch: Arch) -> tuple[str, ...]:
@@ -155,6 +155,15 @@ def _latent_notes(arch: Arch) -> tuple[str, ...]:
     of_heads = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in arch.layers)
     cached = f"{arch.cached_numbers:,} numbers a token for {of_heads:,} of all heads"
     return (f"latent attention: the runtime caches {cached}",)
+
+
+def _indexer_notes(arch: Arch) -> tuple[str, ...]:
+    """Return what the runtime caches for indexers where they choose some keys."""
+    more = arch.numbers_cached(arch.max_position) - arch.cached_numbers
+    if not more:
+        return ()
+    shortest = min(layer.indexer.top_k for layer in arch.layers if layer.indexer is not None)
+    return (f"indexers: {more:,} numbers a token more for contexts of more than {shortest:,} tokens",)
 
 
 def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:

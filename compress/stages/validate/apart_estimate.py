@@ -131,5 +131,6 @@ def _shared_params(arch: Arch) -> int:
 def _cache_bytes(arch: Arch, spec: Validate, width: int) -> int:
     config = spec.engine_config(speculates=False)
     assert config.max_model_len is not None
-    of_request = config.max_model_len * arch.cached_numbers * width + slot_bytes(arch, config.num_kept)
+    of_position = arch.numbers_cached(config.max_model_len) * width
+    of_request = config.max_model_len * of_position + slot_bytes(arch, config.num_kept)
     return config.max_batch_size * of_request

@@ -106,8 +106,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         speculates=speculates, max_position=min(arch.max_position, source_arch.max_position)
     )
     assert config.max_model_len is not None
-    of_indexers = sum(layer.index_numbers(config.max_model_len) for layer in arch.layers)
-    of_position = (arch.cached_numbers + of_indexers) * width
+    of_position = arch.numbers_cached(config.max_model_len) * width
     of_request = config.max_model_len * of_position + slot_bytes(arch, config.num_kept)
     caches = num_models * config.max_batch_size * of_request
     absorbed = num_models * absorbed_params(arch)

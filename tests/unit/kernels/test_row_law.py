@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.kernels.index_choice.reference import row_scores
 from compress.kernels.linear import row_product
-from compress.kernels.operands.compressed import EntryWeights
+from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
@@ -29,6 +29,7 @@ from compress.kernels.select import Kernel, candidates, select
 from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
+from compress.models.indexer import EntryIndexer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.request import SamplingParams
@@ -322,27 +323,33 @@ def pages(heads: Heads, lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[P
 
 
 COMPRESSED = (
-    (Compressed(16, 8, 1, 16), 3, 24),
-    (Compressed(16, 8, 1, 16, rate=4, overlaps=True), 4, 16),
-    (Compressed(16, 6, 1, 16, rate=5, overlaps=True), 7, 30),
-    (Compressed(16, 32, 1, 16, rate=128), 64, 32),
+    (Compressed(16, 8, 1, 16), 3, 24, None),
+    (Compressed(16, 8, 1, 16, rate=4, overlaps=True), 4, 16, None),
+    (Compressed(16, 6, 1, 16, rate=5, overlaps=True), 7, 30, None),
+    (Compressed(16, 32, 1, 16, rate=128), 64, 32, None),
+    (Compressed(16, 8, 1, 16, rate=4, overlaps=True), 4, 16, EntryIndexer(5, 24, 9, 4)),
+    (Compressed(16, 6, 1, 16, rate=1, overlaps=True), 7, 30, EntryIndexer(64, 10, 130, 1)),
 )
-"""Facts of compressed attention, the query heads, and the dimensions of each."""
+"""Facts of compressed attention, the query heads, the dimensions of each, and an indexer."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("facts", "num_heads", "head_dim"), COMPRESSED, ids=str)
-def test_compressed_attention(facts: Compressed, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("facts", "num_heads", "head_dim", "indexer"), COMPRESSED, ids=str)
+def test_compressed_attention(
+    facts: Compressed, num_heads: int, head_dim: int, indexer: EntryIndexer | None, dtype: torch.dtype
+) -> None:
     """Compare the rows of sequences alone, in batches and in another order, and rows of one sequence in
     passes of several and of one."""
     scheme = DENSE_SCHEMES[dtype]
     stated = {"phase": "decode", "scheme": scheme, "dtype": dtype}
     kernel = select(problem("compressed_attention", n=head_dim, k=num_heads, **stated))
     width = facts.raw_width(head_dim)
+    scored_width = 0 if indexer is None else facts.raw_width(indexer.head_dim)
     num_blocks = -(-max(LENGTHS) // 16)
     order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
     table = order.view(len(LENGTHS), -1)
-    cached = PagedLatents(randn(1, 1 + len(order), 16, head_dim + width, seed=3, dtype=dtype))
+    numbers = head_dim + width + scored_width
+    cached = PagedLatents(randn(1, 1 + len(order), 16, numbers, seed=3, dtype=dtype))
     angles = randn(max(LENGTHS) + 1, facts.rope_dim, seed=4)
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = None
@@ -351,6 +358,17 @@ def test_compressed_attention(facts: Compressed, num_heads: int, head_dim: int, 
         weights = EntryWeights(facts, randn(facts.rate, width // 2, seed=6), norm)
     q = randn(len(LENGTHS), 3, num_heads, head_dim, dtype=dtype)
     sinks = randn(num_heads, seed=7)
+
+    def choice_of(sequences: list[int], rows: slice) -> EntryChoice | None:
+        if indexer is None:
+            return None
+        norm = RowNorm(randn(indexer.head_dim, seed=8, dtype=dtype), 1e-5)
+        scored = EntryWeights(facts, randn(facts.rate, scored_width // 2, seed=9), norm)
+        queries = randn(len(LENGTHS), 3, indexer.num_heads, indexer.head_dim, seed=10, dtype=dtype)
+        factors = randn(len(LENGTHS), 3, indexer.num_heads, seed=11)
+        of_rows = (each[sequences][:, rows].flatten(0, 1) for each in (queries, factors))
+        return EntryChoice(scored, indexer.top_entries, *of_rows)
+
     last = torch.tensor(LENGTHS) - 1
     positions = (last.unsqueeze(1) - torch.arange(2, -1, -1)).clamp(min=0)
 
@@ -368,6 +386,7 @@ def test_compressed_attention(facts: Compressed, num_heads: int, head_dim: int, 
             window=50,
             scale=0.3,
             sinks_H=sinks,
+            choice=choice_of(sequences, rows),
         )
         return out.unflatten(0, (len(sequences), -1))
 
