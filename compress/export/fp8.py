@@ -6,6 +6,9 @@ matrix or channel.
     <module>.weight_scale_inv  [ceil(O/128), ceil(I/128)] of blocks; value = code * scale, despite its name
     <module>.weight_scale      [], [1] or [O, 1] without blocks; some call it weight_scale_inv here too
     <module>.input_scale       [] or [1], static activations only; some call it activation_scale
+    <module>.scale             name of the scales in DeepSeek-V4: of blocks as above, and [O, I/32] of experts
+                               in four-bit floats (`expert_dtype: fp4`), whose weight is int8 [O, I/2], e2m1,
+                               the lower column in the low half of a byte
 
 `quantization_config` states `weight_block_size` ([128, 128], or null for no blocks), `activation_scheme`
 (dynamic or static) and in `modules_to_not_convert` (`ignored_layers` of other programs) the dense
@@ -17,10 +20,12 @@ among the rows of its scales: a number of rows that is no multiple of 128 it wou
 an error. So such a model is read here, and not written.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
@@ -31,13 +36,18 @@ from compress.export.own_code import why_no_codes
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.export.vllm import vllm_builds
 from compress.models.arch import Arch
-from compress.quant.codec import ForeignCodec
+from compress.quant import e2m1
+from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
+from compress.quant.scale_grid import BIAS, LARGEST_BYTE
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 
 BLOCKS = SCHEMES["FP8_BLOCK"]
+FOUR_BIT = SCHEMES["MXFP4"]
+"""The scheme of the experts of DeepSeek-V4, in blocks of 32."""
 BLOCK_SIZE = [128, 128]
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 NAMES_OF_E4M3 = ("e4m3", "float8_e4m3fn")
 """How configs name the numbers of codes."""
 
@@ -46,7 +56,11 @@ class Fp8Codec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
 
     aliases: Mapping[str, str] = MappingProxyType(
-        {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+        {
+            "weight_scale": "weight_scale_inv",
+            "weight_scale_inv": "scale",
+            "input_scale": "activation_scale",
+        }
     )
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
@@ -59,9 +73,11 @@ class Fp8Codec:
         return leaves if weight.input_scale is None else leaves | {"input_scale": weight.input_scale}
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        return decode_unpacked(
-            leaves["weight"], leaves[_scale_leaf(scheme)], leaves.get("input_scale"), scheme
-        )
+        scale = leaves[_scale_leaf(scheme)]
+        scale = scale.to(torch.float32) if scale.dtype == torch.float8_e8m0fnu else scale
+        if scheme.num_bits == FOUR_BIT.num_bits:
+            return _decode_four_bits(leaves["weight"], scale)
+        return decode_unpacked(leaves["weight"], scale, leaves.get("input_scale"), scheme)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         for unread in ("kv_cache_scheme", "modules_to_convert"):
@@ -86,8 +102,11 @@ class Fp8Codec:
             for name in ("modules_to_not_convert", "ignored_layers")
             for pattern in stated.texts(name, default=())
         ]
+        of_experts = _scheme_of_experts(stated, scheme)
         return {
-            linear: scheme for linear in in_layers(linears) if not any(_names(each, linear) for each in dense)
+            linear: of_experts if _OF_EXPERT.search(linear) else scheme
+            for linear in in_layers(linears)
+            if not any(_names(each, linear) for each in dense)
         }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
@@ -95,7 +114,32 @@ class Fp8Codec:
 
 
 def _scale_leaf(scheme: Scheme) -> str:
-    return "weight_scale_inv" if scheme.block_rows > 1 else "weight_scale"
+    has_blocks = scheme.block_rows > 1 or scheme.num_bits == FOUR_BIT.num_bits
+    return "weight_scale_inv" if has_blocks else "weight_scale"
+
+
+def _scheme_of_experts(stated: Fields, scheme: Scheme) -> Scheme:
+    """Return the scheme of the routed experts of a model whose other linears have `scheme`."""
+    named = stated.text("expert_dtype", default="fp8")
+    if named not in ("fp8", "fp4"):
+        raise UnsupportedFormat(
+            f"the checkpoint has experts of expert_dtype '{named:.40}'; fp8, as its other linears, and fp4 "
+            "are read. Name a checkpoint with these, or one without codes."
+        )
+    return FOUR_BIT if named == "fp4" else scheme
+
+
+def _decode_four_bits(bytes_OI: Tensor, scale_OG: Tensor) -> QuantizedWeight:
+    """Return a weight of four-bit floats that are bytes of two."""
+    wanted = torch.uint8 if bytes_OI.dtype == torch.uint8 else torch.int8
+    rows, num_bytes = check_matrix({"weight": bytes_OI}, "weight")
+    check_leaf({"weight": bytes_OI}, "weight", wanted, (rows, num_bytes))
+    assert FOUR_BIT.group_size is not None
+    num_groups = 2 * num_bytes // FOUR_BIT.group_size
+    scale_OG = check_leaf({"scale": scale_OG}, "scale", None, (rows, num_groups))
+    if bool((scale_OG > 2.0 ** (LARGEST_BYTE - BIAS)).any()):
+        raise UnsupportedFormat("a scale of its four-bit floats is beyond the range of bfloat16.")
+    return QuantizedWeight(FOUR_BIT, e2m1.unpack(bytes_OI.view(torch.uint8)), scale_OG)
 
 
 def _scheme(block_size: Any, activation: Any) -> Scheme:

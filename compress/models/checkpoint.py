@@ -79,6 +79,8 @@ class Checkpoint:
         self._is_layout = is_layout(config)
         others = dense_in_codes(self._arch, self.family, self.files.names())
         self._schemes, stated = schemes_of(config, self._codec, self._arch, self.family, others=others)
+        if self._is_layout:
+            self._schemes = {name: each for name, each in self._schemes.items() if not self._is_dense(name)}
         self.kv_format = kv_format if stated is None else stated
         stated_dtype = config.get("dtype") or config.get("torch_dtype")
         if not stated_dtype and self._disk_embed() in self.files:  # the config means that of the tensors
@@ -210,6 +212,17 @@ class Checkpoint:
         if stored != [f"{head}.weight"] or self._disk_embed() not in self.files:
             return not stored
         return torch.equal(self.files.get(stored[0]), self.files.get(self._disk_embed()))
+
+    def _is_dense(self, linear: str) -> bool:
+        """Return whether a linear has a weight that is no code, and no scales: DeepSeek-V4 lists no linears
+        that stay dense."""
+        others = (f"{linear}.{leaf}" for leaf in ("scale", "weight_scale_inv", "weight_scale"))
+        weight = f"{linear}.weight"
+        return (
+            weight in self.files
+            and self.files.holds_dense(weight)
+            and not any(each in self.files for each in others)
+        )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros that some tools store for every linear that they

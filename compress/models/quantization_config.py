@@ -8,7 +8,14 @@ from typing import Any
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.family import Family
-from compress.models.wide_codes import MXFP4, SCALE_FORMAT, is_layout
+from compress.models.wide_codes import (
+    EXPERT_DTYPE,
+    FOUR_BITS,
+    MXFP4,
+    POWERS_OF_TWO,
+    SCALE_FORMAT,
+    is_layout,
+)
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import Scheme
 from compress.untrusted.fields import Fields
@@ -64,8 +71,16 @@ def schemes_of(
         return on_disk.get(name) or family.from_memory(name)
 
     quantization = _renamed(config["quantization_config"], to_disk)
+    if config.get(EXPERT_DTYPE) is not None:
+        quantization = {EXPERT_DTYPE: config[EXPERT_DTYPE], **quantization}
     if is_layout(config):
         quantization = {name: value for name, value in quantization.items() if name != SCALE_FORMAT}
+    elif quantization.get(EXPERT_DTYPE) == FOUR_BITS:
+        raise UnsupportedFormat(
+            f"the checkpoint has experts in four-bit floats ({EXPERT_DTYPE}: {FOUR_BITS}), which are read "
+            f"where {SCALE_FORMAT} of its quantization_config is {POWERS_OF_TWO}. Name a checkpoint that "
+            "states it, or one without codes."
+        )
     return codec.schemes(quantization, [*linears, *others]), codec.kv_format(quantization)
 
 

@@ -18,7 +18,11 @@ MXFP4 = "mxfp4"
 """The `quant_method` of gpt-oss, whose experts are four-bit floats with powers of two."""
 SCALE_FORMAT = "scale_fmt"
 POWERS_OF_TWO = "ue8m0"
-"""The `scale_fmt` of DeepSeek-V3.1 and V3.2, whose codes in FP8 have powers of two for scales."""
+"""The `scale_fmt` of DeepSeek-V3.1 to V4, whose codes in FP8 have powers of two for scales."""
+EXPERT_DTYPE = "expert_dtype"
+"""The field of DeepSeek-V4 that names the codes of experts, in the config or among its quantization."""
+FOUR_BITS = "fp4"
+"""The `expert_dtype` of experts in four-bit floats."""
 _KEY = "quantization_config"
 
 
@@ -32,7 +36,8 @@ def is_layout(config: Mapping[str, Any]) -> bool:
 
 def without_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without such a quantization."""
-    return {name: value for name, value in config.items() if name != _KEY or not is_layout(config)}
+    left = {_KEY, EXPERT_DTYPE} if is_layout(config) else set()
+    return {name: value for name, value in config.items() if name not in left}
 
 
 def check_dtype(arch: Arch) -> None:
@@ -97,5 +102,7 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
         for name, shape in layer.recurrence.dense_shapes(arch.hidden_size).items()
         if len(shape) == 2
     ]
-    with_scales = {name.rpartition(".")[0] for name in stored if ".weight_scale" in name}
+    with_scales = {
+        name.rpartition(".")[0] for name in stored if ".weight_scale" in name or name.endswith(".scale")
+    }
     return [each for each in map(names.to_disk, inner) if each in with_scales]

@@ -16,6 +16,7 @@ from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FULL, SLIDING, same_window
 from compress.models.limits import CAPS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, THETAS
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart
+from compress.models.wide_codes import EXPERT_DTYPE
 from compress.untrusted.fields import Fields
 
 _RATIOS = "compress_ratios"
@@ -326,6 +327,7 @@ FAMILIES.add(
                 *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
                 "num_nextn_predict_layers",
                 *("o_groups", "o_lora_rank"),
+                EXPERT_DTYPE,
                 "partial_rotary_factor",
                 "q_lora_rank",
                 "qk_rope_head_dim",
