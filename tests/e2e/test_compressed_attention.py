@@ -1,5 +1,6 @@
-"""Whole runs of a model with compressed attention, from a plan to a served export: its compressors, the
-tables of experts and what hyper-connections read stay as they are."""
+"""Whole runs of a model with compressed attention, from a plan to a served export, in contexts of which its
+indexer chooses some entries: its compressors, its indexer, the tables of experts and what hyper-connections
+read stay as they are."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +35,7 @@ STATED: dict[str, Any] = {
     "o_lora_rank": 32,
     "index_n_heads": 2,
     "index_head_dim": 32,
-    "index_topk": 32,
+    "index_topk": 8,
     "sliding_window": 16,
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
     "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
@@ -66,6 +67,7 @@ def test_compressed_attention_goes_through_every_stage(
     code, out, err = command("plan", path, "--offline")
     assert code == 0, err
     assert "compressed attention: the runtime caches" in out
+    assert "indexers: 128 numbers a token more for contexts of more than 32 tokens" in out
     code, _, err = command("run", path, "--run-dir", work / "run", "--json")
     assert code == 0, err
     before = open_checkpoint(model_dir)
