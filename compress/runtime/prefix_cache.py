@@ -12,9 +12,9 @@ others are not (`prefill.py`). Blocks of a model with states are cached otherwis
 
 A head that speculates has a row of each token in the same block (`speculative/head_proposer.py`). That row
 depends on the token after it too, and those of several heads on as many, so the key of a block then covers
-the tokens after the block. Each step of the head writes the rows of the last `num_feature_rows` tokens of a
-sequence again, from hidden states that no block holds. These tokens are neither cached nor taken from the
-cache.
+the tokens after the block. Each step of the head writes the rows of the last `num_rewritten_rows` tokens of a
+sequence again, from hidden states that no block holds; a draft model writes that of the last one. These
+tokens are neither cached nor taken from the cache.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from compress.runtime.generation import Generation
 
 class PrefixCache:
     """The cached blocks of a pool by the tokens of the sequences up to their ends, and by
-    `num_tokens_after` more; the last `num_feature_rows` of a sequence are not cached.
+    `num_tokens_after` more; the last `num_rewritten_rows` of a sequence are not cached.
 
     `num_queried` and `num_hits` count the tokens of prompts that were looked up and found. `on_forget` is
     called with the key of each block that is evicted.
@@ -39,12 +39,12 @@ class PrefixCache:
         *,
         block_size: int,
         salt: str,
-        num_feature_rows: int = 0,
+        num_rewritten_rows: int = 0,
         num_tokens_after: int = 0,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._num_feature_rows = num_feature_rows
+        self._num_rewritten_rows = num_rewritten_rows
         self._num_tokens_after = num_tokens_after
         self._salt = hashlib.sha256(salt.encode()).digest()
         self._blocks: dict[bytes, int] = {}
@@ -61,7 +61,7 @@ class PrefixCache:
 
     def num_cacheable(self, generation: Generation) -> int:
         """Return how many of a sequence's tokens may be cached."""
-        return len(generation.tokens) - self._num_feature_rows
+        return len(generation.tokens) - self._num_rewritten_rows
 
     def num_findable(self, generation: Generation) -> int:
         """Return how many of a sequence's tokens may be taken from the cache: without the last, which the

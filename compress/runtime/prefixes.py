@@ -128,7 +128,7 @@ def keep_prefixes(
         pool,
         block_size=block_size,
         salt="\n".join(map(str, facts)),
-        num_feature_rows=0 if proposer is None else proposer.num_feature_rows,
+        num_rewritten_rows=0 if proposer is None else proposer.num_rewritten_rows,
         num_tokens_after=0 if proposer is None else proposer.num_tokens_after,
     )
     states = None

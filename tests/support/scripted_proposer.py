@@ -32,7 +32,7 @@ class Scripted:
 class ScriptedProposer:
     weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
-    num_feature_rows = num_tokens_after = 0
+    num_rewritten_rows = num_tokens_after = 0
     on_device = False
 
     def __init__(self, options: Scripted, k: int, vocab_size: int) -> None:

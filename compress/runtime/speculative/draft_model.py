@@ -3,7 +3,9 @@
 The draft model has its own weights, and its own pages with the block numbers of the target model's cache. It
 prefills every chunk of a prompt that the target model prefills. In a step it is first fed the last two tokens
 of a request: the last is new to it, and so is the one before it if all k proposals of the last step were kept
-(otherwise its keys and values are written again, unchanged). Then it is fed its own choice, k - 1 times.
+(otherwise its keys and values are written again, the same but for rounding). Then it is fed its own choice,
+k - 1 times. So the first step after a prompt writes the row of its last token again, and a block that ends
+with this token is not cached before the request ends.
 
 With the rule "coupled" it draws with the target model's own noise, and so agrees more often than by chance.
 With "rejection" it draws with noise of its own and returns the distributions. On CUDA all k passes are one
@@ -62,7 +64,8 @@ class DraftModelProposer:
     """A loaded draft model. Its pages are allocated by `begin`."""
 
     feature_layers = ()
-    num_feature_rows = num_tokens_after = 0
+    num_rewritten_rows = 1
+    num_tokens_after = 0
     on_device = True
 
     def __init__(self, source: WeightSource, setting: ProposerSetting) -> None:

@@ -138,8 +138,8 @@ class HeadProposer:
         self._setting = setting
         self._kv_format = DENSE_FORMATS[deployment.dtype]
         self.num_tokens_after = len(heads)
-        self.num_feature_rows = setting.k + len(heads)
-        self._ring = self.num_feature_rows + setting.k + 1
+        self.num_rewritten_rows = setting.k + len(heads)
+        self._ring = self.num_rewritten_rows + setting.k + 1
         """Positions in a ring: a step reads these rows of a request, and up to k more follow them."""
         self.weight_bytes = sum(each.weight_bytes for each in heads)
         ring_bytes = self._ring * first.arch.hidden_size * deployment.dtype.itemsize
@@ -278,7 +278,7 @@ class HeadProposer:
         """Return the last rows of each sequence for the first head."""
         lens_R = state.context_lens_S[:num_rows]
         table_RB = state.table_SB[:num_rows]
-        q_len = self.num_feature_rows
+        q_len = self.num_rewritten_rows
         fed_R = (lens_R - 1).clamp(min=q_len)  # rows in the cache afterwards
         steps_Q = torch.arange(q_len, device=state.device)
         positions_RQ = (fed_R - q_len).unsqueeze(1) + steps_Q

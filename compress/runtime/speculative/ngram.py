@@ -53,7 +53,7 @@ class NGramProposer:
 
     weight_bytes = kv_bytes_per_token = bytes_per_request = 0
     feature_layers = ()
-    num_feature_rows = num_tokens_after = 0
+    num_rewritten_rows = num_tokens_after = 0
     on_device = False
 
     def __init__(self, options: NGram, k: int) -> None:

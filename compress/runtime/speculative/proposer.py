@@ -85,8 +85,9 @@ class Proposer(Protocol):
         """
 
     @property
-    def num_feature_rows(self) -> int:
-        """The number of last tokens of a sequence whose hidden states a step reads; 0 if it reads none."""
+    def num_rewritten_rows(self) -> int:
+        """The number of last tokens of a sequence whose keys and values in its own pages the next step writes
+        again; 0 if it writes none."""
 
     @property
     def num_tokens_after(self) -> int:

@@ -241,13 +241,20 @@ Steps = dict[tuple[str, int], Proposed]
 """By the request and the number of its tokens."""
 
 
-def pages_of(proposer: Any, generation: Generation) -> list[torch.Tensor]:
-    """Return the keys and values, or latents, of all tokens but the last, whose next one is not known."""
+def pages_of_all(proposer: Any) -> list[torch.Tensor]:
+    """Return the keys and values, or latents, of all blocks."""
     caches: Any = [proposer._cache] if isinstance(proposer, DraftModelProposer) else proposer._kv_caches
-    pages = [
+    return [
         tensor for cache in caches for idx in range(len(cache._layers)) for tensor in cache.layer(idx).tensors
     ]
-    return [each[:, generation.blocks].flatten(1, 2)[:, : len(generation.tokens) - 1] for each in pages]
+
+
+def pages_of(proposer: Any, generation: Generation) -> list[torch.Tensor]:
+    """Return the keys and values, or latents, of all tokens but the last, whose next one is not known."""
+    return [
+        each[:, generation.blocks].flatten(1, 2)[:, : len(generation.tokens) - 1]
+        for each in pages_of_all(proposer)
+    ]
 
 
 def served(
@@ -452,7 +459,7 @@ def test_a_draft_without_states_proposes_for_a_model_with_saved_states() -> None
 
 def test_a_block_with_rows_of_a_head_is_found_by_its_tokens_and_the_next() -> None:
     pool = BlockPool(9)
-    cache = PrefixCache(pool, block_size=4, salt="", num_feature_rows=3, num_tokens_after=1)
+    cache = PrefixCache(pool, block_size=4, salt="", num_rewritten_rows=3, num_tokens_after=1)
 
     def generation(*prompt: int) -> Generation:
         return Generation(replace(request(0, prompt), id=str(prompt)), 0.0, list(prompt))
@@ -476,3 +483,31 @@ def test_the_cache_counts_the_bytes_of_a_head_in_its_blocks() -> None:
         for own in (0, kv_bytes_per_token(head.head.arch, "F32") + 2 * (K + 1) * 56 * 4 // SIZE)  # type: ignore[attr-defined]
     )
     assert sizes == [(1 << 20) // (SIZE * each) - 1 for each in (of_model, of_both)]
+
+
+@pytest.mark.parametrize("kind", ["draft model", "eagle3", "mtp"])
+def test_no_step_writes_to_the_pages_of_a_cached_block(kind: str) -> None:
+    """Prompts end within a block and at its end, where the row of its last token is written again."""
+    source = source_of("full")
+    draft = DraftModel(source)
+    engine = engine_of(source, draft if kind == "draft model" else head_of(kind, source)[0])
+    assert engine._speculation is not None
+    proposer: Any = engine._speculation._proposer
+    propose = proposer.propose
+    num_checked = 0
+
+    def kept(generations: Sequence[Generation], state: Any) -> Any:
+        nonlocal num_checked
+        cached = sorted(engine._pool._cached)
+        for tensor in pages_of_all(proposer):
+            tensor[:, cached] = 7.0
+        drafts = propose(generations, state)
+        for tensor in pages_of_all(proposer):
+            assert (tensor[:, cached] == 7.0).all()
+        num_checked += len(cached)
+        return drafts
+
+    proposer.propose = kept
+    for idx, length in enumerate((SIZE, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1, 3 * SIZE, 3 * SIZE + K)):
+        engine.generate([request(idx, ids(length, idx), 2 * SIZE)])
+    assert num_checked > 50

@@ -64,16 +64,18 @@ class Cells:
         for position in range(start, min(end, len(generation.tokens) - 1)):
             self.head_rows[self._place(generation, position)] = self._digest(generation, position + 1)
 
-    def propose(self, generation: Generation, pool: BlockPool, num_feature_rows: int) -> None:
+    def propose(self, generation: Generation, pool: BlockPool, num_rewritten_rows: int) -> None:
         """Write the rows of the last tokens again, read all, and write rows of tokens that are proposed."""
         length = len(self.sequences[generation])
-        for position in range(max(0, length - 1 - num_feature_rows), length - 1):
+        for position in range(max(0, length - 1 - num_rewritten_rows), length - 1):
             place = self._place(generation, position)
             assert place[0] not in pool._cached
             self.head_rows[place] = self._digest(generation, position + 1)
         for position in range(length - 1):
             assert self.head_rows[self._place(generation, position)] == self._digest(generation, position + 1)
-        for position in range(length - 1, min(length + num_feature_rows - 3, len(generation.blocks) * BLOCK)):
+        for position in range(
+            length - 1, min(length + num_rewritten_rows - 3, len(generation.blocks) * BLOCK)
+        ):
             place = self._place(generation, position)
             assert place[0] not in pool._cached
             self.head_rows[place] = -1
@@ -174,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([0, 3, 50]),
         num_saved=st.sampled_from([None, None, 0, 1, 4]),
         multiple=st.sampled_from([BLOCK, 2 * BLOCK]),
-        num_feature_rows=st.sampled_from([0, 0, 2, 4]),
+        num_rewritten_rows=st.sampled_from([0, 0, 2, 4]),
     )
     def begin(
         self,
@@ -187,12 +189,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots: int,
         num_saved: int | None,
         multiple: int,
-        num_feature_rows: int,
+        num_rewritten_rows: int,
     ) -> None:
         self.has_states = has_states = num_saved is not None
         self.num_first = num_first = batch_size if has_states else 0
-        self.num_feature_rows = num_feature_rows
-        num_slots = 0 if has_states or num_feature_rows else num_slots
+        self.num_rewritten_rows = num_rewritten_rows
+        num_slots = 0 if has_states or num_rewritten_rows else num_slots
         self.num_blocks = num_blocks
         self.pool = ClearingPool(num_blocks + num_first + 1, num_first=num_first)
         self.pool.cells = self.cells = Cells(num_slots)
@@ -202,8 +204,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.pool,
                 block_size=BLOCK,
                 salt="",
-                num_feature_rows=num_feature_rows,
-                num_tokens_after=min(num_feature_rows, 1),
+                num_rewritten_rows=num_rewritten_rows,
+                num_tokens_after=min(num_rewritten_rows, 1),
             )
             if prefixes
             else None
@@ -228,9 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_tokens=max(budget, batch_size),
             batching=self.batching,
             prefixes=Prefixes(self.prefixes, states, short_prompt_tokens=SHORT),
-            num_unsure=num_feature_rows,
+            num_unsure=num_rewritten_rows,
             swap=self.cells if num_slots else None,
-            shares_prompts=not has_states and not num_feature_rows,
+            shares_prompts=not has_states and not num_rewritten_rows,
             chunk_multiple=1 if states is None else multiple,
         )
         self.now_s = 0.0
@@ -303,8 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.has_states:
                 self.cells.advance(generation, length - 1, length)
             self.cells.check(generation, length)
-            if self.num_feature_rows:
-                self.cells.propose(generation, self.pool, self.num_feature_rows)
+            if self.num_rewritten_rows:
+                self.cells.propose(generation, self.pool, self.num_rewritten_rows)
             generation.num_computed += 1
         short = [each for each in batch.prefills if len(each.generation.request.prompt) <= SHORT]
         firsts: list[Generation] = []
@@ -383,7 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.num_done == self.num_arrived
         assert self.pool.num_free == self.num_blocks
         assert self.cells.num_used == 0
-        if self.num_feature_rows and self.prefixes is not None:
+        if self.num_rewritten_rows and self.prefixes is not None:
             SchedulerMachine.num_hits += self.prefixes.num_hits
 
 

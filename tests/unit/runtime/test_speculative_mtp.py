@@ -138,7 +138,7 @@ def test_a_step_feeds_no_more_rows_than_decode_attention_serves(
     engine = engine_of(source, speculative=Speculative(several, k=k))
     assert engine._speculation is not None
     assert k + num_heads <= MAX_Q_LEN
-    assert engine._speculation._proposer.num_feature_rows == k + num_heads
+    assert engine._speculation._proposer.num_rewritten_rows == k + num_heads
     heads = (several.head, *several.further)[:num_heads]
     assert checked_proposals(engine, Oracle(source, *heads).continuation, greedy(make_requests(2)), k) > 5
 
