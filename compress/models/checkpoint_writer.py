@@ -13,6 +13,7 @@ from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.config_file import CONFIG_NAME
+from compress.models.config_writer import without_predictors
 from compress.models.family import Family, family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
@@ -24,6 +25,8 @@ from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 MAX_SHARD_BYTES = 5_000_000_000
+_PREDICTORS = "mtp"
+"""The end of the name of the untouched part of a model that predicts further tokens."""
 
 
 class TensorWriter:
@@ -106,8 +109,9 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
-    memory. `fields` are added to the config of the language model, and `more` tensors to its files by the
-    names that they have there. Untouched tensors whose names begin as one of `without` are left out.
+    memory. `fields` are added to the config of the language model, and `more` to its files: the tensors of
+    layers that predict further tokens, by the names that they have there. Untouched tensors whose names begin
+    as one of `without` are left out. Where no such layer is written, the config states that there is none.
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.
@@ -117,9 +121,12 @@ def write_checkpoint(
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
     add = TensorWriter(family, arch, shards.add, codec).add
     config = family.changed(family.write_config(arch), **(fields or {}))
+    predictors = tuple(f"{UNTOUCHED}{part}." for part in family.untouched if part.endswith(_PREDICTORS))
+    predicts = False
     for name, value in source.outer().items():
         if not (name.startswith(UNTOUCHED) and name.removeprefix(UNTOUCHED).startswith(without)):
             add(name, value)
+            predicts |= name.startswith(predictors)
     kv_scales: dict[int, Weights] = {}
     for idx, shape in enumerate(arch.layers):
         weights = source.layer(idx)
@@ -131,7 +138,10 @@ def write_checkpoint(
             add(f"layers.{idx}.{name}", value)
     for name, tensor in more:
         shards.add(name, tensor)
+        predicts = True
     shards.finish()
+    if not predicts:
+        config = without_predictors(family, config, arch.num_layers)
     if quantization_config is not None:
         config["quantization_config"] = dict(quantization_config)
     (directory / CONFIG_NAME).write_text(

@@ -1,5 +1,6 @@
 """The way back from the facts of a model to its `config.json`, by the table of its family (`family.py`)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
+_NO_PREDICTORS = {
+    "num_nextn_predict_layers": 0,
+    "num_mtp_layers": 0,
+    "mtp_num_hidden_layers": 0,
+    "num_mtp_modules": 0,
+    "use_mtp": False,
+}
+"""Fields that count the layers that predict further tokens, with their values where there are none."""
 
 
 def why_unstated(family: "Family", arch: Arch) -> str | None:
@@ -107,3 +116,18 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
             if family.mtp is not None:  # what the source states of layers that predict further tokens stays
                 config[name] += after_last(arch.config.get(name), num_before, config[name])
     return config
+
+
+def without_predictors(family: "Family", config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the config of a model of so many layers that is written without the layers that predict further
+    tokens: each field that counts them has the value for none, and fields by layer end with the last layer.
+    """
+    text = family.stated(config)
+    stated = {name: text[name] for name in FIELDS_BY_LAYER if isinstance(text.get(name), (list, str))}
+    return _counted(family.changed(config, **{name: each[:num_layers] for name, each in stated.items()}))
+
+
+def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and the configs inside of it, with the values for no such layers."""
+    counted = {name: _counted(each) if isinstance(each, dict) else each for name, each in config.items()}
+    return counted | {name: none for name, none in _NO_PREDICTORS.items() if config.get(name)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from compress.export import FORMATS, codecs, open_checkpoint
 from compress.export.format_writer import write_format
@@ -225,3 +226,36 @@ def test_an_untouched_head_in_blocks_of_fp8_is_exported_dense(tmp_path: Path) ->
     for name, each in after.items():
         assert each.dtype == torch.float32
         assert float((each - wanted[name]).abs().max()) <= 0.07 * float(wanted[name].abs().max()), name
+
+
+COUNTS = {
+    "glm4-moe": "num_nextn_predict_layers",
+    "qwen3_5_moe": "mtp_num_hidden_layers",
+    "glm_ocr": "num_nextn_predict_layers",
+    "step3p7-as-published": "num_nextn_predict_layers",
+}
+"""Cases with the field that counts their heads: of a text model, an untouched part, and configs inside."""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("case", COUNTS)
+def test_a_config_counts_the_heads_that_are_written(case: str, kept: bool, tmp_path: Path) -> None:
+    """Entries of fields by layer for layers that are not written would be refused by `transformers`."""
+    saved_with_mtp(tmp_path / "source", case)
+    path = tmp_path / "source" / "config.json"
+    before = json.loads(path.read_text())
+    (before.get("text_config") or before)[COUNTS[case]] = 1
+    path.write_text(json.dumps(before))
+    source = open_checkpoint(tmp_path / "source")
+    found = mtp_tensors(source, source.arch, BLOCKS)
+    assert found is not None
+    (tmp_path / "out").mkdir()
+    without = replace(found, names={}, reason="for this test")
+    write_format("compressed-tensors", tmp_path / "out", source, None, mtp=found if kept else without)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert has_mtp(open_checkpoint(tmp_path / "out")) is kept
+    text = config.get("text_config") or config
+    assert text[COUNTS[case]] == int(kept)
+    types = text.get("layer_types") or []
+    assert len(types) <= source.arch.num_layers or kept
+    AutoConfig.from_pretrained(tmp_path / "out")
