@@ -31,6 +31,17 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
         family.restated(arch)
     except UnsupportedArch as error:
         return str(error)
+    if reason := _why_layers_unstated(family, arch):
+        return reason
+    try:
+        return _why_heads_unstated(family, arch)
+    except UnsupportedArch as error:
+        return str(error)
+
+
+def _why_layers_unstated(family: "Family", arch: Arch) -> str | None:
+    """Return the reason why no config of the family can state the widths of single layers, None where one
+    can."""
     if family.heads_by_layer is not None or "num_heads" in family.full_widths:
         of_one_width = (replace(each, num_heads=each.num_kv_heads) for each in arch.layers)
         arch = arch.replace(layers=tuple(of_one_width))
@@ -49,6 +60,31 @@ def why_unstated(family: "Family", arch: Arch) -> str | None:
     return f"layers of one type differ in width, which no config.json of {family.model_type} can say."
 
 
+def _why_heads_unstated(family: "Family", arch: Arch) -> str | None:
+    """Return the reason why the config of a model would be read with other heads, None where it would not.
+
+    Raises:
+        UnsupportedArch: it would not be read.
+    """
+    first = next((layer for layer in arch.layers if layer.attends), None)
+    if first is None or arch.has_latents:
+        return None
+    if family.heads_span_hidden and first.num_heads * first.head_dim != arch.hidden_size:
+        return (
+            f"the class of this {arch.family} model in transformers takes hidden_size / number of heads for "
+            f"their size, {arch.hidden_size} / {first.num_heads} here, and they have {first.head_dim}: keep "
+            "the number of heads and the hidden size."
+        )
+    for layer, read in zip(arch.layers, family.read_config(_fields(family, arch)).layers, strict=True):
+        if layer.attends and layer.num_kv_heads != read.num_kv_heads:
+            return (
+                f"no config.json of {family.model_type} can say that {layer.num_heads} query heads have "
+                f"{layer.num_kv_heads} KV heads, which readers would take for {read.num_kv_heads}: keep all "
+                "KV heads."
+            )
+    return None
+
+
 def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
     """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
     facts decide.
@@ -56,9 +92,14 @@ def written_config(family: "Family", arch: Arch) -> dict[str, Any]:
     Raises:
         UnsupportedArch: the widths differ between layers in a way that no config can express.
     """
-    first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
     if reason := family.why_unstated(arch):
         raise UnsupportedArch(reason)
+    return _fields(family, arch)
+
+
+def _fields(family: "Family", arch: Arch) -> dict[str, Any]:
+    """Return the fields of the config of an `Arch`, whether or not readers would build this model of them."""
+    first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
     config = dict(arch.config)
     written = {
         "architectures": [family.class_name(arch.config)],

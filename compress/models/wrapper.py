@@ -71,6 +71,10 @@ class Wrapper(Family):
             del written[_TIES]
         return _joined([config, *around[1:], written], path)
 
+    def why_unstated(self, arch: Arch) -> str | None:
+        text = self._text_of(arch.config)
+        return self._inner(text).why_unstated(arch.replace(config=text))
+
     def _with_tie(self, config: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
         """Return a config around the text config with the tie of a model where it states one."""
         names = [name for name in self.stated_names(_TIES, config) if name in config]
