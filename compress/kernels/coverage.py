@@ -127,6 +127,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
             rows += [each for each in _experts(arch, mixture, device, parts) if each not in rows]
     has_others = arch.has_latents or is_compressed(arch)
     rows += _latents(arch, device) + ([] if has_others else _cached(arch, device)) + _compressed(arch, device)
+    rows += _blocks(arch, device)
     rows += _recurrences(arch, device)
     layer = arch.layers[0]
     has_gate = any(each.has_output_gate for each in arch.layers)
@@ -238,6 +239,13 @@ def _compressed(arch: Arch, device: KernelDevice) -> list[Served]:
         )
     ]
     return [_served(each.op, "decode", [each]) for each in problems]
+
+
+def _blocks(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of indexers of blocks: of the widths of MiniMax-M3 where a model has none."""
+    indexers = {layer.block_indexer for layer in arch.layers if layer.block_indexer is not None}
+    sizes = sorted({(each.head_dim, each.num_heads) for each in indexers}) or [(128, 4)]
+    return [_served("block_choice", "decode", [device.problem("block_choice", n=n, k=k)]) for n, k in sizes]
 
 
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:

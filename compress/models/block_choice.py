@@ -102,7 +102,6 @@ def _sum(x: Tensor, dim: int) -> Tensor:
     """Return the sums over an axis, by halves."""
     while x.shape[dim] > 1:
         size = x.shape[dim]
-        first, second = x.narrow(dim, 0, size // 2), x.narrow(dim, size - size // 2, size // 2)
-        halves = first + second
+        halves = x.narrow(dim, 0, size // 2) + x.narrow(dim, size - size // 2, size // 2)
         x = torch.cat((halves, x.narrow(dim, size // 2, 1)), dim=dim) if size % 2 else halves
     return x.squeeze(dim)

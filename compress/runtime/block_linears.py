@@ -28,8 +28,8 @@ _KEY = "attn.indexer.k"
 
 @dataclass(frozen=True)
 class BlockRows:
-    """What an indexer of blocks computes of rows: its queries [T, N, I], normed, and keys [T, I], normed
-    unless blocks are pooled; both are not rotated. Its keys have pages."""
+    """The queries [T, N, I], normed, and the keys [T, I], normed unless blocks are pooled, that an indexer of
+    blocks computes of rows; both are not rotated. Its keys have pages."""
 
     q_TNI: Tensor
     k_TI: Tensor
@@ -52,7 +52,8 @@ class BlockLinears:
     def of_rows(self, rows_TD: Tensor, first_TF: Tensor, pages: PagedLatents, phase: Phase) -> BlockRows:
         """Return what it computes of the input of attention; it reads nothing that other linears leave."""
         del first_TF
-        num_heads, head_dim = self.facts.num_heads, self.facts.head_dim
+        num_heads = self.facts.num_heads
+        head_dim = self.facts.head_dim
         sizes = [num_heads * head_dim, head_dim]
         both_TF = self.linear(rows_TD, phase)[:, : sum(sizes)]
         q_TF, k_TI = (each.contiguous() for each in both_TF.split(sizes, dim=1))

@@ -79,8 +79,8 @@ class RowContexts:
 
     def _one_after_another(self, num_blocks: int, ends_T: Tensor) -> "RowContexts":
         """Return as many blocks for each row, in the order of rows."""
-        device, dtype = self.table_TB.device, self.table_TB.dtype
-        blocks = torch.arange(len(ends_T) * num_blocks, device=device, dtype=dtype)
+        like = self.table_TB
+        blocks = torch.arange(len(ends_T) * num_blocks, device=like.device, dtype=like.dtype)
         return RowContexts(blocks.view(len(ends_T), -1), ends_T)
 
 

@@ -33,6 +33,7 @@ WIDTHS = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
+    "index_head_dim": 16,
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
 }
