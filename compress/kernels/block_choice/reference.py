@@ -41,7 +41,7 @@ def block_choice(
         rows = slice(start, start + at_once)
         (k_MI, _) = pages.gather(block_table_TB[rows].flatten(), facts.head_dim, pages.rows.dtype)
         k_TXI = _keys(keys, k_MI.unflatten(0, (-1, num_positions)))
-        products_TNX = _products(q_TNI[rows].to(torch.float32), k_TXI.to(torch.float32))
+        products_TNX = row_products(q_TNI[rows].to(torch.float32), k_TXI.to(torch.float32))
         chosen_TNJ = chosen_blocks(facts, products_TNX, last_T[rows], num_positions)
         blocks_XM = positions_of(chosen_TNJ.flatten(0, 1), most)
         parts.append(blocks_XM.unflatten(0, chosen_TNJ.shape[:2]))
@@ -62,7 +62,7 @@ def _keys(keys: BlockKeys, k_TPI: Tensor) -> Tensor:
     return keys_of_blocks(keys.facts, k_TPI, turned)
 
 
-def _products(q_TNI: Tensor, k_TXI: Tensor) -> Tensor:
+def row_products(q_TNI: Tensor, k_TXI: Tensor) -> Tensor:
     """Return q . k [T, N, X] of float32 queries and of the float32 keys of each row."""
     num_rows, num_heads, width = q_TNI.shape
     num_keys = k_TXI.shape[1]

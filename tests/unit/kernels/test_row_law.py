@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.kernels.block_choice.reference import row_products
 from compress.kernels.index_choice.reference import row_scores
 from compress.kernels.linear import row_product
+from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import PagedKV
@@ -26,10 +28,11 @@ from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
 from compress.kernels.operands.rows import INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
 from compress.kernels.select import Kernel, candidates, select
+from compress.models.block_choice import num_attended
 from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import EntryIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.request import SamplingParams
@@ -437,6 +440,52 @@ def test_choice_of_an_indexer(num_heads: int, head_dim: int, dtype: torch.dtype)
             best = (weights[row].to(torch.float64) @ of_heads).sort(descending=True, stable=True).indices[:37]
             assert whole[row, : len(best)].tolist() == sorted(best.tolist())
             assert not whole[row, len(best) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        BlockIndexer(1, 8, block_size=4, top_blocks=5),
+        BlockIndexer(3, 34, block_size=7, top_blocks=4, local_blocks=2),
+        BlockIndexer(4, 128, block_size=16, top_blocks=2),
+        BlockIndexer(5, 32, block_size=4, top_blocks=5, pooled=True),
+    ],
+    ids=str,
+)
+def test_choice_of_blocks(facts: BlockIndexer, dtype: torch.dtype) -> None:
+    """Compare products and choices of rows alone, in batches and over wider tables."""
+    shape = {"n": facts.head_dim, "k": facts.num_heads, "phase": "decode"}
+    kernel = select(problem("block_choice", **shape, scheme=DENSE_SCHEMES[dtype], dtype=dtype))
+    lengths = torch.tensor(LENGTHS)
+    num_blocks = -(-max(LENGTHS) // 16)
+    order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    table = order.view(len(LENGTHS), -1)
+    pages = PagedLatents(randn(1, 1 + len(order), 16, facts.head_dim, seed=3, dtype=dtype))
+    q = randn(len(LENGTHS), facts.num_heads, facts.head_dim, dtype=dtype)
+    angles = randn(max(LENGTHS) + 16, 8, seed=4)
+    norm = RowNorm(randn(facts.head_dim, seed=5, dtype=dtype), 1e-6)
+    keys = BlockKeys(facts, norm, 8, angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def products(rows: list[int], width: int) -> Tensor:
+        own = pages.rows[0, table[rows, :width]].flatten(1, 2)
+        return row_products(q[rows].to(torch.float32), own.to(torch.float32))
+
+    def chosen(rows: list[int], width: int) -> list[list[list[int]]]:
+        found: Tensor = kernel.fn(q[rows], keys, pages, table[rows, :width], lengths[rows])
+        counts = num_attended(facts, lengths[rows] - 1).tolist()
+        return [heads[:, :count].tolist() for heads, count in zip(found, counts, strict=True)]
+
+    everyone = list(range(len(LENGTHS)))
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        whole = chosen(everyone, num_blocks)
+        all_products = products(everyone, num_blocks)
+        for rows, width in (([3], 8), ([6, 0], 24), ([5, 4, 3, 2, 1, 0], 16)):
+            assert same_bits(products(rows, width), all_products[rows][..., : width * 16])
+        assert chosen(everyone[::-1], num_blocks) == whole[::-1]
+        for row, length in enumerate(LENGTHS):
+            assert chosen([row], max(1, -(-length // 16))) == whole[row : row + 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
