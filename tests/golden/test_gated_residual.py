@@ -175,10 +175,12 @@ def test_a_layer_adds_what_that_of_transformers_adds(changes: dict[str, Any], cu
 
 
 @pytest.mark.parametrize(("budget", "ratio"), [(12, 4), (15, 5), (6, 1)])
-def test_queries_see_every_key_up_to_the_positions_that_are_computed(budget: int, ratio: int) -> None:
+def test_queries_see_every_key_up_to_as_many_positions_as_are_chosen(budget: int, ratio: int) -> None:
     """One position more, and an indexer of `transformers` hides a block from the last query."""
     config = config_of(indexer_budget=budget, indexer_compress_ratio=ratio)
-    most = arch_of(config).max_position
+    indexer = arch_of(config).layers[1].block_indexer
+    assert indexer is not None
+    most = indexer.top_k
     assert most == budget + ratio - 1
     theirs = filled_(Qwen4ExpTextQSAIndexer(config, 1))
     length = most + 1

@@ -22,7 +22,6 @@ from compress.models.checkpoint import arch_of
 from compress.models.config_notes import unread_note
 from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
-from compress.models.limits import MAX_POSITIONS
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
@@ -93,10 +92,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     tied = ties[0] if ties else False
     spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
-    of_blocks = getattr(theirs, "index_topk_blocks", MAX_POSITIONS) * getattr(theirs, "index_block_size", 1)
-    budget = getattr(theirs, "indexer_budget", None)
-    of_budget = MAX_POSITIONS if budget is None else budget + theirs.indexer_compress_ratio - 1
-    assert arch.max_position == min(theirs.max_position_embeddings, of_blocks, of_budget)
+    assert arch.max_position == theirs.max_position_embeddings
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
     if arch.family in ("gpt_oss", "minimax_m3_vl"):

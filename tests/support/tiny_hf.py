@@ -45,6 +45,7 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     if "dense_intermediate_size" in changes:
         rotates_in_part = "partial_rotary_factor" in changes["rope_parameters"]
         sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
+        sizes["index_head_dim"] = of_head
         return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
     for field in ("ffn_hidden_size", "ffn_dim", "n_inner"):
         if field in changes:

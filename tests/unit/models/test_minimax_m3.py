@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.data.model_tokens import check_seq_len
 from compress.distill.student import Shape, evenly, sliced_decoder, student_arch
-from compress.errors import CompressError, UnsupportedArch
+from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.export.format_writer import write_format
 from compress.models.arch import Arch
@@ -23,14 +22,10 @@ from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import Rope
 from compress.models.pruning import Widths, keep_heads_, resized, why_layers_stay, with_layers
 from compress.models.random_source import RandomSource
-from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
-from compress.runtime.engine import Engine
-from compress.runtime.engine_config import EngineConfig
-from tests.golden.test_families import tolerance
 from tests.support.tiny_cases import CASES
-from tests.support.tiny_hf import saved, tokens
+from tests.support.tiny_hf import saved
 from tests.support.tiny_source import tiny_shape
 
 CPU = torch.device("cpu")
@@ -86,7 +81,7 @@ OF_TYPES: dict[str, Any] = {
     "index_topk_blocks": 3,
 }
 """The fields by which `transformers` states the same indexers and experts."""
-INDEXER = BlockIndexer(num_heads=2, head_dim=12, block_size=8, top_blocks=3)
+INDEXER = BlockIndexer(num_heads=2, head_dim=16, block_size=8, top_blocks=3)
 
 
 def arch_of(indexers: dict[str, Any] | None = None, **changes: Any) -> Arch:
@@ -129,40 +124,9 @@ def test_both_spellings_of_layers_mean_the_same() -> None:
     assert arch.layers[0].rope == Rope(5000000.0, rotary_dim=8)
 
 
-def test_as_many_positions_are_computed_as_blocks_are_chosen() -> None:
-    arch = arch_of()
-    assert arch.max_position == 24
-    assert arch_of({"sparse_topk_blocks": 9}).max_position == 64
-    assert arch_of({"sparse_attention_freq": [0] * 4}).max_position == 64
-    assert arch_of(sparse_attention_config=None).max_position == 64
-    check_seq_len(24, "seq_len", arch)
-    with pytest.raises(
-        CompressError, match=r"24 positions \(its indexers choose so many keys, index_block_size"
-    ):
-        check_seq_len(25, "seq_len", arch)
-    with pytest.raises(CompressError, match=r"1\.\.24 \(its indexers choose so many keys"):
-        Engine(
-            RandomSource(arch, device=CPU, dtype=torch.float32),
-            device=CPU,
-            config=EngineConfig(max_model_len=25),
-        )
-
-
-def test_logits_are_those_of_transformers_up_to_the_last_position_at_which_all_blocks_are_chosen(
-    tmp_path: Path,
-) -> None:
-    family, changes = CASES["minimax_m3_vl_text"]
-    num_positions = changes["index_block_size"] * changes["index_topk_blocks"]
-    model = saved(tmp_path, family, changes)
-    source = Checkpoint(tmp_path)
-    assert source.arch.max_position == num_positions
-    tokens_BS = tokens(2, num_positions + 9)
-    with torch.no_grad():
-        expected = model(tokens_BS).logits
-        found = build_decoder(source, dtype=torch.float32, device=CPU)(tokens_BS)
-    differ_S = (found - expected).abs().amax((0, 2)) > tolerance(expected)
-    assert not bool(differ_S[:num_positions].any())
-    assert bool(differ_S[num_positions:].all())
+def test_contexts_are_those_of_the_config() -> None:
+    assert arch_of().max_position == 64
+    assert [each.top_k for each in (layer.block_indexer for layer in arch_of().layers) if each] == [24] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.errors import UnsupportedArch, UsageError
+from compress.errors import UnsupportedArch
 from compress.export import FORMATS
 from compress.export.format_writer import write_format
 from compress.models.arch import Arch
@@ -25,8 +25,6 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import UNTOUCHED
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
-from compress.runtime.engine import Engine
-from compress.runtime.engine_config import EngineConfig
 from tests.golden.test_families import assert_same_tensors
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_hf import saved
@@ -82,7 +80,7 @@ def test_the_facts_are_those_of_the_config() -> None:
     assert [type(layer.recurrence) for layer in arch.layers] == [DeltaNet] * 3 + [type(None)]
     assert [layer.output_gate for layer in arch.layers] == [False, False, False, True]
     assert arch.layers[3].block_indexer == BlockIndexer(3, 16, 8, 3, pooled=True)
-    assert arch.max_position == 24 + 7
+    assert arch.max_position == 512
     tables = [layer.ngrams for layer in arch.layers]
     assert tables[1] is tables[3] is None
     assert tables[0] == NGrams(3, 2, 8, 4, 4, base=50, index=0, seed=1234, eos=3, divisor=128, num_parts=4)
@@ -133,15 +131,6 @@ def test_both_names_of_layers_with_attention_are_read_and_written_as_they_were(n
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedArch, match=reason):
         arch_of(**changes)
-
-
-def test_longer_contexts_are_refused_with_the_reason() -> None:
-    arch = arch_of()
-    source = RandomSource(arch, device=CPU, dtype=torch.float32, scheme=None)
-    with pytest.raises(
-        UsageError, match=r"positions 1..31 \(its indexers choose so many keys, indexer_budget"
-    ):
-        Engine(source, device=CPU, config=EngineConfig(max_model_len=32))
 
 
 def test_heads_of_a_pooled_indexer_are_not_those_of_keys() -> None:
