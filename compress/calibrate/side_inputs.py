@@ -192,6 +192,9 @@ class _ChoicesOfPiece(MutableMapping[int, Tensor]):
     def __delitem__(self, layer_idx: int) -> None:
         raise KeyError(layer_idx)
 
+    def __contains__(self, layer_idx: object) -> bool:
+        return layer_idx in self.inputs.choices
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.inputs.choices)
 

@@ -10,9 +10,8 @@ block are averaged, and the positions after the last whole block are always chos
 Compressed attention may have one that chooses entries (DeepSeek-V4).
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer.
-Beyond them the indexers of latent attention are computed (`token_indexer.py`), and those of entries
-(`compressed_attention.py`); of those of blocks the parameters are only carried, and the decoder computes no
-longer contexts (`Arch.max_position`).
+Beyond them they are computed: those of latent attention in `token_indexer.py`, those of blocks in
+`block_choice.py`, those of entries in `compressed_attention.py`.
 """
 
 import dataclasses

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.models.arch import Arch
+from compress.models.choices import choice_sources
 from compress.models.indexer import Indexer
 from compress.models.layer_shape import Rope
 from compress.models.query_growth import learned_growth
@@ -34,7 +35,7 @@ Tables = tuple[Tensor, Tensor]
 @dataclass
 class Choices:
     """The rows of a pass, and the positions [T, K] that they attend to in the last layer that has an indexer,
-    None where these are all."""
+    None where these are all, or no later layer reads them."""
 
     rows: RowContexts
     last_TK: Tensor | None = None
@@ -53,6 +54,7 @@ class LatentChoice:
     ) -> None:
         num_positions = deployment.num_positions(arch)
         self._rope_tables = rope_tables
+        self._shares = bool(choice_sources(arch))
         self._kernels: dict[Indexer, BoundKernel] = {}
         for layer in arch.layers:
             facts = None if layer.latent is None else layer.latent.indexer
@@ -96,7 +98,7 @@ class LatentChoice:
             scale_H, base_H = layer.indexer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
             q_THI = q_THI * growth_TH.unsqueeze(-1)
-        choices.last_TK = self._kernels[facts].kernel.fn(
+        chosen_TK: Tensor = self._kernels[facts].kernel.fn(
             self._turned(layer, q_THI, positions_T),
             index.weights_TH[rows],
             index.pages,
@@ -104,7 +106,8 @@ class LatentChoice:
             choices.rows.ends_T,
             top_k=facts.top_k,
         )
-        return choices.last_TK
+        choices.last_TK = chosen_TK if self._shares else None
+        return chosen_TK
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""

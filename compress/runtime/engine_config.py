@@ -152,8 +152,8 @@ class EngineConfig:
             if device.type == "cuda":
                 free = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
-                other += gathered_bytes(arch, wanted, self.max_batch_size)
-                other += choosing_bytes(arch, wanted)
+                other += gathered_bytes(arch, wanted, self.max_batch_size, self.max_step_tokens)
+                other += choosing_bytes(arch, wanted, self.max_step_tokens)
                 other += max_pass_bytes(arch, self.max_step_tokens, self.max_batch_size + 1)
                 if state_bytes:
                     of_request = state_bytes + saved_bytes + bytes_per_token * block_size

@@ -168,14 +168,13 @@ class LatentAttention:
         facts_2T = torch.zeros(2, num_rows, dtype=torch.int64, device=rows_N4.device)
         facts_2T.index_add_(1, first, torch.stack((sequence, position + 1)) * real)
         table_TB = block_table_RB[facts_2T[0]]
-        partials = -(-table_TB.shape[1] * block_size // LEAST_CHUNK)
+        num_positions = table_TB.shape[1] * block_size
         choices = Choices(RowContexts(table_TB, facts_2T[1])) if chooses else None
 
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
-            row_bytes = 4 * layer.shape.num_heads * latent_of(layer.shape).kv_rank * partials
-            at_once = max(1, MOST_PARTIAL_BYTES // row_bytes)
+            at_once = _rows_of_partials(layer, num_positions)
             return self._absorbed(layer, projected, table_TB, facts_2T[1], 1, at_once, choices)
 
         return attend
@@ -189,7 +188,8 @@ class LatentAttention:
         positions_TK: Tensor,
     ) -> Tensor:
         """Return attention [T, H, V] of rows to the latents at these positions."""
-        at_once = rows_at_once(pages, positions_TK.shape[1])
+        top_k = positions_TK.shape[1]
+        at_once = min(rows_at_once(pages, top_k), _rows_of_partials(layer, top_k))
         parts = []
         for start in range(0, len(rows), at_once):
             own = slice(start, start + at_once)
@@ -367,3 +367,10 @@ def linears_of(layer: LayerWeights) -> LatentLinears:
     """Return the linears of a layer that has latents."""
     assert layer.latent is not None
     return layer.latent
+
+
+def _rows_of_partials(layer: LayerWeights, num_positions: int) -> int:
+    """Return how many rows attend at once to so many latents each, by the bytes of their partial results."""
+    partials = -(-num_positions // LEAST_CHUNK)
+    row_bytes = 4 * layer.shape.num_heads * latent_of(layer.shape).kv_rank * partials
+    return max(1, MOST_PARTIAL_BYTES // row_bytes)

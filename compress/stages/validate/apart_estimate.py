@@ -12,6 +12,7 @@ both        a copy of the largest linear group while it is repacked; pages of a 
 from dataclasses import dataclass
 
 from compress.models.arch import Arch
+from compress.models.choices import choice_sources
 from compress.models.layer_shape import LayerShape
 from compress.runtime.kv_cache import max_pass_bytes, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
@@ -79,7 +80,15 @@ def streamed_bytes(arch: Arch, spec: Validate, width: int) -> int:
     of_layers = layer * ((2 if ends_in_norm else 1) * width + STORED_BYTES)
     of_head = stored + 2 * width * outer + (width * layer if ends_in_norm else 0)
     streams = 2 * width * spec.num_samples * spec.seq_len * arch.stream_size
-    return max(stored + width * outer, of_layers, of_head) + streams
+    return max(stored + width * outer, of_layers, of_head) + streams + _choice_bytes(arch, spec)
+
+
+def _choice_bytes(arch: Arch, spec: Validate) -> int:
+    """Return the bytes of the chosen positions of all samples, which a streamed model keeps where layers
+    attend to the choice of an earlier one."""
+    indexers = [arch.layers[idx].indexer for idx in choice_sources(arch)]
+    kept = [each.top_k for each in indexers if each is not None and each.top_k < spec.seq_len]
+    return 8 * spec.num_samples * spec.seq_len * max(kept, default=0)
 
 
 def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:

@@ -1,6 +1,7 @@
 """MiniMax-M3: indexers of blocks, clamped gates, and the fields of published configs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ OF_TYPES: dict[str, Any] = {
     "index_topk_blocks": 3,
 }
 """The fields by which `transformers` states the same indexers and experts."""
-INDEXER = BlockIndexer(num_heads=2, head_dim=16, block_size=8, top_blocks=3)
+INDEXER = BlockIndexer(num_heads=2, head_dim=12, block_size=8, top_blocks=3)
 
 
 def arch_of(indexers: dict[str, Any] | None = None, **changes: Any) -> Arch:
@@ -189,8 +190,13 @@ def test_other_indexers_are_refused(indexers: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_indexers_of_blocks_beside_other_facts_are_refused(facts: dict[str, Any]) -> None:
-    assert why_layer_unfit(tiny_shape(block_indexer=INDEXER)) is None
-    assert why_layer_unfit(tiny_shape(**{"block_indexer": INDEXER, **facts})) is not None
+    indexer = replace(INDEXER, head_dim=16)
+    assert why_layer_unfit(tiny_shape(block_indexer=indexer)) is None
+    assert why_layer_unfit(tiny_shape(**{"block_indexer": indexer, **facts})) is not None
+
+
+def test_a_rope_that_is_wider_than_heads_of_an_indexer_is_refused() -> None:
+    assert "heads of its indexer have 12" in str(why_layer_unfit(tiny_shape(block_indexer=INDEXER)))
 
 
 def test_a_model_of_fewer_layers_states_which_are_left() -> None:

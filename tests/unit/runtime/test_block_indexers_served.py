@@ -16,7 +16,7 @@ from compress.models.weights import MemorySource
 from compress.quant.kv import transforms_heads
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
-from compress.runtime.kv_cache import KV_FORMATS, IndexedKept, KVCache, kv_bytes_per_token
+from compress.runtime.kv_cache import KV_FORMATS, IndexedKept, KVCache, choosing_bytes, kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.runtime.ways_to_serve import (
@@ -111,6 +111,7 @@ def test_an_engine_of_short_sequences_has_no_indexers(kind: str) -> None:
     assert not any(isinstance(each, IndexedKept) for each in kept)
     longer = engine_of(source_of(kind))
     assert longer.kv_bytes_per_token > plain.kv_bytes_per_token
+    assert choosing_bytes(short.arch, short.max_model_len, 4) == 0 < choosing_bytes(short.arch, 256, 4)
     assert [each["kernel"] for each in longer.kernel_report() if each["op"] == "block_choice"]
 
 

@@ -50,7 +50,7 @@ def test_keys_of_indexers_have_pages_in_long_sequences_alone() -> None:
         of_token = kv_bytes_per_token(arch, "F32", num_positions=num_positions)
         assert cache.block_bytes == SIZE * of_token
     assert kv_bytes_per_token(arch, "INT8_TOKEN_HEAD", dtype=torch.bfloat16) == 5 * (18 + 4) + 2 * 10 * 2
-    assert choosing_bytes(arch, TOP_K) == 0 < choosing_bytes(arch, TOP_K + 1)
+    assert choosing_bytes(arch, TOP_K, 4) == 0 < choosing_bytes(arch, TOP_K + 1, 4)
 
 
 def test_layers_that_read_the_latents_of_another_have_index_keys_of_their_own() -> None:
