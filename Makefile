@@ -35,13 +35,13 @@ unexport PYTHONDONTWRITEBYTECODE
 test test-slow row-law fuzz: export OMP_NUM_THREADS = 1
 test test-slow row-law fuzz: export OMP_WAIT_POLICY = PASSIVE
 test test-slow row-law fuzz: export HF_HUB_OFFLINE = 1
-test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment; of the slow ones none, or a part (SLOW_PART=2/100)
+test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment; of the slow ones none, or a part (SLOW_PART=2/200)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop$(if $(SLOW_PART),, and not slow)" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## the slow ones, which repeat at larger sizes what others show
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not gpu and not interop" $(PYTEST_ARGS)
 
-test-all: test test-slow  ## both; continuous integration runs the first with one of 100 parts of the second
+test-all: test test-slow  ## both; continuous integration runs the first with one of 200 parts of the second
 
 row-law: $(VENV)/.installed-dev  ## do rows keep their bits in any company, here and under the instruction sets of other CPUs? (part of `make test`)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m row_law tests/unit/kernels $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
+from tests.support.slow import slow
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE
 
@@ -56,7 +57,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("compressed"), **STATED)
 
 
-@pytest.mark.parametrize("true_sequential", [False, True])
+@pytest.mark.parametrize("true_sequential", [slow(False), True])
 def test_compressed_attention_goes_through_every_stage(
     recipe: Recipe, command: Command, work: Path, model_dir: Path, true_sequential: bool
 ) -> None:

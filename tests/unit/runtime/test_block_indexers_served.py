@@ -163,6 +163,7 @@ def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
+@pytest.mark.one_in(2)
 def test_requests_that_lose_their_blocks_go_on(kind: str, swap_bytes: int) -> None:
     check_preemption(source_of(kind), swap_bytes=swap_bytes)
 
@@ -181,6 +182,7 @@ def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one(kind: str
 @pytest.mark.parametrize(
     "kv_format", [each for each in KV_FORMATS if each not in ("FP8_STATIC", *DENSE_FORMATS.values())]
 )
+@pytest.mark.one_in(3)
 def test_every_format_of_the_cache_serves_rows_that_keep_their_bits(kv_format: str) -> None:
     """A format with transforms has them of heads of 64 dimensions and more."""
     head_dim = 64 if transforms_heads(kv_format) else 16
