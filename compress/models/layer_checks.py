@@ -108,8 +108,8 @@ def _why_indexer_unfit(layer: LayerShape) -> str | None:
     facts = None if layer.latent is None else layer.latent.indexer
     if facts is not None and layer.latent is not None:
         turning = layer.latent.rope_dim if layer.rope is not None else 0
-        if facts.head_dim < turning:
-            return f"{turning} dimensions rotate, and a head of its indexer has {facts.head_dim}."
+        if reason := _why_rope_too_wide(turning, facts.head_dim):
+            return reason
         if not facts.of_stream and not layer.latent.q_rank:
             return "its indexer reads the latent of queries, which it does not have."
         if layer.window is not None:
@@ -171,12 +171,7 @@ def _why_compressed_unfit(layer: LayerShape, compressed: Compressed) -> str | No
     indexer = compressed.indexer
     if indexer is not None and (not compressed.overlaps or indexer.rate != compressed.rate):
         return "its indexer chooses entries of other positions than it has."
-    if indexer is not None and indexer.head_dim < compressed.rope_dim:
-        return (
-            f"{compressed.rope_dim} dimensions of a head of its indexer rotate, and one has "
-            f"{indexer.head_dim}."
-        )
-    return None
+    return None if indexer is None else _why_rope_too_wide(compressed.rope_dim, indexer.head_dim)
 
 
 def _why_rope_unfit(layer: LayerShape, rope: Rope) -> str | None:
@@ -221,10 +216,6 @@ def _why_latent_unfit(layer: LayerShape, latent: Latent) -> str | None:
             f"values of {latent.value_dim} dimensions and keys of {layer.head_dim}; values "
             "must have an even width that is not above that of the keys."
         )
-    if latent.indexer is not None and (
-        reason := _why_rope_too_wide(latent.rope_dim, latent.indexer.head_dim)
-    ):
-        return reason
     if layer.num_kv_heads != layer.num_heads or layer.keys_are_values:
         return (
             f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads; with latent attention each "

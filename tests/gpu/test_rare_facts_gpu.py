@@ -508,6 +508,19 @@ FACTS: dict[str, dict[str, Any]] = {
             ),
         ),
     },
+    "blocks of keys": {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "layers": (
+            replace(LAYER, block_indexer=BlockIndexer(LAYER.num_kv_heads, 128, block_size=16, top_blocks=5)),
+            replace(
+                LAYER,
+                rope=Rope(5e6, rotary_dim=32),
+                output_gate=True,
+                block_indexer=BlockIndexer(8, 64, block_size=4, top_blocks=20, pooled=True),
+            ),
+        ),
+    },
     "lfm2": {
         "qk_norm": True,
         "layers": (
@@ -650,7 +663,12 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
-BY_REFERENCE = {"glm 5": ("index",), "inkling": ("attention",), "deepseek v4": ("compressed", "router")}
+BY_REFERENCE = {
+    "glm 5": ("index",),
+    "blocks of keys": ("block",),
+    "inkling": ("attention",),
+    "deepseek v4": ("compressed", "router"),
+}
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)
 
@@ -753,7 +771,7 @@ def test_scores_are_the_cpus_within_rounding(facts: str, length: int) -> None:
     "facts",
     [
         *("gemma 3", "gemma 2", "gemma 4 e", "granite", "command r", "deepseek v2", "qwen 3.5", "laguna"),
-        *("glm 5", "mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n", "qwen 4"),
+        *("glm 5", "blocks of keys", "mimo v2 flash", "hy 4", "streams that are mixed", "gemma 3n", "qwen 4"),
     ],
 )
 def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:

@@ -112,7 +112,10 @@ def test_an_artifact_of_fewer_positions_than_its_config_states_has_a_reason() ->
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"latent": {"rope_dim": 10}, "head_dim": 20}, "10 dimensions rotate"),
+        (
+            {"latent": {"rope_dim": 10}, "head_dim": 20},
+            "turns 10 dimensions of a head, and heads of its indexer have 8",
+        ),
         ({"latent": {"q_rank": 0}}, "reads the latent of queries"),
         ({"window": 5}, "has a window"),
     ],

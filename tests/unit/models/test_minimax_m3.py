@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.data.model_tokens import check_seq_len
 from compress.distill.student import Shape, evenly, sliced_decoder, student_arch
-from compress.errors import UnsupportedArch
+from compress.errors import CompressError, UnsupportedArch
 from compress.export import FORMATS
 from compress.export.format_writer import write_format
 from compress.models.arch import Arch
@@ -23,10 +24,14 @@ from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import Rope
 from compress.models.pruning import Widths, keep_heads_, resized, why_layers_stay, with_layers
 from compress.models.random_source import RandomSource
+from compress.models.weights import build_decoder
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from tests.golden.test_families import tolerance
 from tests.support.tiny_cases import CASES
-from tests.support.tiny_hf import saved
+from tests.support.tiny_hf import saved, tokens
 from tests.support.tiny_source import tiny_shape
 
 CPU = torch.device("cpu")
@@ -125,9 +130,57 @@ def test_both_spellings_of_layers_mean_the_same() -> None:
     assert arch.layers[0].rope == Rope(5000000.0, rotary_dim=8)
 
 
-def test_contexts_are_those_of_the_config() -> None:
-    assert arch_of().max_position == 64
-    assert [each.top_k for each in (layer.block_indexer for layer in arch_of().layers) if each] == [24] * 2
+def test_a_model_has_the_positions_of_its_config() -> None:
+    for indexers in ({}, {"sparse_topk_blocks": 9}, {"sparse_attention_freq": [0] * 4}):
+        assert arch_of(indexers).max_position == 64
+    check_seq_len(64, "seq_len", arch_of())
+    with pytest.raises(CompressError, match=r"64 positions\. Give"):
+        check_seq_len(65, "seq_len", arch_of())
+    with pytest.raises(CompressError, match=r"1\.\.64\."):
+        Engine(
+            RandomSource(arch_of(), device=CPU, dtype=torch.float32),
+            device=CPU,
+            config=EngineConfig(max_model_len=65),
+        )
+
+
+def test_a_model_that_was_made_with_fewer_positions_is_refused_with_the_reason() -> None:
+    with pytest.raises(CompressError, match="made when longer contexts of indexers were not computed"):
+        check_seq_len(25, "seq_len", arch_of().replace(max_position=24))
+
+
+def test_blocks_that_are_always_chosen_are_read_and_written() -> None:
+    arch = arch_of({"sparse_local_block": 2})
+    assert [layer.block_indexer and layer.block_indexer.local_blocks for layer in arch.layers] == [
+        None,
+        2,
+        2,
+        None,
+    ]
+    assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
+    assert "local_blocks" not in INDEXER.to_json()
+    written(arch)
+
+
+def test_only_blocks_that_are_chosen_change_logits_and_only_beyond_as_many_positions(tmp_path: Path) -> None:
+    family, changes = CASES["minimax_m3_vl_text"]
+    saved(tmp_path, family, changes)
+    source = Checkpoint(tmp_path)
+    every = source.arch.replace(
+        layers=tuple(replace(each, block_indexer=None) for each in source.arch.layers)
+    )
+    num_positions = changes["index_block_size"] * changes["index_topk_blocks"]
+    tokens_BS = tokens(2, num_positions + 9)
+    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
+    plain = Decoder(every)
+    plain.load_state_dict(decoder.state_dict(), strict=False)
+    with torch.no_grad():
+        found = decoder(tokens_BS)
+        expected = plain.eval()(tokens_BS)
+        assert torch.equal(decoder(tokens_BS[:, :num_positions]), plain(tokens_BS[:, :num_positions]))
+    differ_S = (found - expected).abs().amax((0, 2)) > tolerance(expected)
+    assert not bool(differ_S[:num_positions].any())
+    assert bool(differ_S[num_positions:].all())
 
 
 @pytest.mark.parametrize(
@@ -165,6 +218,11 @@ def test_configs_that_programs_read_differently_or_the_decoder_does_not_compute_
         {"use_sparse_attention": False},
         {"sparse_topk_blocks": 0},
         {"sparse_num_index_heads": 3},
+        {"sparse_init_block": 1},
+        {"sparse_score_type": "mean"},
+        {"sparse_local_block": 0},
+        {"sparse_local_block": 4},
+        {"sparse_index_dim": 6},
         {"sparse_sinks": 1},
     ],
     ids=repr,
@@ -181,6 +239,7 @@ def test_other_indexers_are_refused(indexers: dict[str, Any]) -> None:
         {"kv_source": 0},
         {"only_half": "ffn"},
         {"num_kv_heads": 4},
+        {"rope": Rope(1e4, kind="proportional")},
         {
             "num_kv_heads": 4,
             "rope": Rope(1e4, rotary_dim=6),
@@ -193,10 +252,10 @@ def test_indexers_of_blocks_beside_other_facts_are_refused(facts: dict[str, Any]
     indexer = replace(INDEXER, head_dim=16)
     assert why_layer_unfit(tiny_shape(block_indexer=indexer)) is None
     assert why_layer_unfit(tiny_shape(**{"block_indexer": indexer, **facts})) is not None
-
-
-def test_a_rope_that_is_wider_than_heads_of_an_indexer_is_refused() -> None:
-    assert "heads of its indexer have 12" in str(why_layer_unfit(tiny_shape(block_indexer=INDEXER)))
+    assert why_layer_unfit(tiny_shape(block_indexer=INDEXER)) == (
+        "its rope turns 16 dimensions of a head, and heads of its indexer have 12; they have to be as many "
+        "or more."
+    )
 
 
 def test_a_model_of_fewer_layers_states_which_are_left() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.errors import UnsupportedArch
+from compress.errors import UnsupportedArch, UsageError
 from compress.export import FORMATS
 from compress.export.format_writer import write_format
 from compress.models.arch import Arch
@@ -25,6 +25,8 @@ from compress.models.random_source import RandomSource
 from compress.models.weights import UNTOUCHED
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from tests.golden.test_families import assert_same_tensors
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_hf import saved
@@ -79,8 +81,10 @@ def test_the_facts_are_those_of_the_config() -> None:
     assert arch.norm_offset == 1
     assert [type(layer.recurrence) for layer in arch.layers] == [DeltaNet] * 3 + [type(None)]
     assert [layer.output_gate for layer in arch.layers] == [False, False, False, True]
-    assert arch.layers[3].block_indexer == BlockIndexer(3, 16, 8, 3, pooled=True)
+    indexer = BlockIndexer(3, 16, 8, 3, pooled=True)
+    assert arch.layers[3].block_indexer == indexer
     assert arch.max_position == 512
+    assert indexer.top_k == 24 + 7
     tables = [layer.ngrams for layer in arch.layers]
     assert tables[1] is tables[3] is None
     assert tables[0] == NGrams(3, 2, 8, 4, 4, base=50, index=0, seed=1234, eos=3, divisor=128, num_parts=4)
@@ -115,6 +119,7 @@ def test_both_names_of_layers_with_attention_are_read_and_written_as_they_were(n
         ({"attention_bias": True}, "attention_bias"),
         ({"indexer_n_heads": None}, "indexer_n_heads"),
         ({"indexer_kv_heads": 2}, "indexer_kv_heads"),
+        ({"indexer_head_dim": 6, "partial_rotary_factor": 1.0}, "turns 8 dimensions .* indexer have 6"),
         ({"indexer_budget": 25}, "indexer_budget.* a multiple of indexer_compress_ratio, 8"),
         ({"hc_count": 1}, "hc_count"),
         ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
@@ -131,6 +136,21 @@ def test_both_names_of_layers_with_attention_are_read_and_written_as_they_were(n
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedArch, match=reason):
         arch_of(**changes)
+
+
+def test_a_config_without_indexers_is_refused_with_the_names_of_all_their_fields() -> None:
+    with pytest.raises(UnsupportedArch) as refused:
+        arch_of(**dict.fromkeys(INDEXER))
+    message = str(refused.value)
+    assert "indexer_n_heads, indexer_kv_heads, indexer_head_dim, indexer_budget, indexer_compress" in message
+    assert "a whole number each, or layer_types all linear_attention" in message
+
+
+def test_a_model_that_was_made_with_fewer_positions_is_refused_with_the_reason() -> None:
+    arch = arch_of().replace(max_position=31)
+    source = RandomSource(arch, device=CPU, dtype=torch.float32, scheme=None)
+    with pytest.raises(UsageError, match=r"positions 1..31 \(it was made when longer contexts"):
+        Engine(source, device=CPU, config=EngineConfig(max_model_len=32))
 
 
 def test_heads_of_a_pooled_indexer_are_not_those_of_keys() -> None:
