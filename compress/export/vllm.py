@@ -81,7 +81,8 @@ UNKNOWN = {
     "qwen4_exp": "no export of Qwen4 was tested with it",
     "qwen4_exp_text": "no export of Qwen4 was tested with it",
     "gemma3n": "no export of Gemma 3n was tested with it",
-    "gemma3n_text": "no export of Gemma 3n was tested with it",
+    "gemma3n_text": "its class of Gemma 3n looks up dense linears by names of its own, takes them for codes, "
+    "and computed other logits of a tiny model where it did not",
     "deepseek_v4": "no export of DeepSeek-V4 was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
     "axk2": "it knows no model_type axk2",

@@ -81,6 +81,17 @@ def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
     return [window if idx >= first else None for idx in range(num_layers)]
 
 
+def stated_windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
+    """Return the sliding windows of families whose configs of `transformers` have a number for them always.
+
+    Raises:
+        UnsupportedArch: the window is null.
+    """
+    if not config.has("sliding_window"):
+        raise config.wrong("sliding_window", None, "a number of positions: this family has no other windows")
+    return windows_by_layer_type(config, num_layers)
+
+
 def same_window(config: Fields, num_layers: int) -> list[int | None]:
     """Return the one sliding window of families that have it in every layer."""
     return [one_window(config)] * num_layers

@@ -15,7 +15,7 @@ from compress.models.archs.gemma4_text import layer_embed_modules, sources_of_ke
 from compress.models.family import FAMILIES, Family
 from compress.models.hyper_connection import MAX_STREAMS
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import every_nth_full, rope_by_layer_type, windows_by_layer_type
+from compress.models.layer_types import every_nth_full, rope_by_layer_type, stated_windows_by_layer_type
 from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES, SPARSITIES, THETAS
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES, SANDWICH_NORMS
 from compress.untrusted.fields import Fields
@@ -88,7 +88,7 @@ GEMMA3N_TEXT = Family(
     qk_norm=True,
     heads_divide_hidden=True,
     ffn_by_layer=True,
-    windows=windows_by_layer_type,
+    windows=stated_windows_by_layer_type,
     facts=_facts,
     shapes=_shapes,
     implied=_implied,

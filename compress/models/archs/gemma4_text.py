@@ -15,7 +15,7 @@ from compress.models.arch import Arch
 from compress.models.config_writer import PER_LAYER
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FULL, SLIDING, every_nth_full, windows_by_layer_type
+from compress.models.layer_types import FULL, SLIDING, every_nth_full, stated_windows_by_layer_type
 from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES, SANDWICH_NORMS
@@ -168,7 +168,7 @@ GEMMA4_TEXT = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
-    windows=windows_by_layer_type,
+    windows=stated_windows_by_layer_type,
     full_widths={"head_dim": "global_head_dim", "num_kv_heads": "num_global_key_value_heads"},
     full_keys_are_values="attention_k_eq_v",
     facts=_facts,

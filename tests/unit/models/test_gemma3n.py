@@ -52,6 +52,12 @@ def written(arch: Arch) -> dict[str, Any]:
     return FAMILIES.get(arch.family).write_config(arch)
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_a_window_of_null_is_refused_as_transformers_refuses_it(model_type: str) -> None:
+    with pytest.raises(UnsupportedArch, match="sliding_window = None; it must be a number of positions"):
+        arch_of(model_type=model_type, sliding_window=None)
+
+
 def test_facts_of_a_config() -> None:
     arch = arch_of()
     assert (arch.altup_streams, arch.laurel_rank) == (4, 4)
