@@ -328,6 +328,8 @@ _TEXT = Family(
     fixed_fields={
         "att_impl_type": "GQA",
         "hidden_act": "silu",
+        "moe_every_n_layer": 1,
+        "moe_layer_offset": 0,
         "moe_router_activation": "sigmoid",
         "norm_expert_weight": True,
         "sink": False,

@@ -198,6 +198,8 @@ def test_heads_that_differ_within_a_type_are_stated_by_no_config() -> None:
         ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate"),
         ({"use_rope_layers": [1, 0, 1, 1]}, "use_rope_layers"),
         ({"yarn_only_types": [FULL, SLIDING]}, "yarn_only_types"),
+        ({"moe_every_n_layer": 2}, "moe_every_n_layer"),
+        ({"moe_layer_offset": 1}, "moe_layer_offset"),
         ({"moe_router_activation": "softmax"}, "moe_router_activation"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"zero_centered": False}, "zero_centered"),
