@@ -80,6 +80,15 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
     assert family_of(written).read_config(written).replace(config={}) == arch.replace(config={})
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("microsoft/Phi-tiny-MoE-instruct", 3.8), ("microsoft/Phi-mini-MoE-instruct", 7.6)],
+)
+def test_models_with_code_of_their_own_have_the_parameters_of_their_cards(name: str, billions: float) -> None:
+    """Heads of hidden_size / number of heads would give the first 4.4 billions (arXiv 2506.18349)."""
+    assert arch_of(ROWS[name]["config"], CODECS).num_params / 1e9 == pytest.approx(billions, abs=0.06)
+
+
 @each_read
 def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) -> None:
     config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}

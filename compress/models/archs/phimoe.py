@@ -1,5 +1,7 @@
 """Phi-3.5-MoE (Microsoft, arXiv 2404.14219): experts of which SparseMixer chooses two, one after the other,
-norms with biases, LongRoPE, and biases of attention and of the head where they are stated."""
+norms with biases, LongRoPE, and biases of attention and of the head where they are stated. Phi-mini-MoE and
+Phi-tiny-MoE (SlimMoE, arXiv 2506.18349) are smaller in heads and experts; their own code (`modeling_slimmoe`)
+was not compared: they are computed as the class of `transformers` computes their configs."""
 
 from typing import Any
 
