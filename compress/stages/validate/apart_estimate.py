@@ -28,10 +28,12 @@ STORED_BYTES = 2
 
 @dataclass(frozen=True)
 class ApartNeeds:
-    """Bytes at the peak of scoring each model, of the scores on disk, and read from disk by streaming."""
+    """Bytes at the peak of scoring each model, of an engine of the candidate, of the scores on disk, and read
+    from disk by streaming."""
 
     source_bytes: int
     candidate_bytes: int
+    engine_bytes: int
     kept_bytes: int
     read_bytes: int
     streamed: bool
@@ -61,9 +63,11 @@ def apart_needs(
     streamed = spec.apart.streamed
     largest = source if source.num_params > candidate.num_params else candidate
     of_source = streamed_bytes(largest, spec, width) if streamed else width * largest.num_params
+    of_engine = _candidate_bytes(candidate, facts, width) + _cache_bytes(candidate, spec, width)
     return ApartNeeds(
         of_source + shared,
-        _candidate_bytes(candidate, facts, width) + _cache_bytes(candidate, spec, width) + shared,
+        of_engine + shared,
+        of_engine,
         num_kept * kept_bytes(spec.num_samples, spec.seq_len, source.vocab_size, spec.apart.top_k),
         num_kept * STORED_BYTES * source.num_params if streamed else 0,
         streamed,

@@ -7,7 +7,6 @@ from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError, did_you_mean
-from compress.export.mtp import checkpoint_with_mtp, exported_mtp
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
 from compress.models.config_file import read_config
@@ -17,6 +16,7 @@ from compress.runtime.latent_linears import absorbed_params
 from compress.runtime.streamed_model import why_not_streamed
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
+from compress.stages.validate.draft_estimate import draft_bytes, exports_mtp
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
 from compress.validate.generation.texts import read_prompts
@@ -26,6 +26,8 @@ from compress.validate.transformers_model import check_causal
 
 NUM_MODELS = 2
 """Models that are measured by name: source and candidate."""
+NUM_ENGINES = 2
+"""Engines of the candidate while it speculates: one proposes nothing."""
 SPECULATIVE = ("acceptance_length", "speedup")
 
 
@@ -57,13 +59,6 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
         )
 
 
-def _exports_mtp(facts: PlanFacts) -> bool:
-    """Return whether the candidate has an MTP head to draft with, as far as that can be foreseen."""
-    source = checkpoint_with_mtp(facts.source) if "export" in facts.specs else None
-    found = None if source is None else exported_mtp(source, facts.arch)
-    return found is not None and bool(found.names)
-
-
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     """Return the peak of all models at once and their float32 logits, and the work: 2 FLOPs a weight and
     token.
@@ -77,7 +72,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     arch = facts.arch
     source_arch = facts.source_arch or facts.arch
     own = spec.speculative
-    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram" or _exports_mtp(facts))
+    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram" or exports_mtp(facts))
     for each in (arch, source_arch):
         check_lengths(spec, each, speculates=speculates)
     check_at_hand(load_card(spec.data))
@@ -111,6 +106,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     caches = num_models * config.max_batch_size * of_request
     absorbed = num_models * absorbed_params(arch)
     peak = (num_params + absorbed) * width + caches + max(logits, reading)
+    of_engine = (arch.num_params + absorbed_params(arch)) * width + config.max_batch_size * of_request
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     disk_bytes = 1_000_000
     moved_bytes = 0
@@ -126,11 +122,16 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
                 raise UsageError(f"validate: apart: streamed: {reason} Leave out `streamed`.")
         need = apart_needs(spec, source_arch, arch, facts, num_kept=1 + num_between)
         peak = max(need.source_bytes, need.candidate_bytes + reading)
+        of_engine = need.engine_bytes
         disk_bytes += need.kept_bytes
         moved_bytes = need.read_bytes
         notes += need.notes()
     if speculates:
-        notes.append(f"speculation on {', '.join(spec.prompt_data)}")
+        assert own is not None
+        of_draft = draft_bytes(facts, config, own.k)
+        peak = max(peak, NUM_ENGINES * of_engine + of_draft)
+        taken = f", with a draft of {of_draft / 1e9:.3f} GB" if of_draft else ""
+        notes.append(f"speculation on {', '.join(spec.prompt_data)}{taken}")
     notes += _other_shapes(spec, facts)
     if not spec.gates:
         notes.append("no gates: nothing can fail")

@@ -14,6 +14,7 @@ from pydantic import Field
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
 from compress.distill.learn import Curve
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.plugins import PluginSet
 from compress.recipe import MAX_SIZE
@@ -63,8 +64,33 @@ class TrainedDraft:
     write: Callable[[ArtifactWriter], Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class ServedDraft:
+    """What the runtime holds of a draft.
+
+    Attributes:
+        arch: the layers with pages, of which there are `num_heads`.
+        num_params: parameters in the dtype of the computation.
+        own_logits: numbers of matrices of logits that a GPU holds in FP8.
+        copied_logits: numbers of a copy in FP8 of the target's matrix of logits, which only a GPU holds.
+    """
+
+    arch: Arch
+    num_params: int
+    num_heads: int = 1
+    own_logits: int = 0
+    copied_logits: int = 0
+
+
 class Init(Protocol):
     """The spec of one kind of draft."""
+
+    def served(self, facts: PlanFacts) -> ServedDraft:
+        """Return what the runtime holds of such a draft; `facts.arch` is the target's.
+
+        Raises:
+            UsageError, UnsupportedFormat: such a draft cannot be made.
+        """
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         """Return what training needs; `facts.arch` is the target's.

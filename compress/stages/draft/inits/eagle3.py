@@ -29,7 +29,7 @@ from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.draft.head_training import train_head
-from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
+from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, ServedDraft, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized_head import head_scheme, rounded_head
 
@@ -74,6 +74,10 @@ class Eagle3(Spec):
             UsageError: the target has no such layers.
         """
         return eagle3_facts(without_codes(target), draft_vocab_size=self.vocab, layer_ids=self.layers)
+
+    def served(self, facts: PlanFacts) -> ServedDraft:
+        head = self.facts(facts.arch)
+        return ServedDraft(head.arch, _num_params(head))
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         """Return what training needs: each step ahead costs one layer and one head."""

@@ -36,7 +36,7 @@ from compress.recipe import Spec
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.draft.head_training import train_head
-from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.inits import INITS, DraftTask, ServedDraft, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 
 
@@ -66,6 +66,22 @@ class Mtp(Spec):
                 "`init: {kind: eagle3}` or a smaller model."
             )
         return mtp_facts(target, names)
+
+    def served(self, facts: PlanFacts) -> ServedDraft:
+        """Return what the runtime holds of all heads of the checkpoint. A copy of the target's matrix of
+        logits is made where it is dense and they have none of their own."""
+        head = self.facts(facts.arch)
+        count = 1 if facts.source is None else max(num_heads(_checkpoint(facts.source)), 1)
+        logits = head.arch.vocab_size * head.arch.hidden_size
+        own = logits if head.own_head else 0
+        in_codes = getattr(facts.specs.get("quantize"), "head_scheme", None) is not None
+        return ServedDraft(
+            head.arch,
+            count * (_num_params(head) - own),
+            num_heads=count,
+            own_logits=count * own,
+            copied_logits=0 if own or in_codes else logits,
+        )
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         """Return what training needs: each step ahead costs one layer and the target's head."""

@@ -42,7 +42,7 @@ from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.distill.learning import training_batches
-from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
+from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, ServedDraft, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized import quantized
 from compress.stages.prune.round import PruningMethod, prune_round
@@ -153,6 +153,10 @@ class Pruned(Spec):
             score=self.score,
             compensate=self.compensate,
         )
+
+    def served(self, facts: PlanFacts) -> ServedDraft:
+        arch = self.shape(facts.arch)
+        return ServedDraft(arch, arch.num_params)
 
     def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         arch = self.shape(facts.arch)
