@@ -137,7 +137,7 @@ def _decode_four_bits(bytes_OI: Tensor, scale_OG: Tensor) -> QuantizedWeight:
     assert FOUR_BIT.group_size is not None
     num_groups = 2 * num_bytes // FOUR_BIT.group_size
     scale_OG = check_leaf({"scale": scale_OG}, "scale", None, (rows, num_groups))
-    if bool((scale_OG > 2.0 ** (LARGEST_BYTE - BIAS)).any()):
+    if not bool((scale_OG <= 2.0 ** (LARGEST_BYTE - BIAS)).all()):
         raise UnsupportedFormat("a scale of its four-bit floats is beyond the range of bfloat16.")
     return QuantizedWeight(FOUR_BIT, e2m1.unpack(bytes_OI.view(torch.uint8)), scale_OG)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 MOST_SCORES = 1 << 26
 """Scores of single heads that are computed at once: 256 MiB."""
+MOST_CHOSEN_FROM = 1 << 23
+"""Scores of keys of which some are chosen at once: some 23 bytes each, 184 MiB."""
 
 
 def index_scores(q_BSHI: Tensor, k_BPI: Tensor, weights_BSH: Tensor) -> Tensor:
@@ -32,12 +34,21 @@ def index_scores(q_BSHI: Tensor, k_BPI: Tensor, weights_BSH: Tensor) -> Tensor:
 def chosen_keys(scores: Tensor, seen: Tensor, top_k: int) -> Tensor:
     """Return which keys queries attend to, bool [..., S, P], by scores [..., S, P] of more than `top_k`
     positions; `seen` is True where a query sees a key."""
+    at_once = max(1, MOST_CHOSEN_FROM * scores.shape[-2] // max(1, scores.numel()))
+    parts = [
+        _chosen_keys(*each, top_k)
+        for each in zip(scores.split(at_once, -2), seen.expand_as(scores).split(at_once, -2), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def _chosen_keys(scores: Tensor, seen: Tensor, top_k: int) -> Tensor:
     scores = scores.masked_fill(~seen, -math.inf)
     least = scores.topk(top_k, dim=-1).values[..., -1:]
     above = scores > least
     equal = scores == least
     missing = top_k - above.sum(dim=-1, keepdim=True)
-    return (above | (equal & (equal.cumsum(dim=-1) <= missing))) & seen
+    return (above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= missing))) & seen
 
 
 def positions_of(chosen_TP: Tensor, top_k: int) -> Tensor:

@@ -71,8 +71,8 @@ def _why_heads_unstated(family: "Family", arch: Arch) -> str | None:
         return None
     if family.heads_span_hidden and first.num_heads * first.head_dim != arch.hidden_size:
         return (
-            f"the class of this {arch.family} model in transformers takes hidden_size / number of heads for "
-            f"their size, {arch.hidden_size} / {first.num_heads} here, and they have {first.head_dim}: keep "
+            f"configs of {arch.family} are read with heads of hidden_size / number of heads, "
+            f"{arch.hidden_size} / {first.num_heads} here, and its heads have {first.head_dim}: keep "
             "the number of heads and the hidden size."
         )
     for layer, read in zip(arch.layers, family.read_config(_fields(family, arch)).layers, strict=True):

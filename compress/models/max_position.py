@@ -12,4 +12,7 @@ def why_no_longer(arch: Arch) -> str:
     text = arch.config.get("text_config") or arch.config
     if text.get("max_position_embeddings", arch.max_position) == arch.max_position:
         return ""
-    return " (it was made when longer contexts of indexers were not computed; make it again)"
+    return (
+        " (it was made when longer contexts of indexers were not computed; run the recipe with --from and "
+        "its first stage)"
+    )

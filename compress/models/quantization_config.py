@@ -71,7 +71,7 @@ def schemes_of(
         return on_disk.get(name) or family.from_memory(name)
 
     quantization = _renamed(config["quantization_config"], to_disk)
-    if config.get(EXPERT_DTYPE) is not None:
+    if config.get(EXPERT_DTYPE) is not None and quantization.get("quant_method") == "fp8":
         quantization = {EXPERT_DTYPE: config[EXPERT_DTYPE], **quantization}
     if is_layout(config):
         quantization = {name: value for name, value in quantization.items() if name != SCALE_FORMAT}

@@ -35,8 +35,8 @@ def is_layout(config: Mapping[str, Any]) -> bool:
 
 
 def without_layout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without such a quantization."""
-    left = {_KEY, EXPERT_DTYPE} if is_layout(config) else set()
+    """Return a config without such a quantization, and without the `expert_dtype` of one."""
+    left = {EXPERT_DTYPE} | ({_KEY} if is_layout(config) else set())
     return {name: value for name, value in config.items() if name not in left}
 
 

@@ -10,7 +10,6 @@ Shapes: T rows, N heads of the indexer, I dimensions of a head, C head dimension
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from compress.models.indexer import BlockIndexer
 from compress.models.layer_shape import LayerShape, Rope
 from compress.runtime.block_linears import BlockLinears, BlockRows
 from compress.runtime.deployment import Deployment
-from compress.runtime.fused_linear import BoundKernel
+from compress.runtime.key_choice import KeyChoice
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.row_contexts import RowContexts, rows_at_once
 
@@ -33,7 +32,7 @@ DecodeAttention = Callable[..., Tensor]
 """(queries [T, H, C], pages, blocks [T, B], context lengths [T], q_len=1) -> [T, H, C]."""
 
 
-class BlockChoice:
+class BlockChoice(KeyChoice[BlockIndexer]):
     """The indexers of blocks of the layers of one architecture, in sequences of the length that a deployment
     has. `rope_tables` hold cos and sin of all positions by rope and head dimension.
 
@@ -44,21 +43,8 @@ class BlockChoice:
     def __init__(
         self, arch: Arch, deployment: Deployment, rope_tables: Mapping[tuple[Rope | None, int], Tables]
     ) -> None:
+        super().__init__("block_choice", BlockIndexer, arch, deployment)
         self._rope_tables = rope_tables
-        self._kernels: dict[BlockIndexer, BoundKernel] = {}
-        num_positions = deployment.num_positions(arch)
-        for layer in arch.layers:
-            facts = layer.block_indexer
-            if facts is not None and facts not in self._kernels and layer.index_numbers(num_positions):
-                device = deployment.kernel_device
-                problem = device.problem("block_choice", n=facts.head_dim, k=facts.num_heads)
-                self._kernels[facts] = BoundKernel.of(problem)
-        self.least = min((facts.top_k for facts in self._kernels), default=None)
-        """The positions up to which all rows attend to all that they see, None where they always do."""
-
-    def may_choose(self, num_positions: int) -> bool:
-        """Return whether rows of contexts of so many positions may attend to some of them only."""
-        return self.least is not None and num_positions > self.least
 
     def store(self, shape: LayerShape, index: BlockRows, positions_T: Tensor, slots_T: Tensor) -> None:
         """Write the keys of an indexer to their pages, rotated where blocks are not pooled."""
@@ -98,10 +84,6 @@ class BlockChoice:
             pages, where = part.of_heads(kv, positions_TNK, lens_T[own])
             parts.append(attention(q_THC[own], pages, where.table_TB, where.ends_T, q_len=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def kernel_report(self) -> list[dict[str, Any]]:
-        """Return rows of `Engine.kernel_report`."""
-        return [each.report(layer=None, linear="block_choice") for each in self._kernels.values()]
 
     def _tables(self, shape: LayerShape) -> Tables:
         return self._rope_tables[shape.rope, shape.head_dim]

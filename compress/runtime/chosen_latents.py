@@ -10,7 +10,6 @@ Shapes: T rows, R sequences, B blocks of the longest sequence, K positions chose
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -21,8 +20,8 @@ from compress.models.layer_shape import Rope
 from compress.models.query_growth import learned_growth
 from compress.models.token_indexer import turned
 from compress.runtime.deployment import Deployment
-from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.index_linears import IndexLinears, IndexRows
+from compress.runtime.key_choice import KeyChoice
 from compress.runtime.latent_linears import latent_of
 from compress.runtime.layer_attention import Projected
 from compress.runtime.layer_weights import LayerWeights
@@ -41,7 +40,7 @@ class Choices:
     last_TK: Tensor | None = None
 
 
-class LatentChoice:
+class LatentChoice(KeyChoice[Indexer]):
     """The indexers of the layers of one architecture, in sequences of the length that a deployment has.
     `rope_tables` hold cos and sin of all positions by rope and width.
 
@@ -52,22 +51,9 @@ class LatentChoice:
     def __init__(
         self, arch: Arch, deployment: Deployment, rope_tables: Mapping[tuple[Rope | None, int], Tables]
     ) -> None:
-        num_positions = deployment.num_positions(arch)
+        super().__init__("index_choice", Indexer, arch, deployment)
         self._rope_tables = rope_tables
         self._shares = bool(choice_sources(arch))
-        self._kernels: dict[Indexer, BoundKernel] = {}
-        for layer in arch.layers:
-            facts = None if layer.latent is None else layer.latent.indexer
-            if facts is not None and facts not in self._kernels and layer.index_numbers(num_positions):
-                device = deployment.kernel_device
-                problem = device.problem("index_choice", n=facts.head_dim, k=facts.num_heads)
-                self._kernels[facts] = BoundKernel.of(problem)
-        self.least = min((facts.top_k for facts in self._kernels), default=None)
-        """The positions up to which all rows attend to all that they see, None where they always do."""
-
-    def may_choose(self, num_positions: int) -> bool:
-        """Return whether rows of contexts of so many positions may attend to some of them only."""
-        return self.least is not None and num_positions > self.least
 
     def store(self, layer: LayerWeights, projected: Projected, index: IndexRows) -> None:
         """Write the keys of an indexer to their pages, rotated."""
@@ -108,10 +94,6 @@ class LatentChoice:
         )
         choices.last_TK = chosen_TK if self._shares else None
         return chosen_TK
-
-    def kernel_report(self) -> list[dict[str, Any]]:
-        """Return rows of `Engine.kernel_report`."""
-        return [each.report(layer=None, linear="index_choice") for each in self._kernels.values()]
 
     def _turned(self, layer: LayerWeights, x_THI: Tensor, positions_T: Tensor) -> Tensor:
         latent = latent_of(layer.shape)

@@ -14,8 +14,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.export import open_checkpoint
+from compress.export.format_writer import write_format
+from compress.models.checkpoint import Checkpoint
+from compress.models.random_source import RandomSource
 from compress.models.weights import build_decoder
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.model_scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_hf import saved, tokens
 
@@ -135,7 +139,7 @@ def test_codes_with_scales_that_are_any_floats_stay_codes(tmp_path: Path) -> Non
             {"quantization": {name: each for name, each in BLOCKS.items() if name != "scale_fmt"}},
             "experts in four-bit floats",
         ),
-        ({"scale_dtype": torch.int8}, "no floats|powers of two|a float"),
+        ({"scale_dtype": torch.int8}, "which are no floats"),
     ],
     ids=str,
 )
@@ -156,3 +160,21 @@ def test_bytes_of_experts_have_the_shapes_of_their_config(leaf: str, tmp_path: P
         (UnsupportedFormat, UnsupportedArch), match=r"layers\.1\.ffn\.experts\.2\.w2 is not read"
     ):
         open_checkpoint(path).layer(1)
+
+
+def test_a_model_without_codes_is_written_without_the_dtype_of_codes(tmp_path: Path) -> None:
+    saved(tmp_path, "deepseek_v4", WIDTHS, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "expert_dtype": "fp4"}))
+    source = Checkpoint(tmp_path)
+    assert "expert_dtype" not in source.arch.config
+    scheme = ModelScheme(SCHEMES["FP8_DYNAMIC"])
+    source_of_codes = RandomSource(source.arch, device=CPU, dtype=torch.bfloat16, scheme=scheme.layers)
+    written = tmp_path / "written"
+    written.mkdir()
+    write_format("compressed-tensors", written, source_of_codes, scheme)
+    stated = json.loads((written / "config.json").read_text())
+    (written / "config.json").write_text(json.dumps({**stated, "expert_dtype": "fp4"}))
+    again = open_checkpoint(written)
+    assert "expert_dtype" not in again.arch.config
+    assert again.layer(0)["attn.q_up.weight"].scheme == SCHEMES["FP8_DYNAMIC"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.models.arch import Arch
-from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, with_indexers
+from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, INDEX_PAIRS, with_indexers
 from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.config_writer import PER_LAYER
 from compress.models.family import FAMILIES
@@ -301,6 +301,7 @@ _FIXED = {
     "topk_method": "noaux_tc",
     "mlp_bias": False,
     "rope_interleave": True,
+    INDEX_PAIRS: True,
     "qk_layernorm": True,
     "apply_mla_qkv_lora_rescale": True,
     "k_rope_only_layernorm": True,

@@ -10,7 +10,7 @@ model, and logits are float32.
 from dataclasses import replace
 from typing import Any
 
-from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, with_indexers
+from compress.models.archs.deepseek_v32 import DEEPSEEK_V32, INDEX_PAIRS, with_indexers
 from compress.models.archs.glm4_moe import SIGMOID_MIXTURE
 from compress.models.archs.glm_moe_dsa import indexer_kinds
 from compress.models.family import FAMILIES
@@ -138,6 +138,7 @@ FAMILIES.add(
             "swiglu_limit",
         },
         fixed_fields={
+            INDEX_PAIRS: True,
             "enable_ihc": True,
             "gated_mla": True,
             "gating_type": "elementwise",

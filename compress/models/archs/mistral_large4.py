@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.models.arch import Arch
-from compress.models.archs.deepseek_v32 import standard_types, with_indexers
+from compress.models.archs.deepseek_v32 import INDEX_PAIRS, standard_types, with_indexers
 from compress.models.archs.glm4_moe import MIXTURE_FIELDS, SIGMOID_MIXTURE
 from compress.models.archs.glm_moe_dsa import KIND_FIELDS, indexer_kinds
 from compress.models.archs.smollm3 import rotated_layers
@@ -155,7 +155,7 @@ _TEXT = Family(
         _SOURCES,
         _CAP,
     },
-    fixed_fields={"q_lora_rank": None},
+    fixed_fields={"q_lora_rank": None, INDEX_PAIRS: True},
     defaults={
         "vocab_size": 204800,
         "hidden_size": 6144,

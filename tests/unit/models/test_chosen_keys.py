@@ -31,6 +31,14 @@ def test_the_best_are_chosen_and_of_equal_ones_the_earliest(num_values: int, top
     assert torch.equal(found.sum(1), torch.arange(1, 24).clamp(max=top_k))
 
 
+def test_queries_in_parts_have_the_choices_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randint(4, (2, 9, 30), generator=torch.Generator().manual_seed(1)).to(torch.float32)
+    seen = causal_mask(9, 30, None, torch.device("cpu"))
+    whole = chosen_keys(scores, seen, 7)
+    monkeypatch.setattr(module, "MOST_CHOSEN_FROM", 2 * 2 * 30)
+    assert torch.equal(chosen_keys(scores, seen, 7), whole)
+
+
 def test_positions_are_those_of_the_choice_in_order() -> None:
     chosen = torch.tensor([[True, False, True, True, False], [False, True, False, False, False]])
     assert positions_of(chosen, 3).tolist() == [[0, 2, 3], [1, 0, 0]]

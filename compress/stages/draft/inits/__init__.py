@@ -66,7 +66,7 @@ class TrainedDraft:
 
 @dataclass(frozen=True)
 class ServedDraft:
-    """What the runtime holds of a draft.
+    """The layers and the numbers that the runtime holds of a draft.
 
     Attributes:
         arch: the layers with pages, of which there are `num_heads`.
