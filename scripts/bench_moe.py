@@ -106,8 +106,10 @@ def routed() -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
     route = ExpertLinears.route
 
-    def recorded(experts: ExpertLinears, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = route(experts, x_TD, phase)
+    def recorded(
+        experts: ExpertLinears, x_TD: Tensor, phase: Phase, tokens_T: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = route(experts, x_TD, phase, tokens_T)
         found.append(ids_TK.clone())
         return ids_TK, weights_TK
 

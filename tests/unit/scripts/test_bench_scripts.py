@@ -63,11 +63,11 @@ class Bench:
         self._run = run
         self._directory = directory
 
-    def __call__(self, name: str, *arguments: object) -> dict[str, Any]:
+    def __call__(self, name: str, *arguments: object, facts: dict[str, Any] = CONFIG) -> dict[str, Any]:
         config = self._directory / "tiny" / "config.json"
         out = self._directory / "results.json"
         config.parent.mkdir()
-        config.write_text(json.dumps(CONFIG))
+        config.write_text(json.dumps(facts))
         printed = self._run(name, "--model", config, "--commit", "abc", "--out", out, *arguments)
         document: dict[str, Any] = json.loads(out.read_text())
         assert self._run(name, "--show", out).strip() in printed
@@ -107,7 +107,8 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     of_few_models = {"router", "experts", "post_norm", "soft_cap", "head_linear"}
     of_few_models |= {*RECURRENCE_OPS.values()}  # whole models time them
     of_few_models |= {"latent_store", "latent_attention", "latent_heads"}  # `bench_experts`, `bench_moe`
-    of_few_models |= {"hyper_mix", "hyper_spread", "compressed_store", "compressed_attention", "index_choice"}
+    of_few_models |= {"hyper_mix", "hyper_spread", "compressed_store", "compressed_attention"}
+    of_few_models |= {"index_choice", "block_choice"}
     assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
@@ -291,6 +292,18 @@ def test_overlapping_kernels_cover_their_union_once() -> None:
         == "indexSelect"
     )
     assert short_name("_rms_norm") == "_rms_norm"
+
+
+def test_mixtures_are_timed_with_the_experts_that_a_step_hits(bench: Bench) -> None:
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    facts = {**CONFIG, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **mixture}
+    sizes = ["--batch-sizes", "1", "3", "--prompt-tokens", "4", "--output-tokens", "16", "--ttft-tokens", "8"]
+    rows = bench("bench_moe", "--schemes", "BF16", "--repeats", "2", *sizes, facts=facts)["rows"]
+    alone, together, prompt = rows
+    assert alone["experts_hit"] == 2 < together["experts_hit"] <= 4
+    assert alone["floor_ms"] < together["floor_ms"]
+    assert prompt["prompt_tokens"] == 8
+    assert all(row["ttft_ms_p50"] > 0 for row in rows)
 
 
 def test_an_unknown_shape_lists_the_known_ones() -> None:
