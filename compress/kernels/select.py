@@ -66,11 +66,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
                        and sees its window and the entries that are over at `positions_T[t]`, or those of
                        them that an `EntryChoice` chooses
-    index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> positions [T, K]
-                       of the `ends_T[t]` positions that row t sees in its own blocks, rising, then zeros
-    block_choice       fn(q_TNI, keys, pages, block_table_TB, ends_T) -> positions [T, N or 1, W]
-                       of the blocks that the heads of an indexer choose for row t, which sees `ends_T[t]`
-                       positions, rising, then any; keys are `BlockKeys`, queries are normed and turned
+    index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> slots [T, K]
+                       of some of the `ends_T[t]` positions that row t sees in its own blocks, in their order,
+                       then of the first
+    block_choice       fn(q_TNI, keys, pages, block_table_TB, ends_T) -> slots [T, N or 1, W]
+                       of the positions of the blocks that the heads of an indexer choose for row t, which
+                       sees `ends_T[t]` positions, in their order, then any; keys are `BlockKeys`, queries are
+                       normed and turned
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None, relative=None) -> [T, H, C]; T = R q_len, the last q_len positions of
                           each context

@@ -78,10 +78,10 @@ class BlockChoice(KeyChoice[BlockIndexer]):
         for start in range(0, len(rows), at_once):
             own = slice(start, start + at_once)
             part = rows.part(own)
-            positions_TNK = self._kernels[facts].kernel.fn(
+            slots_TNK = self._kernels[facts].kernel.fn(
                 q_TNI[own], keys, index.pages, part.table_TB, part.ends_T
             )
-            pages, where = part.of_heads(kv, positions_TNK, lens_T[own])
+            pages, where = part.of_heads(kv, slots_TNK, lens_T[own])
             parts.append(attention(q_THC[own], pages, where.table_TB, where.ends_T, q_len=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

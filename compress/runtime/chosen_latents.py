@@ -33,7 +33,7 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass
 class Choices:
-    """The rows of a pass, and the positions [T, K] that they attend to in the last layer that has an indexer,
+    """The rows of a pass, and the slots [T, K] that they attend to in the last layer that has an indexer,
     None where these are all, or no later layer reads them."""
 
     rows: RowContexts
@@ -60,11 +60,11 @@ class LatentChoice(KeyChoice[Indexer]):
         k_TI = self._turned(layer, index.k_TI.unsqueeze(1), projected.positions_T).squeeze(1)
         index.pages.write_(projected.slots_T, k_TI)
 
-    def positions(
+    def slots(
         self, layer: LayerWeights, projected: Projected, choices: Choices | None, rows: slice
     ) -> Tensor | None:
-        """Return the positions [T, K] that some rows of `projected` attend to, which are those of `choices`;
-        None where they attend to all that they see. The cache has their index keys."""
+        """Return the slots [T, K] that some rows of `projected` attend to, which are those of `choices`; None
+        where they attend to all positions that they see. The cache has their index keys."""
         if choices is None or layer.shape.window is not None:
             return None
         facts = latent_of(layer.shape).indexer

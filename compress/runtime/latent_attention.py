@@ -140,12 +140,12 @@ class LatentAttention:
             value_dim = latent_of(layer.shape).value_dim
             attended = []
             for each, of_pass in zip(passes, choices, strict=True):
-                positions_TK = self._choice.positions(layer, projected, of_pass, each.rows)
-                if of_pass is None or positions_TK is None:
+                slots_TK = self._choice.slots(layer, projected, of_pass, each.rows)
+                if of_pass is None or slots_TK is None:
                     attended.append(self._expanded(layer, q_THC, projected.kv, each)[..., :value_dim])
                 else:
                     own_THC = q_THC[each.rows]
-                    attended.append(self._to_chosen(layer, own_THC, projected.kv, of_pass.rows, positions_TK))
+                    attended.append(self._to_chosen(layer, own_THC, projected.kv, of_pass.rows, slots_TK))
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attend
@@ -185,15 +185,15 @@ class LatentAttention:
         q_THC: Tensor,
         pages: PagedLatents,
         rows: RowContexts,
-        positions_TK: Tensor,
+        slots_TK: Tensor,
     ) -> Tensor:
-        """Return attention [T, H, V] of rows to the latents at these positions."""
-        top_k = positions_TK.shape[1]
+        """Return attention [T, H, V] of rows to the latents in these slots."""
+        top_k = slots_TK.shape[1]
         at_once = min(rows_at_once(pages, top_k), _rows_of_partials(layer, top_k))
         parts = []
         for start in range(0, len(rows), at_once):
             own = slice(start, start + at_once)
-            gathered, where = rows.part(own).chosen(pages, positions_TK[own])
+            gathered, where = rows.part(own).chosen(pages, slots_TK[own])
             parts.append(self._to_latents(layer, q_THC[own], gathered, where.table_TB, where.ends_T, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -210,9 +210,9 @@ class LatentAttention:
         """Return attention [T, H, V] over the latents themselves, of all requests at once or of so many."""
         q_THC = self.queries(layer, projected, "decode")
         assert isinstance(projected.kv, PagedLatents)
-        positions_TK = self._choice.positions(layer, projected, choices, slice(None))
-        if choices is not None and positions_TK is not None:
-            return self._to_chosen(layer, q_THC, projected.kv, choices.rows, positions_TK)
+        slots_TK = self._choice.slots(layer, projected, choices, slice(None))
+        if choices is not None and slots_TK is not None:
+            return self._to_chosen(layer, q_THC, projected.kv, choices.rows, slots_TK)
         return self._to_latents(layer, q_THC, projected.kv, block_table_RB, context_lens_R, q_len, at_once)
 
     def _to_latents(

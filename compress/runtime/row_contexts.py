@@ -54,34 +54,32 @@ class RowContexts:
         """Return those of some rows."""
         return RowContexts(self.table_TB[rows], self.ends_T[rows])
 
-    def chosen(self, pages: PagedLatents, positions_TK: Tensor) -> tuple[PagedLatents, "RowContexts"]:
-        """Return pages of the chosen positions of each row alone, and where the rows find these in them."""
-        slots_TK = self._slots(positions_TK.unsqueeze(1), pages.block_size).squeeze(1)
-        ends_T = self.ends_T.clamp(max=positions_TK.shape[1])
+    def chosen(self, pages: PagedLatents, slots_TK: Tensor) -> tuple[PagedLatents, "RowContexts"]:
+        """Return pages of the chosen slots of each row alone, and where the rows find these in them."""
+        ends_T = self.ends_T.clamp(max=slots_TK.shape[1])
+        slots_TK = _whole_blocks(slots_TK, pages.block_size)
         return pages.gathered(slots_TK), self._one_after_another(
             slots_TK.shape[1] // pages.block_size, ends_T
         )
 
-    def of_heads(
-        self, pages: PagedKV, positions_TNK: Tensor, lens_T: Tensor
-    ) -> tuple[PagedKV, "RowContexts"]:
-        """Return pages of the positions that are chosen for each KV head, or for all, and where the rows find
+    def of_heads(self, pages: PagedKV, slots_TNK: Tensor, lens_T: Tensor) -> tuple[PagedKV, "RowContexts"]:
+        """Return pages of the slots that are chosen for each KV head, or for all, and where the rows find
         these in them, the first `lens_T`."""
-        slots_TNK = self._slots(positions_TNK, pages.block_size)
+        slots_TNK = _whole_blocks(slots_TNK, pages.block_size)
         num_blocks = slots_TNK.shape[2] // pages.block_size
         return pages.gathered(slots_TNK), self._one_after_another(num_blocks, lens_T)
-
-    def _slots(self, positions_TNK: Tensor, block_size: int) -> Tensor:
-        """Return the slots of positions, and any after them up to whole blocks."""
-        positions_TNK = F.pad(positions_TNK, (0, -positions_TNK.shape[2] % block_size))
-        blocks = self.table_TB.gather(1, (positions_TNK // block_size).flatten(1))
-        return blocks.view(positions_TNK.shape).long() * block_size + positions_TNK % block_size
 
     def _one_after_another(self, num_blocks: int, ends_T: Tensor) -> "RowContexts":
         """Return as many blocks for each row, in the order of rows."""
         like = self.table_TB
         blocks = torch.arange(len(ends_T) * num_blocks, device=like.device, dtype=like.dtype)
         return RowContexts(blocks.view(len(ends_T), -1), ends_T)
+
+
+def _whole_blocks(slots: Tensor, block_size: int) -> Tensor:
+    """Return slots [..., K], and any after them up to whole blocks."""
+    missing = -slots.shape[-1] % block_size
+    return F.pad(slots, (0, missing)) if missing else slots
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.kernels.attention_decode.chunks import CHUNK_SIZE, batched_product, filling_of
 from compress.kernels.operands.block_keys import BlockKeys
-from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.paged_latents import PagedLatents, slots_of
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
 from compress.models.block_choice import chosen_blocks, keys_of_blocks, rotate_first
@@ -29,8 +29,9 @@ MOST_GATHERED = 1 << 26
 def block_choice(
     q_TNI: Tensor, keys: BlockKeys, pages: PagedLatents, block_table_TB: Tensor, ends_T: Tensor
 ) -> Tensor:
-    """Return the positions of the chosen blocks, int64 [T, N, W], or [T, 1, W] of a pooled indexer, in rising
-    order, and any after them. Row t sees `ends_T[t]` positions of the blocks `block_table_TB[t]`."""
+    """Return the slots of the positions of the chosen blocks, int64 [T, N, W], or [T, 1, W] of a pooled
+    indexer, in the order of positions, and any after them. Row t sees `ends_T[t]` positions of the blocks
+    `block_table_TB[t]`."""
     facts = keys.facts
     num_positions = block_table_TB.shape[1] * pages.block_size
     last_T = (ends_T.long() - 1).clamp(min=0)
@@ -48,7 +49,7 @@ def block_choice(
     blocks_TNM = parts[0] if len(parts) == 1 else torch.cat(parts)
     places = torch.arange(facts.block_size, device=ends_T.device)
     positions_TNW = (blocks_TNM.unsqueeze(-1) * facts.block_size + places).flatten(-2)
-    return positions_TNW.clamp(max=num_positions - 1)
+    return slots_of(positions_TNW.clamp(max=num_positions - 1), block_table_TB, pages.block_size)
 
 
 def _keys(keys: BlockKeys, k_TPI: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.attention_decode.chunks import CHUNK_SIZE, batched_product, filling_of
-from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.paged_latents import PagedLatents, slots_of
 from compress.kernels.select import Kernel, anything, register
 from compress.models.chosen_keys import chosen_keys, positions_of
 
@@ -36,9 +36,9 @@ def index_choice(
     *,
     top_k: int,
 ) -> Tensor:
-    """Return the positions that rows attend to, int64 [T, K], in rising order and zeros after them: as many
-    as `ends_T`, the positions that a row sees, or `top_k`. Row t has blocks `block_table_TB[t]`, of more than
-    `top_k` positions; `weights_TH` are float32."""
+    """Return the slots of the positions that rows attend to, int64 [T, K], in the order of positions: as many
+    as `ends_T`, the positions that a row sees, or `top_k`, and after them the slot of the first position. Row
+    t has blocks `block_table_TB[t]`, of more than `top_k` positions; `weights_TH` are float32."""
     width = q_THI.shape[2]
     table_TB = F.pad(block_table_TB, (0, -block_table_TB.shape[1] % (CHUNK_SIZE // pages.block_size)))
     positions_P = torch.arange(table_TB.shape[1] * pages.block_size, device=q_THI.device)
@@ -49,7 +49,8 @@ def index_choice(
         (k_MI, _) = pages.gather(table_TB[rows].flatten(), width, torch.float32)
         scores_TP = row_scores(q_THI[rows], weights_TH[rows], k_MI.unflatten(0, (-1, CHUNK_SIZE)))
         seen_TP = positions_P < ends_T[rows].unsqueeze(1)
-        chosen.append(positions_of(chosen_keys(scores_TP, seen_TP, top_k), top_k))
+        positions_TK = positions_of(chosen_keys(scores_TP, seen_TP, top_k), top_k)
+        chosen.append(slots_of(positions_TK.unsqueeze(1), table_TB[rows], pages.block_size).squeeze(1))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 

@@ -105,5 +105,11 @@ class PagedLatents:
         return PagedKV(self.rows, self.rows, self.scale, self.scale)
 
 
+def slots_of(positions_TNK: Tensor, block_table_TB: Tensor, block_size: int) -> Tensor:
+    """Return the slots [T, N, K] of positions of the sequences with these blocks, int64."""
+    blocks = block_table_TB.gather(1, (positions_TNK // block_size).flatten(1))
+    return blocks.view(positions_TNK.shape).long() * block_size + positions_TNK % block_size
+
+
 Pages = PagedKV | PagedLatents
 """The pages of a layer."""

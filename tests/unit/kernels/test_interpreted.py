@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 # In turns of about a minute each, which run at the same time; all are slow.
 TURNS = (
     ("attention_kernels", "attention_fp8", "columns", "decode_step"),
-    ("experts", "general_linear", "latents"),
+    ("experts", "general_linear", "key_choice", "latents"),
     ("mamba2", "short_conv", "residual_conv"),
     ("delta_net", "rope_store", "row_kernels", "verify_step", "w8a16"),
 )

@@ -438,8 +438,9 @@ def test_choice_of_an_indexer(num_heads: int, head_dim: int, dtype: torch.dtype)
             gathered = keys.rows[0, table[row]].flatten(0, 1)[:length].to(torch.float64)
             of_heads = (q[row].to(torch.float64) @ gathered.mT).clamp(min=0)
             best = (weights[row].to(torch.float64) @ of_heads).sort(descending=True, stable=True).indices[:37]
-            assert whole[row, : len(best)].tolist() == sorted(best.tolist())
-            assert not whole[row, len(best) :].any()
+            slots = (table[row].unsqueeze(1) * 16 + torch.arange(16)).flatten()
+            assert whole[row, : len(best)].tolist() == slots[best.sort().values].tolist()
+            assert (whole[row, len(best) :] == slots[0]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

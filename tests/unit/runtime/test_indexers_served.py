@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.paged_latents import slots_of
 from compress.models.latent import Latent
 from compress.models.weights import MemorySource
 from compress.runtime.chosen_latents import RowContexts
@@ -153,19 +154,20 @@ def test_rows_of_every_pass_find_their_positions() -> None:
         assert len(found.part(slice(1, 3))) == 2
 
 
-def gathered(source: MemorySource, positions: Tensor) -> Tensor:
+def gathered(source: MemorySource, slots: Tensor) -> Tensor:
     cache = KVCache(source.arch, num_blocks=4, block_size=SIZE, kv_format="F32", device=CPU)
     kept = cache.layer(0)
     assert isinstance(kept, IndexedKept)
     kept.pages.rows.copy_(torch.arange(4 * SIZE).view(1, 4, SIZE, 1).expand_as(kept.pages.rows))
     rows = RowContexts(torch.tensor([[3, 1]]), torch.tensor([30]))
-    pages, where = rows.chosen(kept.pages, positions)
-    assert where.ends_T.tolist() == [positions.shape[1]]
+    pages, where = rows.chosen(kept.pages, slots)
+    assert where.ends_T.tolist() == [slots.shape[1]]
     assert where.table_TB.tolist() == [[0, 1]]
     return pages.rows[0, :, :, 0].flatten()
 
 
-def test_chosen_positions_lie_in_pages_of_their_own() -> None:
+def test_chosen_slots_lie_in_pages_of_their_own() -> None:
     positions = torch.tensor([[0, 1, 2, 5, 8, 15, 16, 17, 20, 21, 22, 23, 24, 25, 26, 27, 29]])
     slots = torch.where(positions < SIZE, 3 * SIZE + positions, SIZE + positions - SIZE)
-    assert gathered(source_of(), positions)[: positions.shape[1]].tolist() == slots[0].tolist()
+    assert torch.equal(slots_of(positions.unsqueeze(1), torch.tensor([[3, 1]]), SIZE)[0], slots)
+    assert gathered(source_of(), slots)[: slots.shape[1]].tolist() == slots[0].tolist()

@@ -306,6 +306,16 @@ def test_mixtures_are_timed_with_the_experts_that_a_step_hits(bench: Bench) -> N
     assert all(row["ttft_ms_p50"] > 0 for row in rows)
 
 
+def test_choices_of_indexers_are_held_to_the_reference(bench: Bench) -> None:
+    sizes = ["--contexts", "40", "--rows", "1", "3", "--prompt-rows", "8", "--replays", "2"]
+    rows = bench("bench_indexers", "--indexers", "tiny", "tiny blocks", *sizes)["rows"]
+    assert [(row["indexer"], row["rows"], row["prompt"]) for row in rows] == [
+        (name, *each) for name in ("tiny", "tiny blocks") for each in ((1, False), (3, False), (8, True))
+    ]
+    assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
+    assert all(row["kernel"] == "reference" for row in rows)
+
+
 def test_an_unknown_shape_lists_the_known_ones() -> None:
     with pytest.raises(Exception, match="llama-3\\.1-8b"):
         read_arch("no-such-model")

@@ -1,0 +1,146 @@
+"""The choice of positions by an indexer over its paged keys, in two launches: the scores of a row and of a
+part of its positions a program, by matrix products of all heads, and the largest of them (`largest.py`).
+Programs of positions that a row does not see end at once, so that the width of a table costs their launch
+alone.
+
+Shapes: T rows, H heads, I numbers of a key, B blocks of the longest sequence, K positions chosen.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.compilers.triton import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.index_choice.largest import largest
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
+
+POSITIONS = 128
+"""Positions of a program."""
+MOST_PRODUCTS = 1 << 14
+"""Products of heads and positions that a program holds."""
+MOST_WIDTH = 256
+"""Numbers of a key that a program holds at once."""
+MOST_SCORES = 1 << 28
+"""Scores that are written before some are chosen: 1 GiB."""
+
+
+@jit()
+def paged_slots(
+    table_ptr: tl.tensor, positions: tl.tensor, num_positions: tl.tensor, BLOCK_SIZE: tl.constexpr
+) -> tl.tensor:
+    """Return the slots of positions of the sequence with these blocks."""
+    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < num_positions, other=0)
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@jit(varying=("table_stride", "num_positions"))
+def _scores(
+    q_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    num_positions: tl.tensor,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    H2: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * POSITIONS
+    positions = start + tl.arange(0, POSITIONS)
+    head = tl.arange(0, H2)
+    number = tl.arange(0, WIDTH2)
+    wait(PDL)
+    end = tl.load(ends_ptr + row)
+    if start < end:
+        slots = paged_slots(table_ptr + row * table_stride, positions, num_positions, BLOCK_SIZE)
+        real = (positions < end)[None, :] & (number < WIDTH)[:, None]
+        k = tl.load(keys_ptr + slots[None, :] * WIDTH + number[:, None], mask=real, other=0.0)
+        given = (head < H)[:, None] & (number < WIDTH)[None, :]
+        q = tl.load(q_ptr + (row * H + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
+        weights = tl.load(weights_ptr + row * H + head, mask=head < H, other=0.0)
+        products = tl.dot(q, k, input_precision=PRECISION)
+        scores = tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
+        tl.store(scores_ptr + row * num_positions + positions, scores, mask=positions < end)
+
+
+def index_scores(
+    q_THI: Tensor, weights_TH: Tensor, pages: PagedLatents, block_table_TB: Tensor, ends_T: Tensor
+) -> Tensor:
+    """Return the scores, float32 [T, P], of rows and of the positions that they see; others are not
+    written."""
+    num_rows, num_heads, width = q_THI.shape
+    num_positions = block_table_TB.shape[1] * pages.block_size
+    scores_TP = torch.empty(num_rows, num_positions, dtype=torch.float32, device=q_THI.device)
+    _scores[(num_rows, triton.cdiv(num_positions, POSITIONS))](
+        q_THI.contiguous(),
+        weights_TH.contiguous(),
+        pages.rows,
+        block_table_TB,
+        ends_T,
+        scores_TP,
+        block_table_TB.stride(0),
+        num_positions,
+        H=num_heads,
+        WIDTH=width,
+        H2=max(16, triton.next_power_of_2(num_heads)),
+        WIDTH2=max(16, triton.next_power_of_2(width)),
+        BLOCK_SIZE=pages.block_size,
+        POSITIONS=POSITIONS,
+        PRECISION="ieee" if q_THI.dtype == torch.float32 else "tf32",
+        num_warps=8 if num_heads > 32 else 4,
+        **pdl_options(q_THI.device),
+    )
+    return scores_TP
+
+
+def index_choice(
+    q_THI: Tensor,
+    weights_TH: Tensor,
+    pages: PagedLatents,
+    block_table_TB: Tensor,
+    ends_T: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    """Return the slots [T, K] that rows attend to (`reference.py`)."""
+    at_once = max(1, MOST_SCORES // (block_table_TB.shape[1] * pages.block_size))
+    parts = []
+    for start in range(0, len(q_THI), at_once):
+        own = slice(start, start + at_once)
+        table_TB, ends = block_table_TB[own], ends_T[own]
+        scores_TP = index_scores(q_THI[own], weights_TH[own], pages, table_TB, ends)
+        parts.append(largest(scores_TP, ends, top_k, blocks=(table_TB, pages.block_size)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _refusal(problem: Problem) -> str | None:
+    if refusal := triton_refusal(problem):
+        return refusal
+    heads = max(16, triton.next_power_of_2(problem.k))
+    if problem.n > MOST_WIDTH or heads * POSITIONS > MOST_PRODUCTS:
+        return (
+            f"holds {MOST_PRODUCTS // POSITIONS} heads of {MOST_WIDTH} numbers at most, and the indexer has "
+            f"{problem.k} of {problem.n}"
+        )
+    return None
+
+
+register(Kernel("index_choice", "triton.paged", min_sm=80, priority=10, supports=_refusal, fn=index_choice))
