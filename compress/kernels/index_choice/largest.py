@@ -1,7 +1,7 @@
-"""The choice of the largest scores of a row, exact and in the order of positions: the least score that is
-chosen is found bit by bit, each by a count of the scores that are no smaller, and a last walk writes what is
-chosen. One program a row, which reads its scores once if it holds them all, and otherwise again for each
-count; its work depends on the scores that the row sees alone.
+"""The choice of the largest scores of a row, exact and in the order of positions. A program holds a tile of
+them in registers, finds the least score that is chosen two bits at a time, by counts of the scores that are
+no smaller, and writes what is chosen. Where a row has several tiles, further launches choose among those that
+each tile chose. Programs of tiles that a row does not see end at once.
 
 Of equal scores the first ones are chosen, as `models/chosen_keys.py` has it.
 
@@ -13,30 +13,45 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 
-TILE = 32_768
-"""Scores that a program holds, at most."""
-OF_A_THREAD = 16
+TILE = 8192
+"""Scores of a program, more only where more than half of them may be chosen."""
+OF_A_THREAD = 8
 """Scores of a thread, more where a program has `MOST_WARPS`."""
 MOST_WARPS = 32
 
 
 @jit()
-def _ordered(scores_ptr: tl.tensor, at: tl.tensor, seen: tl.tensor) -> tl.tensor:
-    """Return unsigned integers in the order of scores, one for both zeros, and 0 for what is not seen."""
-    score = tl.load(scores_ptr + at, mask=at < seen, other=0.0)
-    bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return tl.where(at < seen, key, 0)
+def _ordered(scores: tl.tensor, known: tl.tensor) -> tl.tensor:
+    """Return unsigned integers in the order of scores, one for both zeros, and 0 for what is not known."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.uint32, bitcast=True)
+    keys = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(known, keys, 0)
 
 
 @jit()
-def _num_from(keys: tl.tensor, least: tl.tensor) -> tl.tensor:
-    return tl.sum((keys >= least).to(tl.int32), axis=0)
-
-
-@jit()
-def _num_above(keys: tl.tensor, least: tl.tensor) -> tl.tensor:
-    return tl.sum((keys > least).to(tl.int32), axis=0)
+def _least(keys: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Return the largest integer that `COUNT` keys are no smaller than."""
+    least = tl.zeros((), dtype=tl.uint32)
+    bit = tl.full((), 0x40000000, dtype=tl.uint32)
+    for _ in range(16):
+        first = least + bit
+        second = first + bit
+        third = second + bit
+        # the three counts in one sum
+        counts = tl.sum(
+            (keys >= first).to(tl.int64)
+            + ((keys >= second).to(tl.int64) << 21)
+            + ((keys >= third).to(tl.int64) << 42),
+            axis=0,
+        )
+        if (counts >> 42) >= COUNT:
+            least = third
+        elif ((counts >> 21) & 0x1FFFFF) >= COUNT:
+            least = second
+        elif (counts & 0x1FFFFF) >= COUNT:
+            least = first
+        bit = bit >> 2
+    return least
 
 
 @jit()
@@ -52,64 +67,68 @@ def _slots(
     return slots
 
 
-@jit(varying=("row_stride", "table_stride"))
+@jit(varying=("stride", "table_stride"))
 def _largest(
     scores_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    chosen_scores_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
-    row_stride: tl.tensor,
+    stride: tl.tensor,
     table_stride: tl.tensor,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     AND_LAST: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROUND: tl.constexpr,
+    IS_LAST: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     place = tl.arange(0, TILE)
     wait(PDL)
     end = tl.load(ends_ptr + row // HEADS).to(tl.int32)
-    seen = end // SIZE if AND_LAST else (end + SIZE - 1) // SIZE
-    WIDTH: tl.constexpr = COUNT + 1 if AND_LAST else COUNT
-    chosen_ptr += row * WIDTH
-    table_ptr += row * table_stride
-    if seen <= COUNT:
-        for start in range(0, WIDTH, TILE):
-            at = start + place
-            known = at <= seen if AND_LAST else at < seen
-            which = _slots(table_ptr, tl.where(known, at, 0), at < WIDTH, BLOCK_SIZE)
-            tl.store(chosen_ptr + at, which, mask=at < WIDTH)
-    else:
-        scores_ptr += row * row_stride
+    whole = end // SIZE if AND_LAST else (end + SIZE - 1) // SIZE
+    seen = whole
+    for _ in tl.static_range(ROUND):  # those that the tiles of the round before chose
+        seen = seen // TILE * COUNT + tl.minimum(seen % TILE, COUNT)
+    own = seen - tile * TILE
+    if IS_LAST or own > 0:
+        known = place < own
+        at = row * stride + tile * TILE + place
+        scores = tl.load(scores_ptr + at, mask=known, other=0.0)
+        if ROUND == 0:
+            positions = tile * TILE + place
+        else:
+            positions = tl.load(positions_ptr + at, mask=known, other=0)
+        keys = _ordered(scores, known)
         least = tl.zeros((), dtype=tl.uint32)
-        keys = _ordered(scores_ptr, place, seen)
-        bit = tl.full((), 0x80000000, dtype=tl.uint32)
-        for _ in range(32):
-            higher = least | bit
-            bit = bit >> 1
-            count = _num_from(keys, higher)
-            for start in range(TILE, seen, TILE):
-                count += _num_from(_ordered(scores_ptr, start + place, seen), higher)
-            least = tl.where(count >= COUNT, higher, least)
-        missing = tl.full((), COUNT, dtype=tl.int32) - _num_above(keys, least)
-        for start in range(TILE, seen, TILE):
-            missing -= _num_above(_ordered(scores_ptr, start + place, seen), least)
-        num_chosen = tl.zeros((), dtype=tl.int32)
-        for start in range(0, seen, TILE):
-            at = start + place
-            of_tile = _ordered(scores_ptr, at, seen)
-            equal = (of_tile == least).to(tl.int32)
-            chosen = ((of_tile > least) | ((equal == 1) & (tl.cumsum(equal, axis=0) <= missing))).to(tl.int32)
-            into = chosen_ptr + num_chosen + tl.cumsum(chosen, axis=0) - 1
-            tl.store(into, _slots(table_ptr, at, chosen > 0, BLOCK_SIZE), mask=chosen > 0)
-            num_chosen += tl.sum(chosen, axis=0)
-            missing -= tl.sum(equal, axis=0)
-        if AND_LAST:
-            tl.store(chosen_ptr + COUNT, seen.to(tl.int64))
+        if own > COUNT:
+            least = _least(keys, COUNT)
+        missing = COUNT - tl.sum((keys > least).to(tl.int32), axis=0)
+        equal = known & (keys == least)
+        chosen = (keys > least) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing))
+        rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        if IS_LAST:
+            WIDTH: tl.constexpr = COUNT + 1 if AND_LAST else COUNT
+            chosen_ptr += row * WIDTH
+            table_ptr += row * table_stride
+            tl.store(chosen_ptr + rank, _slots(table_ptr, positions, chosen, BLOCK_SIZE), mask=chosen)
+            after = tl.minimum(own, COUNT)
+            if AND_LAST:
+                tl.store(chosen_ptr + after, whole.to(tl.int64))
+                after += 1
+            rest = (place >= after) & (place < WIDTH)
+            tl.store(chosen_ptr + place, _slots(table_ptr, place * 0, rest, BLOCK_SIZE), mask=rest)
+        else:
+            into = row * tl.num_programs(1) * COUNT + tile * COUNT + rank
+            tl.store(chosen_scores_ptr + into, scores, mask=chosen)
+            tl.store(chosen_ptr + into, positions, mask=chosen)
 
 
 def largest(
@@ -132,23 +151,39 @@ def largest(
         blocks: the blocks of each row [R, B] and the positions of a block; slots are returned for positions.
     """
     num_rows, num_scores = scores_RP.shape
+    device = scores_RP.device
+    ends_T = ends_T.contiguous()
     table, block_size = (ends_T, 0) if blocks is None else blocks
-    chosen_RK = torch.empty(num_rows, count + and_last, dtype=torch.int64, device=scores_RP.device)
-    tile = min(TILE, max(512, triton.next_power_of_2(num_scores)))
-    _largest[(num_rows,)](
-        scores_RP,
-        ends_T,
-        table,
-        chosen_RK,
-        num_scores,
-        table.stride(0),
-        HEADS=num_rows // len(ends_T),
-        SIZE=size,
-        AND_LAST=and_last,
-        COUNT=count,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        num_warps=min(MOST_WARPS, max(1, tile // (32 * OF_A_THREAD))),
-        **pdl_options(scores_RP.device),
-    )
-    return chosen_RK
+    most = max(TILE, triton.next_power_of_2(2 * count))
+    tile = min(most, max(512, triton.next_power_of_2(max(num_scores, count + 1))))
+    positions = ends_T  # not read in the first round
+    is_last, round_idx = False, 0
+    while not is_last:
+        num_tiles = triton.cdiv(num_scores, tile)
+        is_last = num_tiles == 1
+        size_of = (num_rows, count + and_last) if is_last else (num_rows, num_tiles * count)
+        chosen = torch.empty(size_of, dtype=torch.int64 if is_last else torch.int32, device=device)
+        chosen_scores = scores_RP if is_last else torch.empty(size_of, dtype=torch.float32, device=device)
+        _largest[(num_rows, num_tiles)](
+            scores_RP,
+            positions,
+            ends_T,
+            table,
+            chosen_scores,
+            chosen,
+            num_scores,
+            table.stride(0),
+            HEADS=num_rows // len(ends_T),
+            SIZE=size,
+            AND_LAST=and_last,
+            COUNT=count,
+            BLOCK_SIZE=block_size,
+            ROUND=round_idx,
+            IS_LAST=is_last,
+            TILE=tile,
+            num_warps=min(MOST_WARPS, max(4, tile // (32 * OF_A_THREAD))),
+            **pdl_options(device),
+        )
+        scores_RP, positions, num_scores = chosen_scores, chosen, num_tiles * count
+        round_idx += 1
+    return chosen

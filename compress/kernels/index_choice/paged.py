@@ -94,7 +94,7 @@ def index_scores(
         weights_TH.contiguous(),
         pages.rows,
         block_table_TB,
-        ends_T,
+        ends_T.contiguous(),
         scores_TP,
         block_table_TB.stride(0),
         num_positions,

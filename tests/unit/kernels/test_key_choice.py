@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.block_choice import paged as of_blocks
+from compress.kernels.index_choice import largest as of_scores
 from compress.kernels.index_choice import paged as of_positions
-from compress.kernels.index_choice.largest import largest
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
@@ -25,6 +25,7 @@ from compress.models.chosen_keys import chosen_keys, positions_of
 from compress.models.indexer import BlockIndexer
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
 
+TILE = of_scores.TILE
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 ENDS = (1, 37, 38, 90, 300, 129, 257)
@@ -85,7 +86,7 @@ def sequences(width: int, dtype: torch.dtype, device: str) -> tuple[PagedLatents
     order = torch.randperm(len(ENDS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
     table = order.view(len(ENDS), -1).to(device, torch.int32)
     rows = randn(1, 1 + len(order), BLOCK_SIZE, width, seed=3, device=device, dtype=dtype)
-    ends = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    ends = torch.tensor([(end, 0) for end in ENDS], dtype=torch.int32, device=device)[:, 0]  # not contiguous
     unseen = torch.arange(num_blocks * BLOCK_SIZE, device=device).view(num_blocks, -1) >= ends.view(-1, 1, 1)
     rows[0, table.long()] = rows[0, table.long()].masked_fill(unseen.unsqueeze(-1), torch.inf)
     return PagedLatents(rows), table, ends
@@ -103,9 +104,13 @@ def slots_of_row(table: Tensor, row: int) -> Tensor:
 
 
 @needs_triton
+@pytest.mark.parametrize("tile", [TILE, 1024], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("count", [1, 5, 300])
 @pytest.mark.parametrize("kind", ["random", "few values", "zeros of both signs", "infinite"])
-def test_the_largest_scores_are_found_and_the_first_of_equal_ones(kind: str, count: int) -> None:
+def test_the_largest_scores_are_found_and_the_first_of_equal_ones(
+    kind: str, count: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_scores, "TILE", tile)
     device = DEVICES[-1]
     scores = randn(2 * len(ENDS), 5003, seed=5, device=device)
     if kind == "few values":
@@ -114,10 +119,10 @@ def test_the_largest_scores_are_found_and_the_first_of_equal_ones(kind: str, cou
         scores = torch.where(scores < 1.5, scores.sign() * 0.0, scores)
     elif kind == "infinite":
         scores = torch.where(scores > 1, torch.inf, scores)
-    ends = torch.tensor([1, 4, 5, 6, 299, 2500, 5003], device=device)
+    ends = torch.tensor([1, 5, 6, 299, 1024, 2500, 5003], device=device)
     seen = torch.arange(5003, device=device) < ends.repeat_interleave(2).unsqueeze(1)
     expected = positions_of(chosen_keys(scores, seen, count), count)
-    assert torch.equal(largest(scores.masked_fill(~seen, torch.nan), ends, count), expected)
+    assert torch.equal(of_scores.largest(scores.masked_fill(~seen, torch.nan), ends, count), expected)
 
 
 @usable("index_choice")
