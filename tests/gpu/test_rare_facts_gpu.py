@@ -664,8 +664,6 @@ FACTS: dict[str, dict[str, Any]] = {
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 BY_REFERENCE = {
-    "glm 5": ("index",),
-    "blocks of keys": ("block",),
     "inkling": ("attention",),
     "deepseek v4": ("compressed", "router"),
 }

@@ -1,6 +1,6 @@
 """The choice of the largest scores of a row, exact and in the order of positions. A program holds a tile of
-them in registers, finds the least score that is chosen two bits at a time, by counts of the scores that are
-no smaller, and writes what is chosen. Where a row has several tiles, further launches choose among those that
+them in registers, finds the least score that is chosen bit by bit, each by a count of the scores that are no
+smaller, and writes what is chosen. Where a row has several tiles, further launches choose among those that
 each tile chose. Programs of tiles that a row does not see end at once.
 
 Of equal scores the first ones are chosen, as `models/chosen_keys.py` has it.
@@ -15,9 +15,9 @@ from compress.kernels.compilers.triton import jit, launch_dependents, pdl_option
 
 TILE = 8192
 """Scores of a program, more only where more than half of them may be chosen."""
-OF_A_THREAD = 8
+OF_A_THREAD = 16
 """Scores of a thread, more where a program has `MOST_WARPS`."""
-MOST_WARPS = 32
+MOST_WARPS = 16
 
 
 @jit()
@@ -30,27 +30,13 @@ def _ordered(scores: tl.tensor, known: tl.tensor) -> tl.tensor:
 
 @jit()
 def _least(keys: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return the largest integer that `COUNT` keys are no smaller than."""
+    """Return an integer that `COUNT` keys are no smaller than, the largest one where that is true of more."""
     least = tl.zeros((), dtype=tl.uint32)
-    bit = tl.full((), 0x40000000, dtype=tl.uint32)
-    for _ in range(16):
-        first = least + bit
-        second = first + bit
-        third = second + bit
-        # the three counts in one sum
-        counts = tl.sum(
-            (keys >= first).to(tl.int64)
-            + ((keys >= second).to(tl.int64) << 21)
-            + ((keys >= third).to(tl.int64) << 42),
-            axis=0,
-        )
-        if (counts >> 42) >= COUNT:
-            least = third
-        elif ((counts >> 21) & 0x1FFFFF) >= COUNT:
-            least = second
-        elif (counts & 0x1FFFFF) >= COUNT:
-            least = first
-        bit = bit >> 2
+    bit = tl.full((), 0x80000000, dtype=tl.uint32)
+    while bit > 0:
+        count = tl.sum((keys >= (least | bit)).to(tl.int32), axis=0)
+        least = tl.where(count >= COUNT, least | bit, least)
+        bit = tl.where(count == COUNT, 0, bit >> 1)
     return least
 
 
