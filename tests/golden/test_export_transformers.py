@@ -170,6 +170,7 @@ EXPORTED = [
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),
     ("llava_next", "FP8_DYNAMIC"),
+    ("mllama", "W4A16_G128"),
     ("llava_onevision", "W4A16_G128"),
     ("idefics3", "FP8_DYNAMIC"),
     ("smolvlm", "W4A16_G128"),

@@ -99,6 +99,7 @@ REFUSED = {
         "video_llama_3",
         "mistral3-",
         "llava",
+        "mllama",
         "glm4v",
         "glm46v",
         "gemma4_unified",

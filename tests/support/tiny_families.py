@@ -112,6 +112,7 @@ CONFIGS: dict[str, Any] = {
     "gemma3n": transformers.Gemma3nConfig,
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
+    "mllama": transformers.MllamaConfig,
     "mistral3": transformers.Mistral3Config,
     "mistral_large4": transformers.MistralLarge4Config,
     "minimax_m3_vl": transformers.MiniMaxM3VLConfig,

@@ -129,6 +129,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         stated["ple_layer_ids"] = [
             each for each in stated["ple_layer_ids"] if each <= stated["num_hidden_layers"]
         ]
+    if "cross_attention_layers" in stated:  # tests count the layers of text
+        stated["num_hidden_layers"] += len(stated["cross_attention_layers"])
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])

@@ -124,6 +124,16 @@ AROUND: dict[str, dict[str, Any]] = {
         "boi_token_index": 98,
         "eoi_token_index": 99,
     },
+    "mllama": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "num_attention_heads"},
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        "image_token_index": 97,
+    },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,
