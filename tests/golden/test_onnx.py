@@ -100,6 +100,8 @@ REFUSED = {
         "mistral3-",
         "llava",
         "mllama",
+        "paligemma",
+        "shieldgemma2",
         "glm4v",
         "glm46v",
         "gemma4_unified",

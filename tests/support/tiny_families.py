@@ -113,6 +113,8 @@ CONFIGS: dict[str, Any] = {
     "gemma4": transformers.Gemma4Config,
     "llama4": transformers.Llama4Config,
     "mllama": transformers.MllamaConfig,
+    "paligemma": transformers.PaliGemmaConfig,
+    "shieldgemma2": transformers.ShieldGemma2Config,
     "mistral3": transformers.Mistral3Config,
     "mistral_large4": transformers.MistralLarge4Config,
     "minimax_m3_vl": transformers.MiniMaxM3VLConfig,

@@ -188,8 +188,27 @@ class Thinkers:
         return found
 
 
+class Classifiers:
+    """Loads classifiers, as what computes the logits of all tokens."""
+
+    @staticmethod
+    def from_config(config: Any, **how: Any) -> Any:
+        model = transformers.AutoModelForImageClassification.from_config(config, **how)
+        model.forward = model.model.forward
+        return model
+
+    @staticmethod
+    def from_pretrained(path: Path, **how: Any) -> Any:
+        found = transformers.AutoModelForImageClassification.from_pretrained(path, **how)
+        model = found[0] if isinstance(found, tuple) else found
+        model.forward = model.model.forward
+        return found
+
+
 def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
+    if family == "shieldgemma2":
+        return Classifiers
     if family in OF_THINKERS:
         return Thinkers
     if family in AROUND and family not in FLAT:
@@ -259,6 +278,10 @@ SAVED_OTHERWISE = {
         f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
     },
     "kimi_k25": {"language_model.model.blocks.": "language_model.model.layers."},
+    "shieldgemma2": {
+        f"model.model.{part}.": f"model.{part}."
+        for part in ("language_model", "vision_tower", "multi_modal_projector")
+    },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
     "hyperclovax_vision_v2": {
         f"language_model.{part}.": f"language_model.model.{part}."

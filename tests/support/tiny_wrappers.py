@@ -55,6 +55,13 @@ _QWEN_IDS = {
     "vision_start_token_id": 99,
     "vision_end_token_id": 100,
 }
+_GEMMA3 = {
+    "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+    "image_token_index": 97,
+    "boi_token_index": 98,
+    "eoi_token_index": 99,
+    "mm_tokens_per_image": 4,
+}
 _THINKER = {
     "vision_config": _QWEN3_VISION,
     "audio_config": {
@@ -71,12 +78,14 @@ _THINKER = {
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "vision_config": _VISION,
+    "gemma3": _GEMMA3,
+    "shieldgemma2": _GEMMA3,
+    "paligemma": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_index": 97,
-        "boi_token_index": 98,
-        "eoi_token_index": 99,
-        "mm_tokens_per_image": 4,
+        "projection_dim": 48,
+        "hidden_size": 48,
+        "vocab_size": 97,
     },
     "gemma3n": {
         "vision_config": {"hidden_size": 32, "vocab_offset": 97, "vocab_size": 4},

@@ -429,6 +429,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "paligemma": (
+        "paligemma",
+        {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "paligemma-gemma2": (
+        "paligemma",
+        {
+            "model_type": "gemma2",
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "shieldgemma2": (
+        "shieldgemma2",
+        {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    ),
     "mllama": ("mllama", {"cross_attention_layers": [1], "rope_parameters": LLAMA3}),
     "mllama-images-first-and-twice": ("mllama", {"cross_attention_layers": [0, 2, 3]}),
     "mllama-as-text": ("mllama", {"cross_attention_layers": []}),
