@@ -93,6 +93,8 @@ UNKNOWN = {
     "bailing_hybrid": "no export of Ling 3.0 was tested with it",
     "minimax_m3_vl": "no export of MiniMax-M3 was tested with it",
     "minimax_m3_vl_text": "it has no class for the text model of MiniMax-M3 alone",
+    "qwen2_5_omni": "no export of Qwen2.5-Omni was tested with it",
+    "qwen2_5_omni_thinker": "no export of the thinker of Qwen2.5-Omni was tested with it",
     "paligemma": "no export of PaliGemma was tested with it",
     "shieldgemma2": "no export of ShieldGemma 2 was tested with it",
     "mllama": "it has had no class for Llama 3.2 Vision since 0.10",

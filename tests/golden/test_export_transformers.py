@@ -171,6 +171,8 @@ EXPORTED = [
     ("internvl", "W4A16_G128"),
     ("llava_next", "FP8_DYNAMIC"),
     ("mllama", "W4A16_G128"),
+    ("qwen2_5_omni", "FP8_DYNAMIC"),
+    ("qwen2_5_omni_thinker", "W4A16_G128"),
     ("paligemma", "FP8_DYNAMIC"),
     ("paligemma-gemma2", "W4A16_G128"),
     ("shieldgemma2", "W4A16_G128"),

@@ -100,6 +100,7 @@ REFUSED = {
         "mistral3-",
         "llava",
         "mllama",
+        "qwen2_5_omni",
         "paligemma",
         "shieldgemma2",
         "glm4v",

@@ -145,6 +145,8 @@ CONFIGS: dict[str, Any] = {
     "lighton_ocr": transformers.LightOnOcrConfig,
     "hyperclovax_vision_v2": transformers.HyperCLOVAXVisionV2Config,
     "granite4_vision": transformers.Granite4VisionConfig,
+    "qwen2_5_omni": transformers.Qwen2_5OmniConfig,
+    "qwen2_5_omni_thinker": transformers.Qwen2_5OmniThinkerConfig,
     "qwen3_omni_moe": transformers.Qwen3OmniMoeConfig,
     "qwen3_omni_moe_thinker": transformers.Qwen3OmniMoeThinkerConfig,
     "nemotron_h_omni": transformers.NemotronH_Omni_Reasoning_V3_Config,

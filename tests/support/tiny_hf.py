@@ -5,6 +5,7 @@ enough that attention is not uniform.
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ FLAT = ("phi4_multimodal",)
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 
-HEARS_AS_WIDE = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+HEARS_AS_WIDE = (
+    *("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    *("qwen2_5_omni", "qwen2_5_omni_thinker"),
+)
 """Families whose audio tower has outputs as wide as the text model."""
 
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
@@ -167,7 +171,7 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     return CONFIGS[family](text_config=stated, **around)
 
 
-OF_THINKERS = ("qwen3_omni_moe",)
+OF_THINKERS = ("qwen3_omni_moe", "qwen2_5_omni")
 """Families whose text model is inside of another wrapper, beside one that speaks."""
 
 
@@ -182,7 +186,12 @@ class Thinkers:
 
     @staticmethod
     def from_pretrained(path: Path, **how: Any) -> Any:
-        found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
+        of_voices = transformers.Qwen2_5OmniForConditionalGeneration
+        if json.loads((path / "config.json").read_text())["model_type"] == "qwen2_5_omni":
+            # Its own method looks for a pickle of voices after this.
+            found = super(of_voices, of_voices).from_pretrained(path, **how)
+        else:
+            found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
         model = found[0] if isinstance(found, tuple) else found
         model.forward = model.thinker.forward
         return found

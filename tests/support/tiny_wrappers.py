@@ -76,6 +76,25 @@ _THINKER = {
     "video_token_id": 98,
     "audio_token_id": 99,
 }
+_THINKER_2_5 = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "fullatt_block_indexes": [0],
+    },
+    "audio_config": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "num_mel_bins": 16,
+    },
+    "image_token_index": 97,
+    "video_token_index": 98,
+    "audio_token_index": 99,
+}
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
     "gemma3": _GEMMA3,
@@ -242,6 +261,8 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         **_QWEN_IDS,
     },
+    "qwen2_5_omni": _THINKER_2_5,
+    "qwen2_5_omni_thinker": _THINKER_2_5,
     "qwen3_omni_moe": _THINKER,
     "qwen3_omni_moe_thinker": _THINKER,
     "nemotron_h_omni": {

@@ -429,6 +429,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2_5_omni": ("qwen2_5_omni", {}),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "paligemma": (
         "paligemma",
         {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
