@@ -100,6 +100,8 @@ REFUSED = {
         "mistral3-",
         "llava",
         "mllama",
+        "got_ocr2",
+        "chart2table",
         "qwen2_5_omni",
         "paligemma",
         "shieldgemma2",

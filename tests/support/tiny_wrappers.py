@@ -76,6 +76,15 @@ _THINKER = {
     "video_token_id": 98,
     "audio_token_id": 99,
 }
+_SAM = {
+    **{name: size for name, size in _VISION.items() if name != "intermediate_size"},
+    "image_size": 64,
+    "patch_size": 16,
+    "output_channels": 16,
+    "window_size": 2,
+    "global_attn_indexes": [0],
+    "mlp_dim": 32,
+}
 _THINKER_2_5 = {
     "vision_config": {
         "depth": 1,
@@ -446,6 +455,13 @@ AROUND: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_id": 97,
     },
+    "deepseek_vl_hybrid": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "high_res_vision_config": {"model_type": "sam_vision_model", **_SAM},
+        "image_token_id": 97,
+    },
+    "got_ocr2": {"vision_config": _SAM, "image_token_index": 97, "image_seq_length": 4},
+    "pp_chart2table": {"vision_config": _SAM, "image_token_index": 97, "image_seq_length": 4},
     "granite_docling": {
         "vision_config": {**_VISION, "out_hidden_size": 48, "scale_factor": 2},
         "image_token_id": 97,

@@ -465,6 +465,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qianfan_ocr-tied": ("qianfan_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
     "janus": ("janus", {"head_dim": 12}),
     "deepseek_vl": ("deepseek_vl", {"tie_word_embeddings": True}),
+    "deepseek_vl_hybrid": ("deepseek_vl_hybrid", {"attention_bias": True}),
+    "got_ocr2": ("got_ocr2", {"tie_word_embeddings": True}),
+    "pp_chart2table": (
+        "pp_chart2table",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "granite_docling": (
         "granite_docling",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
