@@ -264,6 +264,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 2, "mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "internvl": {"model_type": "qwen2"},
+    "mllama": {"cross_attention_layers": [1]},
     "got_ocr2": {"model_type": "qwen2"},
     "pp_chart2table": {"model_type": "qwen2"},
     "llava_next": {"model_type": "llama"},
