@@ -98,7 +98,7 @@ def write_format(
 
 def _untouched_matrices(source: WeightSource, family: Family) -> list[str]:
     """Return the modules of the matrices of the parts that are none of the language model's."""
-    parts = tuple(f"{UNTOUCHED}{part}." for part in family.untouched)
+    parts = tuple(f"{UNTOUCHED}{part}." for part in family.untouched_parts)
     outer = source.outer() if parts else {}
     matrices = [name for name, each in outer.items() if name.startswith(parts) and len(each.shape) > 1]
     return list(dict.fromkeys(module_of_matrix(name.removeprefix(UNTOUCHED)) for name in matrices))

@@ -150,6 +150,9 @@ class Checkpoint:
             **self._stored.outer(),
             **{f"{UNTOUCHED}{name}": self.files.get(name) for name in sorted(parts)},
         }
+        if self.family.more_embeddings:
+            embed = self._disk_embed()
+            whole[f"{UNTOUCHED}{embed}"] = self.files.get(embed)[self._arch.vocab_size :].clone()
         if self._is_layout:
             check_untouched(whole)
         return whole
@@ -170,11 +173,12 @@ class Checkpoint:
             for name in self.files.names()
             if name.startswith(prefix)
         }
-        absent = next((idx for idx in range(self._arch.num_layers) if str(idx) not in stored), None)
+        num_layers = self._arch.num_layers + len(self.family.passed_layers)
+        absent = next((idx for idx in range(num_layers) if str(idx) not in stored), None)
         if absent is not None:
             raise UnsupportedArch(
                 f"{self.path} lacks every tensor of layer {absent}, and its config.json has "
-                f"num_hidden_layers = {self._arch.num_layers}; copy the checkpoint again, or set the number "
+                f"num_hidden_layers = {num_layers}; copy the checkpoint again, or set the number "
                 "of layers that it has."
             )
 

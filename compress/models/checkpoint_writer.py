@@ -18,7 +18,7 @@ from compress.models.family import Family, family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
 from compress.models.stored_tensors import members_of, parts_of, places_of
-from compress.models.weights import UNTOUCHED, Weights, WeightSource, dense
+from compress.models.weights import EMBED, UNTOUCHED, Weights, WeightSource, dense
 from compress.quant.codec import Codec
 from compress.quant.global_scale import with_one_global_scale
 from compress.quant.kv import KV_SCALES
@@ -47,6 +47,7 @@ class TensorWriter:
             for name in family.first_rows
         }
         self._untouched: dict[str, Tensor] = {}
+        self._embed = family.tensor(EMBED) if family.more_embeddings else None
 
     def add(self, name: str, value: Tensor | QuantizedWeight) -> None:
         """Write a parameter, or the tensor that it completes.
@@ -61,10 +62,16 @@ class TensorWriter:
             stored = name.removeprefix(UNTOUCHED)
             if stored in self._with_others:
                 self._untouched[stored] = value
-            self._write(stored, value)
+            if stored == self._embed:
+                self._add_rows(stored, 1, value)
+            else:
+                self._write(stored, value)
             return
         module = name.rpartition(".")[0]
         stored = family.tensor(name)
+        if stored == self._embed:
+            self._add_rows(stored, 0, dense(value))
+            return
         if family.rows_with_others(name):
             _check_first_row(stored, self._untouched.get(stored), value)
             return
@@ -96,6 +103,27 @@ class TensorWriter:
             for each, tensor in self._codec.encode(value).items():
                 self._write(f"{family.to_disk(module)}.{each}", tensor)
 
+    def _add_rows(self, stored: str, place: int, rows: Tensor) -> None:
+        """Write the embedding of tokens (place 0) with the rows after it (place 1), once both are there."""
+        found = self._waiting.setdefault(stored, {})
+        found[str(place)] = rows
+        if len(found) == 2:
+            del self._waiting[stored]
+            embed_VD = dense(found["0"])
+            self._write(stored, torch.cat((embed_VD, dense(found["1"]).to(embed_VD))))
+
+    def check_done(self) -> None:
+        """Check that every tensor was written.
+
+        Raises:
+            UnsupportedFormat: some wait for parameters, or for rows, that the source does not have.
+        """
+        if self._waiting:
+            raise UnsupportedFormat(
+                f"the model that is written lacks parts of the tensors {', '.join(self._waiting)}, which the "
+                "checkpoint has that it was made from."
+            )
+
 
 def write_checkpoint(
     directory: Path,
@@ -119,7 +147,8 @@ def write_checkpoint(
     arch = source.arch
     family = _family_of_source(source, (quantization_config or {}).get("quant_method"))
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
-    add = TensorWriter(family, arch, shards.add, codec).add
+    writer = TensorWriter(family, arch, shards.add, codec)
+    add = writer.add
     config = family.changed(family.write_config(arch), **(fields or {}))
     predictors = tuple(f"{UNTOUCHED}{part}." for part in family.untouched if part.endswith(_PREDICTORS))
     predicts = False
@@ -136,6 +165,7 @@ def write_checkpoint(
         anothers = {} if shape.kv_source is None else kv_scales[shape.kv_source]
         for name, value in with_shared_scales(shape, {**weights, **anothers}).items():
             add(f"layers.{idx}.{name}", value)
+    writer.check_done()
     for name, tensor in more:
         shards.add(name, tensor)
         predicts = True

@@ -59,7 +59,10 @@ class DiskNames:
     (`trained_rope.py`), and `ngram_buffers` are the untouched tensors of a layer that hold what n-grams are
     hashed with (`ngram_buffers.py`). `mtp` are the names of the layer that predicts a further token,
     `first_layer` is the index of the first layer on disk, and with `halves_apart` each half of a layer has an
-    index of its own.
+    index of its own. `passed_layers` are the indices on disk, in ascending order, of layers that are none of
+    the language model's and stay untouched, and `passed_modules` are those of their modules that hold
+    matrices. A checkpoint stores `more_embeddings` rows
+    after those of the embedding, which stay untouched.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -90,6 +93,9 @@ class DiskNames:
     mtp: MtpNames | None = None
     first_layer: int = 0
     halves_apart: bool = False
+    passed_layers: tuple[int, ...] = ()
+    passed_modules: tuple[str, ...] = ()
+    more_embeddings: int = 0
     always: range = range(0)
 
     def to_memory(self, module: str) -> str:
@@ -114,10 +120,10 @@ class DiskNames:
         if _is_of(self.untouched, name):
             return True
         _, in_layers, of_layer = name.partition(self.layer_prefix)
-        _, _, inside = of_layer.partition(".")
+        idx, _, inside = of_layer.partition(".")
         if not in_layers:
             return False
-        if _is_of(self.untouched_in_layers, inside):
+        if idx in map(str, self.passed_layers) or _is_of(self.untouched_in_layers, inside):
             return True
         if num_experts is None or not self.more_experts:
             return False
@@ -125,13 +131,21 @@ class DiskNames:
         return expert is not None and int(expert[1]) >= num_experts
 
     @property
+    def untouched_parts(self) -> tuple[str, ...]:
+        """The `untouched` parts, and the modules with matrices of the layers that are none of the language
+        model's, by their names on disk."""
+        layers = (f"{self.layer_prefix}{idx}" for idx in self.passed_layers)
+        return (*self.untouched, *(f"{layer}.{each}" for layer in layers for each in self.passed_modules))
+
+    @property
     def untouched_modules(self) -> tuple[str, ...]:
         """The parts that are none of the language model's, by their names on disk, by those in memory that
         differ from them by more than a `model.` in front, and by those of vLLM."""
-        others = [self.to_memory(part) for part in self.untouched]
-        short = {part.removeprefix("model.") for part in self.untouched}
+        parts = self.untouched_parts
+        others = [self.to_memory(part) for part in parts]
+        short = {part.removeprefix("model.") for part in parts}
         in_memory = (each for each in others if each.removeprefix("model.") not in short)
-        return (*self.untouched, *in_memory, *self.untouched_elsewhere)
+        return (*parts, *in_memory, *self.untouched_elsewhere)
 
     def to_disk(self, module: str) -> str:
         """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
@@ -223,4 +237,5 @@ class DiskNames:
             layout.suffixes,
             first_layer=self.first_layer,
             halves_apart=self.halves_apart,
+            passed_layers=self.passed_layers,
         )

@@ -93,7 +93,7 @@ class Family(DiskNames):
     `layers_are_numbered`: other parts of the model write to some of its layers or read them, by number;
     `has_adapters`: linears of its layers have adapters, in its files or others, that stay untouched and read
     what the linears read;
-    `computed_otherwise`: a note on what the class of `transformers` computes otherwise."""
+    `computed_otherwise`: a note on what the class of `transformers` computes otherwise, or needs."""
 
     model_type: str
     architecture: str

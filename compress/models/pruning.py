@@ -233,6 +233,8 @@ def why_layers_stay(arch: Arch) -> str | None:
     """Return the reason why no layer of a model can be removed, None where some can."""
     if arch.kv_sources:
         return f"layers of this {arch.family} model read keys and values, or latents, of earlier ones."
+    if family_of_arch(arch).passed_layers:
+        return f"layers of this {arch.family} model that attend to images lie between the others."
     if family_of_arch(arch).layers_are_numbered:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
@@ -256,6 +258,10 @@ def _why_linears_stay(arch: Arch) -> str | None:
     """Return the reason why the linears of a model keep their widths, None where they may change."""
     if family_of_arch(arch).has_adapters:
         return f"linears of this {arch.family} model have adapters for images and sound, which stay as wide."
+    if family_of_arch(arch).passed_layers:
+        return (
+            f"layers of this {arch.family} model that attend to images are as wide as the others, and stay."
+        )
     return None
 
 

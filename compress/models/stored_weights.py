@@ -15,7 +15,7 @@ from compress.models.family import Family
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.stored_tensors import members_of, places_of
-from compress.models.weights import dense, stored_as
+from compress.models.weights import EMBED, dense, stored_as
 from compress.models.wide_codes import check_powers_of_two
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import KV_SCALES, read_kv_scale
@@ -123,6 +123,8 @@ class StoredWeights:
             return tensor.t().contiguous()
         if self.family.rows_with_others(name):
             return tensor[0].clone()
+        if name == EMBED:
+            return tensor[: self.shape_of(name)[0]]
         is_matrix = self.family.num_rows(self._arch, name, tensor.numel()) is not None
         return tensor.flatten() if is_matrix else tensor
 
@@ -153,6 +155,8 @@ class StoredWeights:
                 return shape[::-1]
             if rows := self.family.rows_with_others(name):
                 return (rows, *shape)
+            if name == EMBED:
+                return (shape[0] + self.family.more_embeddings, *shape[1:])
             num_rows = self.family.num_rows(self._arch, name, shape[0])
             return shape if num_rows is None else (num_rows, shape[0] // num_rows)
         members = members_of(self.family, self._arch, name)

@@ -24,6 +24,7 @@ class TensorNames:
         first_layer: the index on disk of the first layer.
         halves_apart: whether the second half of a layer, which is its FFN or its experts with their norms,
             has an index of its own on disk, that after the first half's.
+        passed_layers: the indices on disk of layers that are none of the decoder's, in ascending order.
     """
 
     outer_modules: Mapping[str, str]
@@ -32,6 +33,7 @@ class TensorNames:
     expert_suffixes: Mapping[str, str]
     first_layer: int = 0
     halves_apart: bool = False
+    passed_layers: tuple[int, ...] = ()
 
     def module(self, module: str) -> str:
         """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
@@ -41,6 +43,8 @@ class TensorNames:
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             idx = self.first_layer + int(match[1]) * (2 if self.halves_apart else 1)
             idx += self.halves_apart and pattern.startswith(("ffn", "moe"))
+            for passed in self.passed_layers:
+                idx += passed <= idx
             return f"{self.layer_prefix}{idx}.{disk.replace('*', expert) if expert else disk}"
         return self.outer_modules.get(module) or self.outer_modules[f"{module}.weight"]
 

@@ -26,6 +26,8 @@ from compress.quant.scheme import QuantizedWeight
 
 UNTOUCHED = "untouched."
 """Prefix of the outer weights that are not the decoder's; their own names follow (`wrapper.py`)."""
+EMBED = "embed.weight"
+"""The embedding of tokens among the outer weights."""
 POSITIONS = "positions.weight"
 """The table of learned positions among the outer weights."""
 Weights = Mapping[str, Tensor | QuantizedWeight]

@@ -18,6 +18,7 @@ from typing import Any
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.family import Family
+from compress.models.limits import MAX_LAYERS
 from compress.models.wide_codes import without_layout
 from compress.untrusted.fields import Fields
 
@@ -36,7 +37,9 @@ class Wrapper(Family):
     `text_paths` are the fields that may hold the text config; the first that a config states is read.
     `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
     head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
-    config states so, even where the whole states the opposite.
+    config states so, even where the whole states the opposite. `layers_of_images` is the field of the text
+    config that lists, by their indices on disk, layers that do nothing without an image: they are untouched,
+    and no layers of the decoder.
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)
@@ -44,6 +47,7 @@ class Wrapper(Family):
     outside: frozenset[str] = frozenset()
     ties_by_default: bool = False
     text_ties: bool = False
+    layers_of_images: str | None = None
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
         stated = any(name in each for each in self._around(raw) for name in self.stated_names(_TIES, each))
@@ -52,6 +56,14 @@ class Wrapper(Family):
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         text = self._text_of(raw)
         return self._inner(text).read_config(text).replace(family=self.model_type, config=without_layout(raw))
+
+    def of_arch(self, arch: Arch) -> Family:
+        family = super().of_arch(arch)
+        if self.layers_of_images is None:
+            return family
+        text = Fields(self.completed(arch.config), self._where, UnsupportedArch)
+        passed = tuple(sorted(text.integers(self.layers_of_images, 0, MAX_LAYERS)))
+        return replace(family, passed_layers=passed)
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         text = self._text_of(arch.config)

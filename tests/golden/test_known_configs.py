@@ -100,7 +100,9 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     ties = [each.tie_word_embeddings for each in stated if hasattr(each, "tie_word_embeddings")]
     tied = ties[0] if ties else False
     spelled = family_of(config).spelled
-    assert arch.num_layers == theirs.num_hidden_layers
+    of_images = getattr(theirs, "cross_attention_layers", None) or []
+    of_text = [idx for idx in range(theirs.num_hidden_layers) if idx not in of_images]
+    assert arch.num_layers == len(of_text)
     assert arch.max_position == theirs.max_position_embeddings
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
@@ -114,7 +116,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     flat = "text_config" not in config and config["model_type"] == "paddleocr_vl"
     assert unstated or flat or arch.tied_head == tied
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
-    for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
+    owns = [theirs.per_layer_config[idx] for idx in of_text]
+    for layer, kind, own in zip(arch.layers, types, owns, strict=True):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         kv_heads = kv_heads_of(own, in_window=layer.window is not None)
         is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
@@ -137,12 +140,12 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert (layer.rope.rotary_dim or head_dim) == int(head_dim * share)
         if layer.rope.kind in ("llama3", "yarn", "longrope"):
             assert layer.rope.original_max_position == rope["original_max_position_embeddings"]
-    assert [each.window for each in arch.layers] == _windows_in_transformers(theirs)
+    assert [each.window for each in arch.layers] == _windows_in_transformers(theirs, arch.num_layers)
 
 
-def _windows_in_transformers(config: Any) -> list[int | None]:
+def _windows_in_transformers(config: Any, num_layers: int) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     if config.model_type == "deepseek_v4":  # next to entries, too
         return [window] * len(types)
     return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]

@@ -5,6 +5,7 @@ enough that attention is not uniform.
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ FLAT = ("phi4_multimodal",)
 WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 
-HEARS_AS_WIDE = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+HEARS_AS_WIDE = (
+    *("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    *("qwen2_5_omni", "qwen2_5_omni_thinker"),
+)
 """Families whose audio tower has outputs as wide as the text model."""
 
 WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
@@ -129,6 +133,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         stated["ple_layer_ids"] = [
             each for each in stated["ple_layer_ids"] if each <= stated["num_hidden_layers"]
         ]
+    if "cross_attention_layers" in stated:  # tests count the layers of text
+        stated["num_hidden_layers"] += len(stated["cross_attention_layers"])
     if family not in AROUND:
         return CONFIGS[family](**stated)
     around = copy.deepcopy(AROUND[family])
@@ -165,7 +171,7 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     return CONFIGS[family](text_config=stated, **around)
 
 
-OF_THINKERS = ("qwen3_omni_moe",)
+OF_THINKERS = ("qwen3_omni_moe", "qwen2_5_omni")
 """Families whose text model is inside of another wrapper, beside one that speaks."""
 
 
@@ -180,14 +186,38 @@ class Thinkers:
 
     @staticmethod
     def from_pretrained(path: Path, **how: Any) -> Any:
-        found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
+        of_voices = transformers.Qwen2_5OmniForConditionalGeneration
+        if json.loads((path / "config.json").read_text())["model_type"] == "qwen2_5_omni":
+            # Its own method looks for a pickle of voices after this.
+            found = super(of_voices, of_voices).from_pretrained(path, **how)
+        else:
+            found = transformers.AutoModelForMultimodalLM.from_pretrained(path, **how)
         model = found[0] if isinstance(found, tuple) else found
         model.forward = model.thinker.forward
         return found
 
 
+class Classifiers:
+    """Loads classifiers, as what computes the logits of all tokens."""
+
+    @staticmethod
+    def from_config(config: Any, **how: Any) -> Any:
+        model = transformers.AutoModelForImageClassification.from_config(config, **how)
+        model.forward = model.model.forward
+        return model
+
+    @staticmethod
+    def from_pretrained(path: Path, **how: Any) -> Any:
+        found = transformers.AutoModelForImageClassification.from_pretrained(path, **how)
+        model = found[0] if isinstance(found, tuple) else found
+        model.forward = model.model.forward
+        return found
+
+
 def auto_class(family: str) -> Any:
     """Return the class that loads models of a family."""
+    if family == "shieldgemma2":
+        return Classifiers
     if family in OF_THINKERS:
         return Thinkers
     if family in AROUND and family not in FLAT:
@@ -257,6 +287,10 @@ SAVED_OTHERWISE = {
         f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
     },
     "kimi_k25": {"language_model.model.blocks.": "language_model.model.layers."},
+    "shieldgemma2": {
+        f"model.model.{part}.": f"model.{part}."
+        for part in ("language_model", "vision_tower", "multi_modal_projector")
+    },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
     "hyperclovax_vision_v2": {
         f"language_model.{part}.": f"language_model.model.{part}."

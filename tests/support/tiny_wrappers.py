@@ -55,6 +55,13 @@ _QWEN_IDS = {
     "vision_start_token_id": 99,
     "vision_end_token_id": 100,
 }
+_GEMMA3 = {
+    "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+    "image_token_index": 97,
+    "boi_token_index": 98,
+    "eoi_token_index": 99,
+    "mm_tokens_per_image": 4,
+}
 _THINKER = {
     "vision_config": _QWEN3_VISION,
     "audio_config": {
@@ -69,14 +76,44 @@ _THINKER = {
     "video_token_id": 98,
     "audio_token_id": 99,
 }
+_SAM = {
+    **{name: size for name, size in _VISION.items() if name != "intermediate_size"},
+    "image_size": 64,
+    "patch_size": 16,
+    "output_channels": 16,
+    "window_size": 2,
+    "global_attn_indexes": [0],
+    "mlp_dim": 32,
+}
+_THINKER_2_5 = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "fullatt_block_indexes": [0],
+    },
+    "audio_config": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "num_mel_bins": 16,
+    },
+    "image_token_index": 97,
+    "video_token_index": 98,
+    "audio_token_index": 99,
+}
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "vision_config": _VISION,
+    "gemma3": _GEMMA3,
+    "shieldgemma2": _GEMMA3,
+    "paligemma": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_index": 97,
-        "boi_token_index": 98,
-        "eoi_token_index": 99,
-        "mm_tokens_per_image": 4,
+        "projection_dim": 48,
+        "hidden_size": 48,
+        "vocab_size": 97,
     },
     "gemma3n": {
         "vision_config": {"hidden_size": 32, "vocab_offset": 97, "vocab_size": 4},
@@ -123,6 +160,16 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_index": 97,
         "boi_token_index": 98,
         "eoi_token_index": 99,
+    },
+    "mllama": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "num_attention_heads"},
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        "image_token_index": 97,
     },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
@@ -223,6 +270,8 @@ AROUND: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         **_QWEN_IDS,
     },
+    "qwen2_5_omni": _THINKER_2_5,
+    "qwen2_5_omni_thinker": _THINKER_2_5,
     "qwen3_omni_moe": _THINKER,
     "qwen3_omni_moe_thinker": _THINKER,
     "nemotron_h_omni": {
@@ -406,6 +455,13 @@ AROUND: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_id": 97,
     },
+    "deepseek_vl_hybrid": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "high_res_vision_config": {"model_type": "sam_vision_model", **_SAM},
+        "image_token_id": 97,
+    },
+    "got_ocr2": {"vision_config": _SAM, "image_token_index": 97, "image_seq_length": 4},
+    "pp_chart2table": {"vision_config": _SAM, "image_token_index": 97, "image_seq_length": 4},
     "granite_docling": {
         "vision_config": {**_VISION, "out_hidden_size": 48, "scale_factor": 2},
         "image_token_id": 97,

@@ -4,13 +4,12 @@ from compress.models.archs.llava import LLAMA_7B
 from compress.models.family import FAMILIES
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
 
-FAMILIES.add(
+DEEPSEEK_VL = wrapper(
     "deepseek_vl",
-    wrapper(
-        "deepseek_vl",
-        "DeepseekVLForConditionalGeneration",
-        LLAMA_7B,
-        ties_by_default=True,
-        **{**LANGUAGE_MODEL_NAMES, "untouched": ("model.vision_model", "model.aligner")},
-    ),
+    "DeepseekVLForConditionalGeneration",
+    LLAMA_7B,
+    ties_by_default=True,
+    **{**LANGUAGE_MODEL_NAMES, "untouched": ("model.vision_model", "model.aligner")},
 )
+
+FAMILIES.add("deepseek_vl", DEEPSEEK_VL)

@@ -16,25 +16,24 @@ def _implied(config: Fields) -> dict[str, Any]:
     return {"hidden_act": "gelu_pytorch_tanh"} if config.text("hidden_act") == "gelu" else {}
 
 
-FAMILIES.add(
-    "gemma",
-    Family(
-        model_type="gemma",
-        architecture="GemmaForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        facts=_facts,
-        implied=_implied,
-        known_fields=frozenset({"attention_bias"}),
-        fixed_fields={"use_bidirectional_attention": False},
-        defaults={
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-        },
-    ),
+GEMMA = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    facts=_facts,
+    implied=_implied,
+    known_fields=frozenset({"attention_bias"}),
+    fixed_fields={"use_bidirectional_attention": False},
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+    },
 )
+
+FAMILIES.add("gemma", GEMMA)

@@ -14,13 +14,12 @@ _TEXT = replace(
     fixed_fields={**GEMMA3_TEXT.fixed_fields, _CAP: None},
 )
 
-FAMILIES.add(
+GEMMA3 = wrapper(
     "gemma3",
-    wrapper(
-        "gemma3",
-        "Gemma3ForConditionalGeneration",
-        _TEXT,
-        ties_by_default=True,
-        **LLAVA_NAMES,
-    ),
+    "Gemma3ForConditionalGeneration",
+    _TEXT,
+    ties_by_default=True,
+    **LLAVA_NAMES,
 )
+
+FAMILIES.add("gemma3", GEMMA3)

@@ -429,10 +429,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2_5_omni": ("qwen2_5_omni", {}),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "paligemma": (
+        "paligemma",
+        {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "paligemma-gemma2": (
+        "paligemma",
+        {
+            "model_type": "gemma2",
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "shieldgemma2": (
+        "shieldgemma2",
+        {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    ),
+    "mllama": ("mllama", {"cross_attention_layers": [1], "rope_parameters": LLAMA3}),
+    "mllama-images-first-and-twice": ("mllama", {"cross_attention_layers": [0, 2, 3]}),
+    "mllama-as-text": ("mllama", {"cross_attention_layers": []}),
     "qianfan_ocr": ("qianfan_ocr", {"head_dim": 12}),
     "qianfan_ocr-tied": ("qianfan_ocr", {"head_dim": 12, "tie_word_embeddings": True}),
     "janus": ("janus", {"head_dim": 12}),
     "deepseek_vl": ("deepseek_vl", {"tie_word_embeddings": True}),
+    "deepseek_vl_hybrid": ("deepseek_vl_hybrid", {"attention_bias": True}),
+    "got_ocr2": ("got_ocr2", {"tie_word_embeddings": True}),
+    "pp_chart2table": (
+        "pp_chart2table",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "granite_docling": (
         "granite_docling",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
