@@ -69,10 +69,10 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the teacher has compressed attention, from which no student is cut; remove layers by "
             "`prune` instead."
         )
-    if teacher.num_streams > 1 or teacher.laurel_rank:
+    if teacher.num_streams > 1 or teacher.hyper is not None or teacher.laurel_rank:
         raise UsageError(
-            "student: the residual of the teacher is several streams, or has LAuReL, from which no student "
-            "is cut; remove heads, layers or channels of the FFN by `prune` instead."
+            "student: the residual of the teacher is several streams, or has gates or LAuReL, from which no "
+            "student is cut; remove heads, layers or channels of the FFN by `prune` instead."
         )
     if teacher.has_recurrences:
         raise UsageError(

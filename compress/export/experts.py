@@ -26,6 +26,8 @@ NOT_GATHERED = (
     "minimax_m3_vl_text",
     "hy_v4",
     "inkling_text",
+    "muse_spark",
+    "longcat_flash",
 )
 """Families whose experts transformers has in one tensor and does not gather from tensors of each."""
 JOINED = ("minimax_m3_vl",)

@@ -83,6 +83,8 @@ UNKNOWN = {
     "gemma3n": "no export of Gemma 3n was tested with it",
     "gemma3n_text": "its class of Gemma 3n looks up dense linears by names of its own, takes them for codes, "
     "and computed other logits of a tiny model where it did not",
+    "longcat_flash": "no export of LongCat-Flash was tested with it",
+    "muse_spark": "no export of Muse Spark was tested with it",
     "deepseek_v4": "no export of DeepSeek-V4 was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
     "axk2": "it knows no model_type axk2",

@@ -11,6 +11,7 @@ from typing import Any
 
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.operands.recurrent_states import padded_rows
+from compress.kernels.operands.routing import router_fact
 from compress.kernels.problem import PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
@@ -277,12 +278,13 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
             [
                 device.problem(
                     "router",
-                    n=facts.num_experts,
+                    n=facts.of_router.num_experts,
                     k=hidden_size,
                     phase=phase,
-                    experts=facts.num_experts,
+                    experts=facts.of_router.num_experts,
                     top_k=facts.top_k + num_shared[phase],
                     expert_groups=facts.num_groups,
+                    activation=router_fact(facts),
                 )
             ],
         )
@@ -301,7 +303,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
                     scheme=scheme,
                     activation=facts.activation_of(arch.activation),
                     experts=facts.num_experts + num_shared["decode"],
-                    top_k=facts.top_k + num_shared[phase],
+                    top_k=1 if facts.latent_norms else facts.top_k + num_shared[phase],
                 )
             ],
         )

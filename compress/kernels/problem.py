@@ -48,8 +48,9 @@ RECURRENCE_OPS: Mapping[str, Op] = {
     "residual_convs": "residual_conv",
 }
 """The op of a layer with a recurrence, or with convolutions, by the name of its module."""
-ROUTER_FACTS = ("sqrt_softplus", "table")
-"""The score of a router, and that a table chooses its experts, which not every kernel of routers computes."""
+ROUTER_FACTS = ("sqrt_softplus", "table", "scaled")
+"""The score of a router, that a table chooses its experts, and that its logits have a factor, which not every
+kernel of routers computes."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 

@@ -20,8 +20,8 @@ from compress.models.arch_params import (
     num_params_of,
 )
 from compress.models.eos import NO_TOKEN, stated_eos
-from compress.models.gated_residual import GatedResiduals
-from compress.models.hyper_connection import HyperConnections
+from compress.models.experts import OUT_NORM
+from compress.models.gated_residual import GatedResiduals, ResidualFacts
 from compress.models.latent import LATENT_EPS
 from compress.models.layer_manifest import layer_from_json, layer_to_json
 from compress.models.layer_shape import LayerShape
@@ -31,8 +31,8 @@ from compress.models.recurrences import PREFIXES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FINAL_NORM = "norm"
-POST_NORMS = ("attn_post_norm", "ffn_post_norm")
-"""The canonical names of the norm before the head and of those of the outputs of half-layers."""
+POST_NORMS = ("attn_post_norm", "ffn_post_norm", OUT_NORM)
+"""The canonical names of the norm before the head, and of those of the outputs of half-layers and experts."""
 NORMED_OUTPUTS = ("post", "sandwich")
 """The blocks in which the outputs of half-layers are normed."""
 OF_NO_BIAS = (*PREFIXES, "attn.o_down.")
@@ -86,7 +86,8 @@ class Arch:
             `logit_scale` does not multiply.
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
-        hyper: the residual is several streams (`hyper_connection.py`, `gated_residual.py`); None for one.
+        hyper: the residual is several streams (`hyper_connection.py`, `gated_residual.py`), or outputs are
+            added to it with gates (`gated_sum.py`); None for a plain sum.
         position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
             table added to it, after its scale (`embedding.py`); None without such a table.
         altup_streams: the residual of a token is so many streams, of which layers compute the first
@@ -142,7 +143,7 @@ class Arch:
     windowed_sinks: bool = False
     learned_growth: bool = False
     latent_eps: float = LATENT_EPS
-    hyper: HyperConnections | GatedResiduals | None = None
+    hyper: ResidualFacts | None = None
     head_bias: bool = False
     position_offset: int | None = None
     layer_embed_vocab: int = 0

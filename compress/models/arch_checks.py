@@ -4,9 +4,12 @@ from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
 from compress.models.gated_residual import GatedResiduals
+from compress.models.gated_sum import GatedSums
+from compress.models.hyper_connection import HyperConnections
 from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
 from compress.models.ngrams import MAX_TOKENS
+from compress.models.shortcut import Shortcuts
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -102,7 +105,9 @@ def check_arch(arch: "Arch") -> None:
             "latents; the runtime computes the first alone, with latent attention."
         )
     if arch.hyper is not None and (reason := _why_no_streams(arch)):
-        raise UnsupportedArch(f"the residual is several streams, and {reason}.")
+        sums = isinstance(arch.hyper, GatedSums)
+        what = "outputs of half-layers have gates" if sums else "the residual is several streams"
+        raise UnsupportedArch(f"{what}, and {reason}.")
     if (arch.altup_streams or arch.laurel_rank) and (reason := _why_no_altup(arch)):
         raise UnsupportedArch(f"the model has AltUp or LAuReL, and {reason}.")
     if arch.head_vocab >= arch.vocab_size:
@@ -189,6 +194,10 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: the output of its FFN has a factor, in a '{block}' block, with several "
                 "streams or with a factor of the layer; the runtime has it in a 'pre' block without these."
             )
+        if layer.experts is not None and layer.experts.delayed and not isinstance(arch.hyper, Shortcuts):
+            raise UnsupportedArch(
+                f"layer {idx}: experts are delayed, and the residual has no stream for them."
+            )
         if layer.norms_experts and (reason := _why_no_post_norm(arch)):
             raise UnsupportedArch(f"layer {idx}: the output of its experts is normed, and {reason}.")
         if layer.experts is not None and layer.experts.branch_norms and block != "sandwich":
@@ -264,15 +273,34 @@ def _why_no_streams(arch: "Arch") -> str | None:
         return "norms subtract the mean or have no weights; the decoder norms mixtures by 'rms' with a weight"
     if arch.residual_scale != 1 or arch.layer_scalar:
         return "outputs of half-layers or of layers have a factor; those of hyper-connections have their own"
-    if isinstance(arch.hyper, GatedResiduals):
-        if arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm:
-            return (
-                "logits have a factor, or norms a bias or an offset of their own; gated residuals have none"
-            )
-    elif arch.hyper is not None and arch.hyper.sinkhorn_iterations and arch.hyper.eps <= 0:
+    if isinstance(arch.hyper, Shortcuts) and (reason := _why_no_shortcuts(arch)):
+        return reason
+    if isinstance(arch.hyper, GatedSums) and any(each.only_half or each.recurrence for each in arch.layers):
+        return (
+            "some have one half or a recurrence; the decoder computes these sums after attention and an FFN"
+        )
+    of_head = arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm
+    if isinstance(arch.hyper, GatedResiduals) and of_head:
+        return "logits have a factor, or norms a bias or an offset of their own; gated residuals have none"
+    if isinstance(arch.hyper, HyperConnections) and arch.hyper.sinkhorn_iterations and arch.hyper.eps <= 0:
         return "their mixing has an eps of 0; sums of columns that are 0 are divided by"
     if any(layer.norms_experts for layer in arch.layers):
         return "the outputs of experts are normed; the decoder spreads them as they are"
+    return None
+
+
+def _why_no_shortcuts(arch: "Arch") -> str | None:
+    """Return why the decoder does not compute shortcut-connected mixtures, None where it does."""
+    if any(layer.only_half or layer.recurrence for layer in arch.layers):
+        return (
+            "some layers have one half or a recurrence; the decoder adds experts after attention and an FFN"
+        )
+    for idx, layer in enumerate(arch.layers):
+        is_last = idx + 1 == arch.num_layers
+        if layer.experts is not None and (
+            not layer.experts.delayed or is_last or arch.layers[idx + 1].experts is not None
+        ):
+            return f"the output of the experts of layer {idx} waits for no FFN of a layer after it"
     return None
 
 

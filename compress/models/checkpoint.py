@@ -173,8 +173,9 @@ class Checkpoint:
             for name in self.files.names()
             if name.startswith(prefix)
         }
-        num_layers = self._arch.num_layers + len(self.family.passed_layers)
-        absent = next((idx for idx in range(num_layers) if str(idx) not in stored), None)
+        num_stored = self._arch.num_layers // (2 if self.family.layers_in_pairs else 1)
+        num_stored += len(self.family.passed_layers)
+        absent = next((idx for idx in range(num_stored) if str(idx) not in stored), None)
         if absent is not None:
             raise UnsupportedArch(
                 f"{self.path} lacks every tensor of layer {absent}, and its config.json has "

@@ -44,7 +44,7 @@ from compress.models.linear_groups import RECURRENT_OUT, LinearGroup
 from compress.models.logits import capped
 from compress.models.moe import Moe
 from compress.models.ngram_layer import NGramEmbedding, take_ngrams
-from compress.models.norms import final_norm, norm_of
+from compress.models.norms import UnitNorm, final_norm, norm_of, norm_of_latents
 from compress.models.recurrent_mixers import recurrent_mixer
 from compress.models.residual_conv import OF_ATTENTION, OF_FFN, ResidualConv
 from compress.models.self_attention import Attention, LatentAttention
@@ -72,6 +72,9 @@ class DecoderLayer(nn.Module):
         def norm(name: str, exists: bool) -> nn.Module:
             return stream_norm_of(arch, name, ranks.get(name, 0)) if exists else nn.Identity()
 
+        def unit_of(name: str) -> UnitNorm:
+            return UnitNorm(arch.eps_of(name), centered=False)
+
         if self.shape.has_mixer:
             self.attn_norm = norm("attn_norm", self.has_pre)
             latent = self.shape.latent
@@ -87,7 +90,9 @@ class DecoderLayer(nn.Module):
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
             if arch.hyper is not None:
-                self.attn_hyper = half_residual(arch, arch.hyper)
+                self.attn_hyper = half_residual(
+                    arch, self.shape, arch.hyper, "mixer", unit_of("attn_post_norm")
+                )
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
@@ -95,10 +100,15 @@ class DecoderLayer(nn.Module):
             if experts is None:
                 self.ffn = Ffn(arch, self.shape)
             else:
-                self.moe = Moe(experts, arch.hidden_size, partial(Ffn, arch, self.shape), norm_over_hidden)
+                parts = (
+                    partial(Ffn, arch, self.shape),
+                    norm_over_hidden,
+                    partial(norm_of_latents, arch, experts),
+                )
+                self.moe = Moe(experts, arch.hidden_size, *parts)
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
             if arch.hyper is not None:
-                self.ffn_hyper = half_residual(arch, arch.hyper)
+                self.ffn_hyper = half_residual(arch, self.shape, arch.hyper, "ffn", unit_of("ffn_post_norm"))
         if self.shape.residual_convs is not None:
             size = arch.hidden_size, self.shape.residual_convs
             self.attn_conv, self.ffn_conv = (ResidualConv(name, *size) for name in (OF_ATTENTION, OF_FFN))

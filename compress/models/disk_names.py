@@ -59,10 +59,10 @@ class DiskNames:
     (`trained_rope.py`), and `ngram_buffers` are the untouched tensors of a layer that hold what n-grams are
     hashed with (`ngram_buffers.py`). `mtp` are the names of the layer that predicts a further token,
     `first_layer` is the index of the first layer on disk, and with `halves_apart` each half of a layer has an
-    index of its own. `passed_layers` are the indices on disk, in ascending order, of layers that are none of
-    the language model's and stay untouched, and `passed_modules` are those of their modules that hold
-    matrices. A checkpoint stores `more_embeddings` rows
-    after those of the embedding, which stay untouched.
+    index of its own; with `layers_in_pairs` every two layers are one on disk (`tensor_names.py`).
+    `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
+    model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
+    checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -93,6 +93,7 @@ class DiskNames:
     mtp: MtpNames | None = None
     first_layer: int = 0
     halves_apart: bool = False
+    layers_in_pairs: bool = False
     passed_layers: tuple[int, ...] = ()
     passed_modules: tuple[str, ...] = ()
     more_embeddings: int = 0
@@ -237,5 +238,6 @@ class DiskNames:
             layout.suffixes,
             first_layer=self.first_layer,
             halves_apart=self.halves_apart,
+            layers_in_pairs=self.layers_in_pairs,
             passed_layers=self.passed_layers,
         )

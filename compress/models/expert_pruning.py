@@ -32,6 +32,11 @@ def with_experts(arch: Arch, num_kept: int) -> Arch:
     mixtures = [layer.experts for layer in arch.layers if layer.experts is not None]
     if not mixtures:
         raise UsageError("experts: this model has none to prune.")
+    if any(each.zero_experts for each in mixtures):
+        raise UsageError(
+            f"experts: the experts of this {arch.family} model that return their input follow the others by "
+            "index, in checkpoints, too; none is removed."
+        )
     if family_of_arch(arch).more_experts:
         raise UsageError(
             f"experts: other parts of this {arch.family} model have as many experts as its text, and a "

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from compress.models.expert_checks import MIXED, OF_TOKENS, SCORES, check_experts
 from compress.models.hyper_connection import HYPER_PARAMETERS
 from compress.untrusted.fields import Fields
 
-SCORES = ("softmax", "sigmoid", "softmax_topk", "sparsemixer", "sqrt_softplus")
-OF_TOKENS = ("sigmoid", "sqrt_softplus")
-"""The scores that weigh experts which a table chooses."""
-MIXED = 2
-"""Experts that a token is routed to by SparseMixer."""
 MAX_EXPERTS = 4096
 MAX_EXPERT_SIZE = 1 << 24
 MAX_SCALE = 1e6
@@ -37,6 +33,9 @@ divided by the root of the hidden size, too."""
 LATENT_IN = "latent_in"
 LATENT_OUT = "latent_out"
 """The linears before and after the routed experts of a mixture with `Experts.latent_size`."""
+LATENT_NORM = "moe.latent_norm"
+OUT_NORM = "moe.out_norm"
+"""The norms of latents and of the outputs of experts (`Experts.latent_norms`)."""
 SILU_CAPPED = "silu_capped"
 """The activation of experts that cap gates first (`Experts.caps_first`)."""
 FLOAT32_PARAMETERS = (
@@ -50,6 +49,7 @@ FLOAT32_PARAMETERS = (
     "mamba.D",
     "attn.compressor.positions",
     "attn.indexer.positions",
+    "hyper.sum_gates",
 )
 """Parameters that are float32 in a model of any dtype: they decide which experts are chosen and what they
 weigh, and how long a recurrence remembers."""
@@ -91,6 +91,8 @@ class Experts:
             layer gives them, and another linear computes the layer's output of their sum; 0 for none. The
             router and the shared expert read what the layer gives (Nemotron 3 Super).
         latent_bias: these two linears have biases.
+        latent_norms: the latents are normed, and the output of each routed expert is multiplied by weights,
+            the same for all, and then normed (RMS), before the router's weight (Muse Spark).
         caps_first: the caps of the experts (`LayerShape.expert_cap`, and the `ffn_cap` of the shared one) are
             those of gates before their activation, and not of what they become (Hy4).
         post_norm: the sum of the outputs of all experts, the shared one among them, is normed before it is
@@ -101,6 +103,11 @@ class Experts:
         always: so many of the experts, the last ones, are chosen by every token, and count in `top_k`; they
             have no selection bias, and the others do (Inkling).
         one_output_scale: all weights are multiplied by one number, a parameter of the layer.
+        router_scale: factor of the router's logits.
+        zero_experts: so many more experts among which tokens choose, after the others, return their input
+            and have no weights (LongCat-Flash, arXiv 2509.01322).
+        delayed: the output of the routed experts is added after the next layer, and that of the shared one
+            by this layer (`shortcut.py`).
     """
 
     num_experts: int
@@ -131,6 +138,10 @@ class Experts:
     always: int = 0
     one_output_scale: bool = False
     table_size: int = 0
+    latent_norms: bool = False
+    router_scale: float = 1.0
+    zero_experts: int = 0
+    delayed: bool = False
 
     def __post_init__(self) -> None:
         assert self.score in SCORES
@@ -143,7 +154,7 @@ class Experts:
         assert not self.branch_norms or self.shared_size
         assert self.shared_scale == 1 or (self.shared_size and not self.shared_gate and not self.branch_norms)
         assert not self.latent_size or not (self.branch_norms or self.weighs_input)
-        assert self.latent_size or not self.latent_bias
+        assert self.latent_size or not (self.latent_bias or self.latent_norms)
         assert not self.biased_logits or (
             self.selection_bias and self.score == "sigmoid" and self.num_groups == 1
         )
@@ -156,11 +167,24 @@ class Experts:
         assert not (self.one_output_scale and self.output_scale)
         of_router = self.selection_bias or self.num_groups > 1 or self.score not in OF_TOKENS
         assert not self.table_size or not (of_router or self.weighs_input or self.branch_norms)
+        own = self.shared_gate or self.branch_norms or self.post_norm
+        assert not self.delayed or (self.shared_size and not own and self.shared_scale == 1)
+        changed = self.always or self.table_size or self.changes_input or self.post_norm
+        assert not self.zero_experts or not (changed or self.num_groups > 1)
 
     @property
     def num_chosen(self) -> int:
-        """The experts among which tokens choose: all but those that every token chooses."""
-        return self.num_experts - self.always
+        """The experts among which tokens choose: all but those that every token chooses, and those that have
+        no weights."""
+        return self.num_experts + self.zero_experts - self.always
+
+    @property
+    def of_router(self) -> "Experts":
+        """The facts by which tokens choose: experts that have no weights are as any other."""
+        num_experts = self.num_experts + self.zero_experts
+        return (
+            dataclasses.replace(self, num_experts=num_experts, zero_experts=0) if self.zero_experts else self
+        )
 
     @property
     def scales_weights(self) -> bool:
@@ -206,7 +230,7 @@ class Experts:
     def shared_parts(self) -> int:
         """The number of experts of the size of the others that add up to the shared one; 0 where they do not
         fill it, or where it reads something of its own."""
-        apart = self.changes_input or self.expert_bias
+        apart = self.changes_input or self.expert_bias or self.delayed
         return 0 if apart or self.shared_size % self.expert_size else self.shared_size // self.expert_size
 
     def activation_of(self, activation: str) -> str:
@@ -215,9 +239,9 @@ class Experts:
 
     def expected_hit(self, num_rows: int) -> float:
         """Return how many experts so many rows are routed to in all, if every choice is equally likely:
-        E (1 - (1 - K / E)^rows), and those that every row chooses."""
+        E (1 - (1 - K / E)^rows), and those that every row chooses; of those that have weights."""
         frac = (self.top_k - self.always) / self.num_chosen
-        return self.always + self.num_chosen * (1 - (1 - frac) ** num_rows)
+        return self.always + (self.num_experts - self.always) * (1 - (1 - frac) ** num_rows)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -227,9 +251,10 @@ class Experts:
 
     def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return parameter -> shape of what is in no linear group and so is never quantized."""
-        shapes: dict[str, tuple[int, ...]] = {"moe.router.weight": (self.num_experts, hidden_size)}
+        num_rows = self.num_experts + self.zero_experts
+        shapes: dict[str, tuple[int, ...]] = {"moe.router.weight": (num_rows, hidden_size)}
         if self.router_bias:
-            shapes["moe.router.bias"] = (self.num_experts,)
+            shapes["moe.router.bias"] = (num_rows,)
         if self.selection_bias:
             shapes["moe.selection_bias"] = (self.num_chosen,)
         if self.one_output_scale:
@@ -247,6 +272,9 @@ class Experts:
             shapes |= {f"moe.{name}.weight": shape for name, shape in rows.items()}
             if self.latent_bias:
                 shapes |= {f"moe.{name}.bias": shape[:1] for name, shape in rows.items()}
+        if self.latent_norms:
+            names = (f"{name}.weight" for name in (LATENT_NORM, OUT_NORM))
+            shapes |= dict.fromkeys(names, (self.latent_size,))
         return shapes
 
     def to_json(self) -> dict[str, Any]:
@@ -274,6 +302,7 @@ class Experts:
             "latent_size": (0, MAX_EXPERT_SIZE, 0),
             "always": (0, MAX_EXPERTS, 0),
             "table_size": (0, MAX_EXPERT_SIZE, 0),
+            "zero_experts": (0, MAX_EXPERTS, 0),
         }
         facts: dict[str, Any] = {
             name: stored.integer(name, low, high, default=default)
@@ -290,76 +319,21 @@ class Experts:
             "branch_norms",
             "output_scale",
             "latent_bias",
+            "latent_norms",
             "post_norm",
             "caps_first",
             "zeroes_groups",
             "one_output_scale",
+            "delayed",
         ):
             facts[name] = stored.flag(name, default=False)
         facts["score"] = stored.text("score", default="softmax")
-        for name in ("scale", "shared_scale"):
+        for name in ("scale", "shared_scale", "router_scale"):
             facts[name] = stored.number(name, -MAX_SCALE, MAX_SCALE, default=1.0)
-        facts["jitter"] = stored.number("jitter", 0, 1, default=0.0)
-        return checked(facts, stored)
+        return checked({**facts, "jitter": stored.number("jitter", 0, 1, default=0.0)}, stored)
 
 
 def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
     """Return the facts once they fit one another; `stated` raises its error where they do not."""
-    if facts.get("score", "softmax") not in SCORES:
-        raise stated.wrong("score", facts["score"], f"one of {', '.join(SCORES)}")
-    num_experts = facts["num_experts"]
-    top_k = facts["top_k"]
-    if top_k > num_experts:
-        raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
-    if facts.get("shared_size", 0) > MAX_EXPERT_SIZE:
-        raise stated.wrong("shared_size", facts["shared_size"], f"at most {MAX_EXPERT_SIZE}")
-    if facts.get("branch_norms") and not facts.get("shared_size"):
-        raise stated.wrong("shared_size", 0, "at least 1 where branches are normed apart")
-    apart = facts.get("shared_gate") or facts.get("branch_norms") or not facts.get("shared_size")
-    if facts.get("shared_scale", 1.0) != 1 and apart:
-        raise stated.wrong("shared_scale", facts["shared_scale"], "1 but for a shared expert without a gate")
-    if facts.get("weighs_input") and top_k != 1:
-        raise stated.wrong("top_k", top_k, "1 where a router weighs the inputs of experts")
-    if facts.get("weighs_input") and (facts["score"] != "sigmoid" or facts.get("renormalize")):
-        raise stated.wrong("score", facts["score"], "sigmoid where a router weighs the inputs of experts")
-    if facts.get("latent_size") and (facts.get("branch_norms") or facts.get("weighs_input")):
-        raise stated.wrong("latent_size", facts["latent_size"], "0 where inputs are normed apart or weighed")
-    if facts.get("latent_bias") and not facts.get("latent_size"):
-        raise stated.wrong("latent_size", 0, "at least 1 where the linears of latents have biases")
-    is_biased = facts.get("selection_bias") and facts.get("score") == "sigmoid"
-    if facts.get("biased_logits") and not (is_biased and facts.get("num_groups", 1) == 1):
-        raise stated.wrong(
-            "score", facts.get("score"), "sigmoid, with a bias and no groups, where logits have it"
-        )
-    if facts.get("zeroes_groups") and not is_biased:
-        raise stated.wrong("score", facts.get("score"), "sigmoid, with a bias, where other groups score 0")
-    of_router = facts.get("selection_bias") or facts.get("num_groups", 1) > 1
-    changes = facts.get("weighs_input") or facts.get("branch_norms")
-    fits_table = facts.get("score") in OF_TOKENS and not of_router and not changes
-    if facts.get("table_size") and not fits_table:
-        raise stated.wrong(
-            "score", facts.get("score"), f"one of {', '.join(OF_TOKENS)}, alone, where a table chooses"
-        )
-    is_mixed = facts.get("score") == "sparsemixer"
-    if is_mixed and top_k != MIXED:
-        raise stated.wrong("top_k", top_k, f"{MIXED} where one expert is chosen after the other")
-    others = ("renormalize", "selection_bias")
-    if is_mixed and (any(facts.get(each) for each in others) or facts.get("num_groups", 1) > 1):
-        raise stated.wrong("score", "sparsemixer", "another one with groups, a bias or divided weights")
-    if facts.get("jitter", 0.0) and not is_mixed:
-        raise stated.wrong("jitter", facts["jitter"], "0 where the score is not sparsemixer")
-    if always := facts.get("always", 0):
-        if always >= top_k:
-            raise stated.wrong("always", always, f"less than the experts of a token, {top_k}")
-        if not is_biased or facts.get("num_groups", 1) > 1 or facts.get("biased_logits"):
-            wanted = "sigmoid, with a bias of scores and no groups, where all tokens choose some experts"
-            raise stated.wrong("score", facts.get("score"), wanted)
-    if facts.get("one_output_scale") and facts.get("output_scale"):
-        raise stated.wrong("output_scale", True, "one number of each expert, or one of all")
-    groups = facts.get("num_groups", 1)
-    top_groups = facts.get("top_groups", 1)
-    if num_experts % groups or top_groups > groups:
-        raise stated.wrong("num_groups", groups, f"a divisor of {num_experts} experts, at least {top_groups}")
-    if groups > 1 and (num_experts // groups < 2 or top_k > top_groups * (num_experts // groups)):
-        raise stated.wrong("num_groups", groups, f"so few that {top_k} experts can be chosen")
+    check_experts(facts, stated, max_size=MAX_EXPERT_SIZE)
     return Experts(**facts)

@@ -22,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import MAX_STREAMS, HyperConnections
 from compress.models.limits import MAX_SIZE
+from compress.models.shortcut import Shortcuts
 from compress.untrusted.fields import Fields
 
 
@@ -38,6 +40,11 @@ class GatedResiduals:
 
     num_streams: int
     rank: int
+
+    @property
+    def copies(self) -> bool:
+        """Whether all streams begin as the embedding."""
+        return True
 
     def shapes(self, hidden_size: int, *, of_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters of a half-layer, or of the head, by their leaves."""
@@ -61,9 +68,18 @@ class GatedResiduals:
         return dataclasses.asdict(self)
 
 
-def streams_from_json(stored: Fields) -> HyperConnections | GatedResiduals:
-    """Read the facts of the streams of a residual as a manifest stores them; gated residuals have a rank.
-    `Fields` raises its error for a value that is missing, of another type or out of range."""
+ResidualFacts = HyperConnections | GatedResiduals | GatedSums | Shortcuts
+"""How half-layers read the residual and add to it, where that is no plain sum."""
+
+
+def streams_from_json(stored: Fields) -> ResidualFacts:
+    """Read the facts of the residual as a manifest stores them; gated residuals have a rank, and gated sums a
+    temperature. `Fields` raises its error for a value that is missing, of another type or out of range."""
+    if stored.has("shortcuts"):
+        stored.flag("shortcuts")
+        return Shortcuts()
+    if stored.has("temperature"):
+        return GatedSums.from_json(stored)
     if not stored.has("rank"):
         return HyperConnections.from_json(stored)
     return GatedResiduals(

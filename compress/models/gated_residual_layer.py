@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from compress.models.arch import Arch
-from compress.models.gated_residual import GatedResiduals, gated_mean, gates_of, injections_of
-from compress.models.hyper_connection import Coefficients, HyperConnection, HyperConnections, spread
+from compress.models.gated_residual import (
+    GatedResiduals,
+    ResidualFacts,
+    gated_mean,
+    gates_of,
+    injections_of,
+)
+from compress.models.gated_sum import GatedSum, GatedSums
+from compress.models.hyper_connection import Coefficients, HyperConnection, spread
+from compress.models.layer_shape import Half, LayerShape
 from compress.models.linear import Linear
+from compress.models.shortcut import Shortcuts, ShortcutSum, sum_of
 
 
 class StreamNorm(nn.Module):
@@ -78,8 +87,15 @@ class GatedHead(nn.Module):
         return mixed
 
 
-def half_residual(arch: Arch, facts: HyperConnections | GatedResiduals) -> HyperConnection | GatedResidual:
-    """Return the module by which a half-layer reads the streams of the residual and adds to them."""
+def half_residual(
+    arch: Arch, shape: LayerShape, facts: ResidualFacts, half: Half, norm: Callable[[Tensor], Tensor]
+) -> HyperConnection | GatedResidual | GatedSum | ShortcutSum:
+    """Return the module by which a half of a layer reads the residual and adds to it; `norm` is that of its
+    outputs, without a weight, where a gated sum has one."""
+    if isinstance(facts, Shortcuts):
+        return ShortcutSum(sum_of(shape, half))
+    if isinstance(facts, GatedSums):
+        return GatedSum(arch, facts, norm, ffn=half == "ffn")
     if isinstance(facts, GatedResiduals):
         return GatedResidual(arch, facts)
     return HyperConnection(facts, arch.hidden_size, arch.norm_eps)

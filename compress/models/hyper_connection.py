@@ -43,6 +43,10 @@ class Streams(Protocol):
     def num_streams(self) -> int:
         """The number of streams."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether all streams begin as the embedding, and not the first alone."""
+
 
 @dataclass(frozen=True)
 class HyperConnections:
@@ -65,6 +69,11 @@ class HyperConnections:
     post_factor: float = 2.0
     post_eps: float = 0.0
     mean_head: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether all streams begin as the embedding."""
+        return True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -168,8 +177,12 @@ def _sum(x_nn: Tensor, dim: int) -> Tensor:
 
 def repeated(facts: Streams | None, x: Tensor) -> Tensor:
     """Return the streams [..., n D] before the first layer from the embeddings [..., D]; these themselves in
-    a model whose residual is one stream."""
-    return x if facts is None else x.repeat(*(1,) * (x.dim() - 1), facts.num_streams)
+    a model whose residual is one stream. Streams that are no copies are zeros."""
+    if facts is None:
+        return x
+    if not facts.copies:
+        return F.pad(x, (0, (facts.num_streams - 1) * x.shape[-1]))
+    return x.repeat(*(1,) * (x.dim() - 1), facts.num_streams)
 
 
 def mixed(streams_TE: Tensor, pre_Tn: Tensor) -> Tensor:

@@ -32,6 +32,11 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         )
         has_own = any(each is not None for each in of_attention)
         return "it has an FFN only, and facts of what is in place of attention." if has_own else None
+    if layer.out_norm and (layer.joint or layer.keys_are_values or not _attends_plainly(layer)):
+        return (
+            "what heads return is normed, and it has a recurrence, latents, keys that are its values, or "
+            "values that are narrower."
+        )
     if layer.num_heads % layer.num_kv_heads:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
     if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
@@ -66,6 +71,12 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     if layer.rope is not None and (reason := _why_rope_unfit(layer, layer.rope)):
         return reason
     return None if layer.latent is None else _why_latent_unfit(layer, layer.latent)
+
+
+def _attends_plainly(layer: LayerShape) -> bool:
+    """Return whether a layer has attention whose values are as wide as its keys, without latents."""
+    others = (layer.latent, layer.recurrence, layer.compressed, layer.narrow_value_dim)
+    return all(each is None for each in others)
 
 
 def _caches_plain_heads(layer: LayerShape) -> bool:

@@ -94,7 +94,8 @@ class LayerShape:
     to values and to the outputs of both halves (`residual_conv.py`). The outputs of a `scaled_ffn` are
     multiplied by a number of its own. With `ngrams` a layer adds embeddings of n-grams to the residual
     before its first half (`ngrams.py`). With `compressed` facts it has the linears of `compressed.py`,
-    one KV head, and a window.
+    one KV head, and a window. With an `out_norm` what each head of attention returns is normed (RMS), without
+    a weight, before its gate.
     """
 
     num_heads: int
@@ -125,6 +126,7 @@ class LayerShape:
     scaled_ffn: bool = False
     ngrams: NGrams | None = None
     compressed: Compressed | None = None
+    out_norm: bool = False
 
     @property
     def has_mixer(self) -> bool:

@@ -104,7 +104,7 @@ class Mixture:
             elif fact == "scale":
                 facts[fact] = config.number(name, -MAX_SCALE, MAX_SCALE)
             else:
-                least = 0 if fact == "shared_size" else 1
+                least = 0 if fact in ("shared_size", "zero_experts") else 1
                 facts[fact] = config.integer(
                     name, least, MAX_EXPERT_SIZE if fact.endswith("size") else MAX_EXPERTS
                 )

@@ -26,6 +26,10 @@ with five norms. Where the routed experts act on latents (`Experts.latent_size`)
 
     y = out(sum over chosen e of w_e down_e(act(gate_e(z)) * up_e(z))) + shared(x),   z = in(x)
 
+and with norms of latents (`Experts.latent_norms`) z = norm(in(x)), and in place of each down_e(..) there is
+norm(v down_e(..)), with weights v that all experts share. An expert without weights
+(`Experts.zero_experts`) adds w_e x.
+
 Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
 with the lower index is chosen. Softmax keeps the order of logits, so without a selection bias or groups the
 logits are compared, which do not underflow. `route` is the definition that router kernels are tested against.
@@ -51,6 +55,8 @@ from compress.models.experts import (
     ALL_TOKENS,
     BRANCH_NORMS,
     EXPERTS_OF_TOKENS,
+    LATENT_NORM,
+    OUT_NORM,
     ROUTER_NORM,
     SHARED_IN,
     SHARED_MID,
@@ -164,6 +170,16 @@ def weighed(x_TD: Tensor, weights_T: Tensor) -> Tensor:
     return x_TD * weights_T.to(x_TD.dtype).unsqueeze(1)
 
 
+def weights_of_identities(is_zero_TR: Tensor, weights_TR: Tensor) -> Tensor:
+    """Return the sums [T, 1] of the weights of chosen experts that return their input (`is_zero`), added in
+    the order of the choice."""
+    weights_TR = weights_TR.masked_fill(~is_zero_TR, 0.0)
+    first_T1, *others = weights_TR.split(1, dim=1)
+    for each in others:
+        first_T1 = first_T1 + each
+    return first_T1
+
+
 def best(scores_TE: Tensor, num: int) -> Tensor:
     """Return the indices [T, num] of the largest scores, the largest first, and of equal ones the first."""
     scores_TE = scores_TE.detach() + 0.0  # a sort by bits would put 0.0 before -0.0
@@ -194,7 +210,7 @@ class ExpertFfn(nn.Module, ABC):
 class Moe(nn.Module):
     """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with its linears
     and `mid(x)`, the input of `down`; `norm(scale=s)` makes a norm of the model over the hidden
-    size whose output is multiplied by s."""
+    size whose output is multiplied by s, and `norm_of_latents(name)` one of `Experts.latent_norms`."""
 
     def __init__(
         self,
@@ -202,11 +218,12 @@ class Moe(nn.Module):
         hidden_size: int,
         expert: Callable[[str], "ExpertFfn"],
         norm: Callable[..., nn.Module],
+        norm_of_latents: Callable[[str], nn.Module] = lambda name: nn.Identity(),
     ) -> None:
         super().__init__()
         self.facts = facts
         self.taps_see_all = False  # set to show every token to the taps of every expert
-        self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
+        self.router = nn.Linear(hidden_size, facts.of_router.num_experts, bias=facts.router_bias)
         if facts.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(facts.num_chosen), requires_grad=False)
         if facts.table_size:
@@ -227,10 +244,12 @@ class Moe(nn.Module):
         if facts.latent_size:
             self.latent_in = Linear(hidden_size, facts.latent_size, bias=facts.latent_bias)
             self.latent_out = Linear(facts.latent_size, hidden_size, bias=facts.latent_bias)
+        self.latent_norm, self.out_norm = (norm_of_latents(name) for name in (LATENT_NORM, OUT_NORM))
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
 
     def forward(self, x_BSD: Tensor, tap: Tap, attention: AttentionFn | None = None) -> Tensor:
-        """Return the output [B, S, D] of all experts; `attention` has the tokens, where a table chooses."""
+        """Return the output [B, S, D] of all experts; `attention` has the tokens, where a table chooses. With
+        `Experts.delayed` it is that of the shared expert and that of the others [B, S, 2 D]."""
         tap(ALL_TOKENS, x_BSD)
         x_TD = x_BSD.flatten(0, -2)
         tokens_T = None
@@ -238,6 +257,9 @@ class Moe(nn.Module):
             assert attention is not None
             tokens_T = tokens_of(attention).flatten()
         total_TD = self._normed("experts_post_norm", self._routed(x_TD, tap, tokens_T))
+        if self.facts.delayed:
+            both_TE = torch.cat((self._shared(x_TD, tap), total_TD), dim=-1)
+            return both_TE.to(x_BSD.dtype).view(*x_BSD.shape[:-1], -1)
         if self.facts.shared_size:
             total_TD = total_TD + self._normed("shared_post_norm", self._shared(x_TD, tap))
         return total_TD.to(x_BSD.dtype).view(x_BSD.shape)
@@ -249,12 +271,12 @@ class Moe(nn.Module):
         if self.facts.table_size:
             assert tokens_T is not None
             table_TR = self.experts_of_tokens[tokens_T.to(self.experts_of_tokens.device)]
-        return route(self.facts, self._logits(x_TD), bias, self._scale_of_weights(), table_TR)
+        return route(self.facts.of_router, self._logits(x_TD), bias, self._scale_of_weights(), table_TR)
 
     def _scale_of_weights(self) -> Tensor | None:
         """Return the factors of the weights of experts [E], None where they have none."""
         if self.facts.one_output_scale:
-            return self.factor.expand(self.facts.num_experts)
+            return self.factor.expand(self.facts.of_router.num_experts)
         return self.output_scale if self.facts.output_scale else None
 
     def _normed(self, name: str, x_TD: Tensor) -> Tensor:
@@ -266,7 +288,8 @@ class Moe(nn.Module):
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         bias = None if self.router.bias is None else self.router.bias.to(wide)
         with torch.autocast(x_TD.device.type, enabled=False):  # training would compute logits in bfloat16
-            return F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+            logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+        return logits_TE if self.facts.router_scale == 1 else logits_TE * self.facts.router_scale
 
     def input_of(self, expert_idx: int, x_TD: Tensor) -> Tensor:
         """Return what an expert reads of tokens, whether or not they are routed to it."""
@@ -278,7 +301,7 @@ class Moe(nn.Module):
     def _read_by_experts(self, x_TD: Tensor) -> Tensor:
         """Return what all experts read of tokens [T, L], before any weights."""
         if self.facts.latent_size:
-            return cast(Tensor, self.latent_in(x_TD))
+            return cast(Tensor, self.latent_norm(self.latent_in(x_TD)))
         return self._normed("experts_norm", x_TD)
 
     def _routed(self, x_TD: Tensor, tap: Tap, tokens_T: Tensor | None) -> Tensor:
@@ -289,13 +312,18 @@ class Moe(nn.Module):
         total_TL = torch.zeros((len(x_TD), size), dtype=wide, device=x_TD.device)
         for _, tokens, weights, out_tL in self.outputs(x_TD, tap, tokens_T):
             total_TL.index_add_(0, tokens, out_tL.to(wide) * weights.unsqueeze(1))
+        if self.facts.zero_experts:
+            routing = self.route(x_TD)
+            is_zero_TR = routing.experts_TR >= self.facts.num_experts
+            weights_T1 = weights_of_identities(is_zero_TR, routing.weights_TR)
+            total_TL = total_TL + x_TD.to(wide) * weights_T1
         if not self.facts.latent_size:
             return total_TL
         return cast(Tensor, self.latent_out(total_TL.to(x_TD.dtype))).to(wide)
 
     def added(self, out_tL: Tensor) -> Tensor:
-        """Return what outputs of experts add to that of the layer [t, D], before weights, norms and a bias
-        that is added once."""
+        """Return what outputs of experts add to that of the layer [t, D], before weights, norms of the sum
+        and a bias that is added once."""
         if not self.facts.latent_size:
             return out_tL
         return F.linear(out_tL, self.latent_out.weight.to(out_tL))
@@ -304,9 +332,12 @@ class Moe(nn.Module):
         self, x_TD: Tensor, tap: Tap, tokens_T: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yield for every expert its index, its tokens [t], the weights [t] of its outputs and its outputs
-        [t, L], not yet weighted. Where its inputs are weighed, the weights of the outputs are one."""
+        [t, L], normed if they are, not yet weighted. Where its inputs are weighed, the weights of the outputs
+        are one."""
         read_TL = self._read_by_experts(x_TD)
         for idx, tokens, weights in self.route(x_TD, tokens_T).by_expert():
+            if idx >= self.facts.num_experts:  # has no weights
+                break
             expert = cast(ExpertFfn, self.experts[idx])
             x_tL = read_TL[tokens]
             if self.facts.weighs_input:
@@ -316,7 +347,7 @@ class Moe(nn.Module):
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
             tap(f"moe_in.{idx}", seen_TL)
             tap(f"moe_mid.{idx}", expert.mid(seen_TL) if self.taps_see_all else mid_tF)
-            yield idx, tokens, weights, expert.down(mid_tF)
+            yield idx, tokens, weights, self.out_norm(expert.down(mid_tF))
 
     def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the shared expert's output, float32 [T, D]."""

@@ -5,10 +5,13 @@ from torch import Tensor, nn
 
 from compress.models.altup import JoinedStreams
 from compress.models.arch import FINAL_NORM, Arch
+from compress.models.experts import OUT_NORM, Experts
 from compress.models.gated_residual import GatedResiduals
 from compress.models.gated_residual_layer import GatedHead
+from compress.models.gated_sum import GatedSums, InputScale
 from compress.models.hyper_connection import HyperConnection, MeanOfStreams
 from compress.models.norm_gradient import norm_cpu
+from compress.models.shortcut import FirstStream, Shortcuts
 
 
 class Norm(nn.Module):
@@ -100,16 +103,39 @@ class JoinedNorm(Norm):
         super().__init__(arch.hidden_size, arch.norm_eps, offset=offset, scale=arch.logit_scale)
         self.of_altup = bool(arch.altup_streams)
         facts = arch.hyper
-        assert not isinstance(facts, GatedResiduals)
+        assert not isinstance(facts, GatedResiduals | GatedSums)
         if facts is None:
             self.streams = JoinedStreams(arch)
+        elif isinstance(facts, Shortcuts):
+            self.hyper: nn.Module = FirstStream()
         elif facts.mean_head:
-            self.hyper: nn.Module = MeanOfStreams(facts.num_streams)
+            self.hyper = MeanOfStreams(facts.num_streams)
         else:
             self.hyper = HyperConnection(facts, arch.hidden_size, arch.norm_eps, of_head=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.streams(x) if self.of_altup else self.hyper(x))
+
+
+class InputScaledNorm(InputScale):
+    """RMSNorm whose weights multiply its input and not its output."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__(size, offset)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unit_norm(super().forward(x), self.eps)
+
+
+def norm_of_latents(arch: Arch, facts: Experts, name: str) -> nn.Module:
+    """Return the norm of latents, or of the outputs of experts, by its canonical name; an identity where a
+    mixture has none."""
+    if not facts.latent_norms:
+        return nn.Identity()
+    if name == OUT_NORM:
+        return InputScaledNorm(facts.latent_size, arch.eps_of(name), arch.offset_of(name))
+    return norm_of(arch, facts.latent_size, name)
 
 
 def final_norm(arch: Arch) -> Norm | UnitNorm | GatedHead:

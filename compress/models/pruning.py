@@ -239,6 +239,8 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"other parts of this {arch.family} model write to some of its layers or read them, by number."
     if arch.layer_embed_size:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
+    if any(layer.experts is not None and layer.experts.delayed for layer in arch.layers):
+        return f"what experts of this {arch.family} model compute is added after the next layer."
     if arch.has_ngrams:
         return f"tables of n-grams of this {arch.family} model differ by the number of tables before them."
     whole = [each for each in arch.layers if each.latent is not None and each.window is None]

@@ -108,6 +108,8 @@ class Attention(TokenMixer):
         rare |= self.choice(x_BSD, latent_BSR, positions, attention, layer_idx)
         out_BSHC = attention(layer_idx, q_BSHC, *keys_values, window=shape.window, **rare)
         out_BSHC = out_BSHC[..., : shape.value_dim]
+        if shape.out_norm:
+            out_BSHC = unit_norm(out_BSHC, self.arch.norm_eps)
         if shape.head_gate is not None:
             gate_BSH = activation(shape.head_gate, self.head_gate(x_BSD).to(torch.float32))
             out_BSHC = out_BSHC * gate_BSH.to(out_BSHC.dtype).unsqueeze(-1)

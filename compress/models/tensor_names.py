@@ -24,6 +24,8 @@ class TensorNames:
         first_layer: the index on disk of the first layer.
         halves_apart: whether the second half of a layer, which is its FFN or its experts with their norms,
             has an index of its own on disk, that after the first half's.
+        layers_in_pairs: whether every two layers are one on disk, where names of its modules have `{half}` in
+            place of the index of the layer in it.
         passed_layers: the indices on disk of layers that are none of the decoder's, in ascending order.
     """
 
@@ -33,6 +35,7 @@ class TensorNames:
     expert_suffixes: Mapping[str, str]
     first_layer: int = 0
     halves_apart: bool = False
+    layers_in_pairs: bool = False
     passed_layers: tuple[int, ...] = ()
 
     def module(self, module: str) -> str:
@@ -43,6 +46,9 @@ class TensorNames:
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             idx = self.first_layer + int(match[1]) * (2 if self.halves_apart else 1)
             idx += self.halves_apart and pattern.startswith(("ffn", "moe"))
+            if self.layers_in_pairs:
+                idx, half = divmod(idx, 2)
+                disk = disk.replace("{half}", str(half))
             for passed in self.passed_layers:
                 idx += passed <= idx
             return f"{self.layer_prefix}{idx}.{disk.replace('*', expert) if expert else disk}"

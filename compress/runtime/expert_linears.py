@@ -13,18 +13,18 @@ layout.
 Shapes: T rows, D hidden, L numbers that an expert reads (D without latents), E experts, K choices of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
-from compress.kernels.problem import PHASES, ROUTER_FACTS, Phase, Problem
+from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_fact, router_weights
+from compress.kernels.problem import PHASES, Phase, Problem
 from compress.kernels.select import select
 from compress.models.experts import Experts
-from compress.models.moe import weighed
+from compress.models.moe import weighed, weights_of_identities
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, packed_bytes
@@ -73,13 +73,13 @@ class ExpertLinears:
             num_shared = len(shared) if phase == "decode" else 0
             problem = device.problem(
                 "router",
-                n=facts.num_experts,
+                n=facts.of_router.num_experts,
                 k=router_weight_ED.shape[1],
                 phase=phase,
-                experts=facts.num_experts,
+                experts=facts.of_router.num_experts,
                 top_k=facts.top_k + num_shared,
                 expert_groups=facts.num_groups,
-                activation=_router_fact(facts),
+                activation=router_fact(facts),
             )
             routers[phase] = BoundKernel.of(problem)
             problem = _problem(
@@ -120,7 +120,7 @@ class ExpertLinears:
         facts: dict[str, Any] = {"shared": self.num_shared if self.has_shared(phase) else 0}
         if self.facts.table_size:
             facts["tokens_T"] = tokens_T
-        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts, **facts)
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts.of_router, **facts)
         return ids_TK, weights_TK
 
     def has_shared(self, phase: Phase) -> bool:
@@ -162,7 +162,36 @@ class ExpertLinears:
         if self.facts.weighs_input:
             x_TL = weighed(x_TL, weights_TK.squeeze(1))
             weights_TK = torch.ones_like(weights_TK)
+        if self.facts.zero_experts:
+            return self._with_identities(x_TL, ids_TK, weights_TK, phase, residual)
         return self.experts(x_TL, ids_TK, weights_TK, phase, residual=residual)
+
+    def _with_identities(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, residual: Tensor | None
+    ) -> Tensor:
+        """Return the output of a mixture of which some experts return their input. In place of each of those
+        a row computes the best of its own experts that have weights once more, and adds nothing of it."""
+        is_zero_TK = ids_TK >= self.facts.num_experts
+        own_T1 = is_zero_TK.to(torch.int32).argmin(dim=1, keepdim=True)
+        own_T1 = ids_TK.gather(1, own_T1).clamp(max=self.facts.num_experts - 1)
+        ids_TK = torch.where(is_zero_TK, own_T1, ids_TK)
+        weights_T1 = weights_of_identities(is_zero_TK, weights_TK)
+        out_TD = self.experts(x_TD, ids_TK, weights_TK.masked_fill(is_zero_TK, 0.0), phase)
+        total_TD = out_TD.to(torch.float32) + x_TD.to(torch.float32) * weights_T1
+        total_TD = total_TD.to(x_TD.dtype)
+        return total_TD if residual is None else residual + total_TD
+
+    def normed(
+        self, x_TL: Tensor, router_input: Tensor, phase: Phase, norm: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the weighted sum of the experts of each row, [T, L], whose outputs are normed each (`norm`).
+        One call computes one expert of each row, the best first."""
+        ids_TK, weights_TK = self.route(router_input, phase)
+        total_TL = torch.zeros_like(x_TL, dtype=torch.float32)
+        for ids_T1, weights_T1 in zip(ids_TK.split(1, dim=1), weights_TK.split(1, dim=1), strict=True):
+            out_TL = self.experts(x_TL, ids_T1.contiguous(), torch.ones_like(weights_T1), phase)
+            total_TL = total_TL + norm(out_TL).to(torch.float32) * weights_T1
+        return total_TL.to(x_TL.dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -182,12 +211,6 @@ class ExpertLinears:
         rows = [("router", each) for each in self.routers.values()]
         rows += [("experts", each) for each in self.kernels.values()]
         return [bound.report(layer=layer, linear=name) for name, bound in rows]
-
-
-def _router_fact(facts: Experts) -> str | None:
-    """Return the one of `ROUTER_FACTS` that a router has, None where it has none."""
-    score, table = ROUTER_FACTS
-    return table if facts.table_size else score if facts.score == score else None
 
 
 def _problem(
@@ -215,5 +238,5 @@ def _problem(
         scheme="+".join(dict.fromkeys(schemes)),
         activation=activation,
         experts=facts.num_experts + others,
-        top_k=facts.top_k + more_choices,
+        top_k=1 if facts.latent_norms else facts.top_k + more_choices,
     )

@@ -89,9 +89,13 @@ class FfnHalves:
         residual: Tensor | None = None,
         tokens_T: Tensor | None = None,
     ) -> Tensor:
-        """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
+        """Return the output [T, D] of a mixture of experts, plus `residual` if given; of experts that are
+        delayed, that of the shared expert and theirs [T, 2 D]."""
         assert layer.experts is not None
         assert isinstance(rows, Tensor)
+        if layer.experts.facts.delayed:
+            shared_TD = self._ffn(layer, rows, phase)
+            return torch.cat((shared_TD, layer.experts(rows, phase)), dim=1)
         joins = layer.experts.has_shared(phase)
         scale = layer.experts.facts.shared_scale
         gate_T1: Tensor | float | None = None if scale == 1 else scale
@@ -106,7 +110,12 @@ class FfnHalves:
             residual = self._ffn(layer, rows, phase, residual=residual)
         if layer.latent_in is None or layer.latent_out is None:
             return layer.experts(rows, phase, residual=residual, tokens_T=tokens_T)
-        routed_TL = layer.experts(layer.latent_in(rows, phase), phase, router_input=rows)
+        latents_TL = layer.latent_in(rows, phase)
+        norms = layer.expert_norms
+        if norms is None:
+            routed_TL = layer.experts(latents_TL, phase, router_input=rows)
+        else:
+            routed_TL = layer.experts.normed(norms.latents(latents_TL), rows, phase, norms.outputs)
         return layer.latent_out(routed_TL, phase, residual=residual)
 
     def _branches(

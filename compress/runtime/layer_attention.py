@@ -19,6 +19,7 @@ from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
+from compress.models.altup import mean_of_pairs
 from compress.models.arch import Arch
 from compress.models.ffn import activation
 from compress.models.layer_shape import LayerShape, Rope
@@ -294,6 +295,14 @@ class LayerAttention:
             attended_THC = self._ops["hadamard", _head_key(layer.shape)].kernel.fn(attended_THC)
         value_dim = layer.shape.value_dim
         return attended_THC if value_dim == layer.shape.head_dim else attended_THC[..., :value_dim]
+
+
+def heads_out(layer: LayerWeights, attended_THC: Tensor, eps: float) -> Tensor:
+    """Return what heads of attention return [T, H, C], normed if it is."""
+    if not layer.shape.out_norm:
+        return attended_THC
+    x_THC = attended_THC.to(torch.float32)
+    return (x_THC * torch.rsqrt(mean_of_pairs(x_THC.square()) + eps)).to(attended_THC.dtype)
 
 
 def growth_of_positions(arch: Arch, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

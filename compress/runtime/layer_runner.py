@@ -54,6 +54,7 @@ from compress.runtime.layer_attention import (
     LayerAttention,
     Projected,
     gates_of_heads,
+    heads_out,
     joint_output,
     relative_states,
     with_ngrams,
@@ -297,6 +298,7 @@ class LayerRunner:
             also=also,
             scale=1.0 if layer.laurel is None else LAUREL_SCALE,
             factors_TF=factors_TF,
+            hyper=layer.attn_hyper,
         )
         return self._after_mixer(
             layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP, convs=convs
@@ -324,7 +326,13 @@ class LayerRunner:
         embed = layer.layer_embed
         if embed is None or layer.altup is not None:
             return self.ops.added(
-                ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale, factors_TF=factors_TF
+                ffn_half,
+                stream.x_TD,
+                layer.ffn_post_norm,
+                reader,
+                scale=layer.scale,
+                factors_TF=factors_TF,
+                hyper=layer.ffn_hyper,
             )
         assert input_TP is not None
         stream = self.ops.added(ffn_half, stream.x_TD, layer.ffn_post_norm, None)
@@ -335,14 +343,14 @@ class LayerRunner:
         """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
         q, k and v."""
         if projected.gates_TH is not None:
-            attended_THC = attend(layer, projected)
+            attended_THC = heads_out(layer, attend(layer, projected), self._arch.norm_eps)
             return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)
         if not layer.shape.has_output_gate:
-            return attend(layer, projected).flatten(1)
+            return heads_out(layer, attend(layer, projected), self._arch.norm_eps).flatten(1)
         assert layer.o is not None
         size = layer.shape.num_heads * layer.shape.value_dim
         ungated = replace(projected, qkv_TF=projected.qkv_TF[:, :-size])
-        attended_TF = attend(layer, ungated).flatten(1)
+        attended_TF = heads_out(layer, attend(layer, ungated), self._arch.norm_eps).flatten(1)
         rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
         return rows
 

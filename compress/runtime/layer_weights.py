@@ -16,6 +16,7 @@ from compress.runtime.compressed_linears import CompressedLinears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
+from compress.runtime.expert_norms import ExpertNorms
 from compress.runtime.fused_linear import FusedLinear, packed_bytes
 from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.hyper_weights import OfStreams
@@ -42,7 +43,8 @@ class LayerWeights:
     `scale` is the factor of the layer's output. With `latent`, `qkv` are the linears of latents and of
     queries without one, and it those that read latents; `growth_2H` are the parameters by which its queries
     grow. `layer_embed` reads the embeddings of tokens for the layer. `latent_in` and `latent_out` come
-    before and after experts that act on latents. `xielu_4` are the numbers of the activation of its FFN,
+    before and after experts that act on latents, and `expert_norms` norm what these experts read and return.
+    `xielu_4` are the numbers of the activation of its FFN,
     float32, None where it has none. `recurrent_o` is the last linear of a recurrence that joins attention,
     whose own is `o`. `attn_hyper` and `ffn_hyper` join the streams of the residual for the two halves.
     `attn_norm_gate` and `ffn_norm_gate` are the gates of the two norms. `altup` computes the other
@@ -93,6 +95,7 @@ class LayerWeights:
     ngrams: NGramWeights | None = None
     compressed: CompressedLinears | None = None
     indexer: IndexLinears | BlockLinears | None = None
+    expert_norms: ExpertNorms | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -116,7 +119,7 @@ class LayerWeights:
     @property
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
-        last = self.ngrams, self.compressed, self.indexer
+        last = self.ngrams, self.compressed, self.indexer, self.expert_norms
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:

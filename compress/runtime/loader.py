@@ -34,6 +34,7 @@ from compress.runtime.compressed_linears import compressed_linears
 from compress.runtime.delta_linears import DeltaLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.expert_loader import load_experts
+from compress.runtime.expert_norms import ExpertNorms
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
 from compress.runtime.head_weights import growth_of, profiles_of, sinks_of
@@ -130,6 +131,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         shared_gate=_gate("moe.shared_gate", weights, deployment),
         latent_in=_of_mixture(LATENT_IN, weights, deployment),
         latent_out=_of_mixture(LATENT_OUT, weights, deployment),
+        expert_norms=ExpertNorms.of(arch, shape, weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),

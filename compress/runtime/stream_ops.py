@@ -6,7 +6,7 @@ and norms the stream for the linear that follows, which is the next layer's or t
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
 Where the residual is several streams, a kernel joins them before each half and norms their mixture, or they
 are joined by gates (`gated_residual.py`), and a kernel adds the output of the half to each
-(`models/hyper_connection.py`).
+(`models/hyper_connection.py`). With gated sums (`gated_sum.py`) both have factors of channels.
 
 Shapes: T rows, D hidden, V vocabulary.
 """
@@ -20,12 +20,17 @@ from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.rows import RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
+from compress.models.gated_residual import GatedResiduals
+from compress.models.hyper_connection import HyperConnections
 from compress.runtime.altup import StreamLinears
 from compress.runtime.deployment import Deployment
 from compress.runtime.ffn_halves import Half
 from compress.runtime.fused_linear import BoundKernel, Rows
 from compress.runtime.gated_residual import GatedResidualWeights
+from compress.runtime.gated_sum import GatedSumWeights
+from compress.runtime.hyper_weights import OfStreams
 from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.shortcut import ShortcutSum
 from compress.runtime.stream import Reader, Stream, ffn_reader, same_quant
 
 
@@ -46,7 +51,7 @@ class StreamOps:
         self._ops = {"rms_norm": bound("rms_norm", arch.hidden_size)}
         if any(map(arch.ends_in_norm, arch.layers)):
             self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
-        if arch.hyper is not None:
+        if isinstance(arch.hyper, HyperConnections | GatedResiduals):
             sizes = arch.hidden_size, arch.hyper.num_streams
             if arch.norms_stream:
                 self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
@@ -65,10 +70,17 @@ class StreamOps:
         also: tuple[RowNorm, ...] = (),
         scale: float = 1.0,
         factors_TF: Tensor | None = None,
+        hyper: OfStreams | None = None,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
         rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
-        residual is one stream."""
+        residual is one stream, to which `hyper` adds where it is a gated sum, or two with shortcuts."""
+        if isinstance(hyper, GatedSumWeights | ShortcutSum):
+            output_TD = half()
+            assert isinstance(output_TD, Tensor)
+            if isinstance(hyper, ShortcutSum):
+                return Stream(hyper.added(output_TD, residual_TD))
+            return Stream(hyper.added(output_TD, residual_TD, self.norm))
         if factors_TF is not None:
             return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
         if post_norm is None:
@@ -114,7 +126,7 @@ class StreamOps:
             return rows, factors_TF
         if isinstance(reader.hyper, StreamLinears):
             stream = Stream(reader.hyper.joined(stream.x_TD, phase))
-        elif reader.hyper is not None:
+        elif reader.hyper is not None and not isinstance(reader.hyper, GatedSumWeights):
             stream = Stream(reader.hyper(stream.x_TD))
         return self._normed(stream, reader, phase), None
 

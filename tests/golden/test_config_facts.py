@@ -50,6 +50,8 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
         everywhere -= {"num_key_value_heads"}  # as many as heads of queries, or one
     if family in ("opt", "gpt2", "gpt_bigcode"):
         everywhere -= {"intermediate_size", "num_key_value_heads"}  # by another name; as many as of queries
+    if family == "longcat_flash":
+        everywhere -= {"intermediate_size", "num_hidden_layers"}  # its class reads both by standard names
     if family in ("gpt2", "gpt_bigcode"):
         everywhere -= {"num_attention_heads"}  # they read `n_head` by its standard name
     if family == "falcon":

@@ -13,6 +13,7 @@ from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
+from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
@@ -20,6 +21,7 @@ from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
+from compress.models.shortcut import Shortcuts
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -84,6 +86,16 @@ ALWAYS = Experts(
     scale=2.5,
     always=2,
     one_output_scale=True,
+)
+DELAYED = Experts(6, 3, 48, shared_size=96, selection_bias=True, scale=6.0, zero_experts=3, delayed=True)
+NORMED_LATENTS = Experts(
+    *(6, 3, 48),
+    score="sigmoid",
+    selection_bias=True,
+    renormalize=True,
+    latent_size=40,
+    latent_norms=True,
+    router_scale=0.3,
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "indexers over latents, which layers share": {
@@ -774,6 +786,56 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_scale": 0.2,
         "logit_softcap": 20.0,
         "layers": (tiny_shape(output_gate=True, window=40), tiny_shape(output_gate=True, rope=None)),
+    },
+    "muse spark": {
+        "norm_offset": 1.0,
+        "plain_final_norm": True,
+        "post_norm_eps": 0.05,
+        "embed_norm": True,
+        "unit_qk_norm": True,
+        "unit_norm_unrotated": True,
+        "attn_scale": 0.9,
+        "logit_scale": 0.2,
+        "logit_softcap": 20.0,
+        "hyper": GatedSums(0.3),
+        "layers": (
+            tiny_shape(output_gate=True, out_norm=True, window=40),
+            tiny_shape(output_gate=True, out_norm=True, rope=None, experts=NORMED_LATENTS),
+            tiny_shape(out_norm=True, experts=replace(NORMED_LATENTS, shared_size=64, router_scale=1.0)),
+        ),
+    },
+    "shortcut-connected mixtures": {
+        "hyper": Shortcuts(),
+        "layers": (
+            tiny_shape(experts=DELAYED),
+            tiny_shape(),
+            tiny_shape(),
+            tiny_shape(experts=replace(DELAYED, zero_experts=0, top_k=2)),
+            tiny_shape(),
+        ),
+    },
+    "longcat flash": {
+        "hyper": Shortcuts(),
+        "norm_offset": 1.0,
+        "logit_scale": 0.5,
+        "layers": (
+            tiny_shape(**RESCALED, experts=DELAYED),
+            tiny_shape(**RESCALED),
+            tiny_shape(**RESCALED, experts=replace(DELAYED, zero_experts=30, top_k=6)),
+            tiny_shape(**RESCALED),
+        ),
+    },
+    "experts that return their input": {
+        "layers": (
+            tiny_shape(experts=Experts(6, 3, 48, shared_size=48, zero_experts=4, renormalize=True)),
+            tiny_shape(experts=replace(DELAYED, delayed=False, shared_size=0, score="sigmoid")),
+        ),
+    },
+    "outputs of heads normed before their gates": {
+        "layers": (
+            tiny_shape(head_gate="sigmoid", out_norm=True),
+            tiny_shape(out_norm=True, num_kv_heads=4, experts=replace(ALWAYS, router_scale=-0.4)),
+        )
     },
     "latents with sinks and gated outputs": {
         "attn_sinks": True,

@@ -50,6 +50,8 @@ NOT_GATHERED = (
     "mistral3-mistral4",
     "aria",
     "aria-one-shared",
+    "muse_spark",
+    "muse_spark-some-dense-other-numbers",
     *IN_HALVES,
 )
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""

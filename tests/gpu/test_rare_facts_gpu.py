@@ -29,6 +29,7 @@ from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.gated_residual import GatedResiduals
+from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
@@ -38,6 +39,7 @@ from compress.models.ngrams import NGrams
 from compress.models.random_source import RandomSource
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
+from compress.models.shortcut import Shortcuts
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
@@ -643,6 +645,42 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, output_gate=True, rope=None),
         ),
     },
+    "longcat flash": {
+        "hyper": Shortcuts(),
+        "layers": (
+            replace(
+                PLAIN_QUERIES,
+                experts=replace(
+                    WHOLE_GROUPS, score="softmax", renormalize=False, zero_experts=8, delayed=True
+                ),
+                intermediate_size=128,
+            ),
+            PLAIN_QUERIES,
+        ),
+    },
+    "muse spark": {
+        "norm_offset": 1.0,
+        "plain_final_norm": True,
+        "post_norm_eps": 1e-8,
+        "embed_norm": True,
+        "unit_qk_norm": True,
+        "unit_norm_unrotated": True,
+        "attn_scale": 5.47 * LAYER.head_dim**-0.5,
+        "logit_scale": 0.2,
+        "logit_softcap": 20.0,
+        "hyper": GatedSums(0.3),
+        "layers": (
+            replace(LAYER, output_gate=True, out_norm=True, window=50),
+            replace(
+                LAYER,
+                output_gate=True,
+                out_norm=True,
+                rope=None,
+                experts=replace(ON_LATENTS, shared_size=0, latent_norms=True, router_scale=0.2),
+                intermediate_size=128,
+            ),
+        ),
+    },
     "command a plus": {
         "block": "parallel",
         "layers": (
@@ -666,6 +704,7 @@ FACTS: dict[str, dict[str, Any]] = {
 BY_REFERENCE = {
     "inkling": ("attention",),
     "deepseek v4": ("compressed", "router"),
+    "muse spark": ("router",),
 }
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)

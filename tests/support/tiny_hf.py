@@ -56,6 +56,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     if "o_lora_rank" in changes:
         ranks = {"q_lora_rank": size, "o_lora_rank": size // 2, "o_groups": 2}
         return {"num_key_value_heads": 1, **dict.fromkeys(("head_dim", "index_head_dim"), size // 2), **ranks}
+    if "moe_hidden_size" in changes:
+        return {"moe_hidden_size": size}
     if "kv_lora_rank" not in changes:
         return {}
     delta_net = {"linear_num_heads": 4, "linear_head_dim": of_head} if "linear_head_dim" in changes else {}
@@ -72,7 +74,11 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         **delta_net,
         **(in_windows if "swa_v_head_dim" in changes else {}),
         "num_key_value_heads": 4,
-        "head_dim": of_head if "layer_group_size" in changes else None,  # of the delta nets of Ling
+        "head_dim": changes["head_dim"]  # what rotates
+        if "zero_expert_num" in changes
+        else of_head
+        if "layer_group_size" in changes
+        else None,  # of the delta nets of Ling
         "q_lora_rank": size if changes.get("q_lora_rank") else None,
         "kv_lora_rank": size,
         "qk_nope_head_dim": of_head,
@@ -96,7 +102,7 @@ WIDE_AS_TEXT = ("granite_docling", "hunyuan_vl")
 """Families whose vision tower has outputs as wide as the text model."""
 
 HEARS_AS_WIDE = (
-    *("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    *("qwen3_omni_moe", "qwen3_omni_moe_thinker", "muse_spark"),
     *("qwen2_5_omni", "qwen2_5_omni_thinker"),
 )
 """Families whose audio tower has outputs as wide as the text model."""
@@ -164,7 +170,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         rope["mrope_section"] = [*sections, num_pairs - sum(sections)]
     if family in HEARS_AS_WIDE:
-        around["audio_config"]["output_dim"] = stated["hidden_size"]
+        width = "out_hidden_size" if family == "muse_spark" else "output_dim"
+        around["audio_config"][width] = stated["hidden_size"]
     if family in OF_THINKERS:
         thinker = {"text_config": stated, **around}
         return CONFIGS[family](thinker_config=thinker, enable_audio_output=False)

@@ -241,6 +241,25 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "idefics3": {"vision_config": _VISION, "image_token_id": 97},
     "smolvlm": {"vision_config": _VISION, "image_token_id": 97},
+    "muse_spark": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        "audio_config": {
+            "patch_sizes": [4, 2],
+            "hidden_sizes": [8, 12],
+            "depths": [1, 1],
+            "num_hidden_layers": 2,
+            "mlp_ratio": 2.0,
+        },
+        "out_hidden_size": 4 * _VISION["hidden_size"],
+        "projector_hidden_size": 24,
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "audio_token_id": 99,
+    },
     "muse_glimmer": {
         "vision_config": {
             **{name: size for name, size in _VISION.items() if name != "image_size"},

@@ -38,6 +38,8 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
     if "moe_intermediate_size" in changes:  # transformers would take square experts for those of its memory
         of_each = isinstance(changes["moe_intermediate_size"], list)
         sizes["moe_intermediate_size"] = [256, 128] if of_each else 256
+    if "moe_hidden_size" in changes:
+        sizes |= inner_widths(changes, 128)
     if "share_expert_dim" in changes:
         sizes["share_expert_dim"] = 256
     if "linear_value_head_dim" in changes:

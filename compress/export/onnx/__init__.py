@@ -52,6 +52,7 @@ from compress.export.onnx.linears import (
 from compress.export.rules import exact_scales, layout_rules, whole_group_rules
 from compress.models.arch import Arch
 from compress.models.family import family_of_arch
+from compress.models.gated_sum import GatedSums
 from compress.models.layer_shape import XIELU
 from compress.plugins import check_extra
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -250,6 +251,10 @@ class Onnx:
             )
         if arch.num_streams > 1:
             rules.append(Rule("streams", "the residual is several streams, and the graph has one."))
+        if isinstance(arch.hyper, GatedSums) or any(layer.out_norm for layer in arch.layers):
+            rules.append(
+                Rule("gated-sums", "sums have gates, or outputs of heads norms; the graph computes neither.")
+            )
         if any(layer.relative is not None for layer in arch.layers):
             rules.append(Rule("relative-logits", "scores have terms of distance, and the graph's have none."))
         if any(layer.residual_convs is not None for layer in arch.layers):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, input_quant
 from compress.kernels.problem import ROUTER_FACTS, Problem
+from compress.models.experts import Experts
 from compress.quant.scheme import QuantizedWeight
 
 
@@ -38,6 +39,14 @@ def score_refusal(problem: Problem) -> str | None:
     if problem.activation not in ROUTER_FACTS:
         return None
     return f"chooses by softmax or sigmoid scores, and not with {problem.activation}"
+
+
+def router_fact(facts: Experts) -> str | None:
+    """Return the one of `ROUTER_FACTS` that a router has, None where it has none."""
+    score, table, scaled = ROUTER_FACTS
+    if facts.router_scale != 1:
+        return scaled
+    return table if facts.table_size else score if facts.score == score else None
 
 
 def router_weights(

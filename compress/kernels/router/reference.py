@@ -29,6 +29,8 @@ def route(
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
+    if facts.router_scale != 1:
+        logits_TE = logits_TE * facts.router_scale
     routing = moe.route(
         facts,
         logits_TE,

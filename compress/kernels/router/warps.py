@@ -12,7 +12,8 @@ from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights, score_refusal
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-from compress.models.experts import SCORES, Experts
+from compress.models.expert_checks import SCORES
+from compress.models.experts import Experts
 from compress.models.moe import SUM_FLOOR
 
 WARPS = 8

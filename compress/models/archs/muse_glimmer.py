@@ -11,11 +11,11 @@ from compress.models.module_names import LAYER_MODULES, SANDWICH_NORMS
 from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
 from compress.untrusted.fields import Fields
 
-_THETA_BY_LAYER = "layer_rope_theta"
+THETA_BY_LAYER = "layer_rope_theta"
 _THETA = 1e4
 
 
-def _facts(config: Fields) -> dict[str, Any]:
+def facts_of(config: Fields) -> dict[str, Any]:
     heads_scale = config.integer("head_dim", 1, MAX_SIZE) ** -0.5
     return {
         "norm_offset": 1.0,
@@ -31,33 +31,33 @@ def _facts(config: Fields) -> dict[str, Any]:
     }
 
 
-def _implied(config: Fields) -> dict[str, Any]:
+def implied_layers(config: Fields) -> dict[str, Any]:
     """Return which layers have a window and a rope, of a config that does not state them."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     is_full = [(num_layers - 1 - idx) % 4 == 0 for idx in range(num_layers)]
     implied = {
         "layer_types": [FULL if each else SLIDING for each in is_full],
-        _THETA_BY_LAYER: [0 if each else _theta(config) for each in is_full],
+        THETA_BY_LAYER: [0 if each else theta_of(config) for each in is_full],
     }
     return {name: value for name, value in implied.items() if not config.has(name)}
 
 
-def _theta(config: Fields) -> float:
+def theta_of(config: Fields) -> float:
     """Return the base frequency of the one rope."""
     stated = config.number("rope_theta", *THETAS, default=_THETA)
     return config.fields("rope_parameters", default={}).number("rope_theta", *THETAS, default=stated)
 
 
-def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+def rotated_layers(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers encode positions: those whose base frequency is not 0, but that of the one rope.
 
     Raises:
         UnsupportedArch: a layer has another, or fewer are stated than there are layers.
     """
-    stated = config.numbers(_THETA_BY_LAYER, 0, THETAS[1])
-    theta = _theta(config)
+    stated = config.numbers(THETA_BY_LAYER, 0, THETAS[1])
+    theta = theta_of(config)
     if len(stated) < num_layers or set(stated) - {0, theta}:
-        raise config.wrong(_THETA_BY_LAYER, stated, f"{num_layers} numbers, of which each is 0 or {theta:g}")
+        raise config.wrong(THETA_BY_LAYER, stated, f"{num_layers} numbers, of which each is 0 or {theta:g}")
     return [each != 0 for each in stated[:num_layers]]
 
 
@@ -69,9 +69,9 @@ _TEXT = Family(
     heads_divide_hidden=True,
     output_gate=True,
     windows=windows_by_layer_type,
-    rotated_layers=_rotated_layers,
-    facts=_facts,
-    implied=_implied,
+    rotated_layers=rotated_layers,
+    facts=facts_of,
+    implied=implied_layers,
     spelled={"hidden_act": "hidden_activation"},
     layer_modules={**LAYER_MODULES, **SANDWICH_NORMS, "attn.gate": "self_attn.gate_proj"},
     known_fields=frozenset(
@@ -79,7 +79,7 @@ _TEXT = Family(
             "attention_bias",
             "sliding_window",
             "layer_types",
-            _THETA_BY_LAYER,
+            THETA_BY_LAYER,
             "qk_scale_factor",
             "output_multiplier",
             "post_norm_eps",

@@ -30,6 +30,15 @@ LING = {
     "first_k_dense_replace": 1,
 }
 """Delta nets whose decays of channels are bounded, and latent attention whose heads have gates."""
+LONGCAT = {
+    **DENSE_LATENTS,
+    "head_dim": 6,
+    "num_hidden_layers": 4,
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "expert_ffn_hidden_size": 40,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
@@ -54,6 +63,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_interleave": False,
             "attention_bias": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    "longcat_flash": ("longcat_flash", LONGCAT),
+    "longcat_flash-biases-other-numbers": (
+        "longcat_flash",
+        {
+            **LONGCAT,
+            "num_hidden_layers": 2,
+            "zero_expert_num": 0,
+            "moe_topk": 2,
+            "routed_scaling_factor": 1.5,
+            "v_head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
         },
     ),
     "axk1": (

@@ -33,6 +33,12 @@ STEP = {
     "head_dim": 8,
     "sliding_window": 5,
 }
+SPARK = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_hidden_size": 40,
+}
 LARGE4 = {
     **{name: each for name, each in LATENTS.items() if name != "q_lora_rank"},
     **INDEXERS,
@@ -297,6 +303,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "post_norm_eps": 0.01,
             "final_logit_softcapping": 3.0,
             "tie_word_embeddings": True,
+        },
+    ),
+    "muse_spark": ("muse_spark", {**SPARK, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 5}),
+    "muse_spark-some-dense-other-numbers": (
+        "muse_spark",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 4,
+            "layer_types": MIXED,
+            "layer_rope_theta": [0, 1e6, 1e6],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "qk_scale_factor": 1.5,
+            "output_multiplier": 0.7,
+            "post_norm_eps": 0.01,
+            "final_logit_softcapping": 3.0,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            **SPARK,
+            "moe_hidden_size": 56,
+            "routed_scaling_factor": 1.7,
+            "residual_gate_temperature": 0.6,
+            "attention_bias": True,
         },
     ),
     "paddleocr_vl": ("paddleocr_vl", {"head_dim": 12, "use_bias": True}),

@@ -125,6 +125,23 @@ def test_experts_that_act_on_latents_are_as_wide_as_these_and_their_router_as_th
     assert "W4A16_G64" not in schemes
 
 
+def test_a_router_has_rows_for_experts_without_weights_and_normed_outputs_are_computed_one_by_one() -> None:
+    hopper = KernelDevice("cuda", 90, torch.bfloat16)
+    plain = replace(EXPERTS, num_groups=1, top_groups=1)
+    zero = replace(plain, zero_experts=5)
+    normed = replace(plain, latent_size=32, latent_norms=True, router_scale=0.2)
+    for facts, sizes, choices, kernels in (
+        (zero, {EXPERTS.num_experts + 5}, {EXPERTS.top_k}, None),
+        (normed, {EXPERTS.num_experts}, {1}, {"reference"}),
+    ):
+        layers = (MIXTURE.layers[0], replace(ARCH.layers[1], experts=facts))
+        rows = coverage(MIXTURE.replace(layers=layers), hopper)
+        routers = [row for row in rows if row.name == "router"]
+        assert {row.problem.n for row in routers} == sizes
+        assert {select(row.problem).name for row in routers} == (kernels or {"cuda.warps", "triton.product"})
+        assert {row.problem.top_k for row in rows if row.name == "experts"} == choices
+
+
 def test_experts_in_groups_that_are_no_power_of_two_fall_back_in_prompts() -> None:
     hopper = KernelDevice("cuda", 90, torch.bfloat16)
     for count, groups, refused in ((96, 6, True), (96, 8, False), (64, 8, False)):
