@@ -44,6 +44,8 @@ _TEXTS = {
     "gemma4_unified_assistant": ("gemma4_unified", "gemma4_unified_text"),
 }
 """The `model_type` of an assistant -> the family of its targets and the type of its text config."""
+ASSISTANT_TYPES = tuple(_TEXTS)
+"""Each `model_type` of an assistant."""
 _DISK = {PRE: "pre_projection", POST: "post_projection", NORM: "model.norm"}
 _EMBED = "model.embed_tokens.weight"
 _OWN_HEAD = "lm_head.weight"
@@ -81,8 +83,8 @@ def assistant_facts(config: Mapping[str, Any]) -> AssistantFacts:
         raise stated.wrong("model_type", model_type, f"one of {', '.join(_TEXTS)}")
     if (method := quant_method(config)) is not None:
         raise UnsupportedFormat(
-            f"the assistant is quantized with quant_method '{method:.80}', and assistants are read dense; take "
-            "the one that was published in 16 bits."
+            f"the assistant is quantized with quant_method '{method:.80}', and assistants are read dense; "
+            "take the one that was published in 16 bits."
         )
     family = FAMILIES.get(_TEXTS[model_type][0])
     arch, num_read = arch_of_assistant(_names(model_type).read_config(_text_of(stated, model_type)))

@@ -3,14 +3,14 @@ and its layers read the target's own pages.
 
 It writes no keys and values, so it needs no prefill and no pages. Of a sequence it keeps the target's normed
 hidden states of the last k + 1 positions, in a ring of each block. A verification writes those of the last
-token and of all proposals; a step of drafting reads that of the last token that the target has computed, which
-the last one of a sequence follows. Those of rejected tokens are overwritten when their positions come again.
-A prompt's last token is always computed, so a prefix that is found in the cache needs no hidden states.
+token and of all proposals; a step of drafting reads that of the token before the last, from which the last
+one was chosen. Those of rejected tokens are overwritten when their positions come again. The last token of a
+prompt is always computed, so a prefix that is found in the cache needs no hidden states.
 
-All k passes of a step have the position of the last token and the keys and values of the tokens before it.
-The pages may have any format of a KV cache, also one with scales or transformed heads. With the rule "coupled"
-an assistant draws with the target's noise of each token, and with "rejection" it returns whole distributions.
-On CUDA all k passes are one graph.
+All k passes of a step have the position of the last token, and read the keys and values of the tokens before
+it. The pages may have any format of a KV cache, also one with scales or transformed heads. With the rule
+"coupled" an assistant draws with the target's noise of each token, and with "rejection" it returns whole
+distributions. On CUDA all k passes are one graph.
 
 Shapes: R requests, S rows of the state, K tokens proposed, T rows, N slots of the rings, D hidden size of the
 target, E that of the assistant, V vocabulary, B blocks of the longest sequence.
@@ -75,8 +75,8 @@ class AssistantModel:
 
 @dataclass(frozen=True)
 class AssistantWeights:
-    """The weights of an assistant in the layouts of its kernels. With ordered embeddings `centroids` score the
-    clusters, and the rows of chosen tokens are gathered from `head_VE`; without them `head` computes all
+    """The weights of an assistant in the layouts of its kernels. With ordered embeddings `centroids` score
+    the clusters, and the rows of chosen tokens are gathered from `head_VE`; without them `head` computes all
     logits."""
 
     pre: FusedLinear
@@ -237,9 +237,9 @@ class AssistantProposer:
     def _pass(
         self, tokens_R: Tensor, hidden_RD: Tensor, lens_R: Tensor, table_RB: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return float32 logits [R, V] and the hidden states [R, D] that the next pass reads, of sequences
-        that end with these tokens or go on with them, and have `lens_R` tokens that the target has kept. No
-        more rows run at once than the decode kernels were selected for."""
+        """Return float32 logits [R, V] and the hidden states [R, D] that the next pass reads, of sequences of
+        `lens_R` tokens. They end with `tokens_R`, or these are proposals that follow. No more rows run at
+        once than the decode kernels were selected for."""
         parts = zip(
             *(each.split(self._max_rows) for each in (tokens_R, hidden_RD, lens_R, table_RB)), strict=True
         )
@@ -267,7 +267,7 @@ class AssistantProposer:
         return self._logits(normed_RE), weights.post(normed_RE, "decode")
 
     def _logits(self, normed_RE: Tensor) -> Tensor:
-        """Return float32 logits [R, V], with ordered embeddings of the tokens in the chosen clusters alone."""
+        """Return float32 logits [R, V], with ordered embeddings those of the tokens in chosen clusters alone."""
         weights = self._weights
         if weights.centroids is None or weights.head_VE is None or weights.tokens_CN is None:
             assert weights.head is not None
