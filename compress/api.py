@@ -305,8 +305,8 @@ def run(
 def _speculative(
     proposer: str | Path, model_dir: Path, num_draft_tokens: int, *, offline: bool
 ) -> Speculative:
-    """Return the options of prompt lookup, of the model's own draft or MTP head, or of a draft or an assistant
-    that is named."""
+    """Return the options of prompt lookup, of the model's own draft or MTP head, or of a draft or an
+    assistant that is named."""
     if proposer == "ngram":
         return Speculative(NGram(), k=num_draft_tokens)
     if proposer == "mtp":
@@ -318,7 +318,7 @@ def _speculative(
     if not path.is_dir():
         raise UsageError(
             f'speculative is \'{proposer}\', which is no directory; write "ngram", "draft", "mtp" or the '
-            f"directory of a draft."
+            "directory of a draft or an assistant."
         )
     return Speculative(open_draft(path), k=num_draft_tokens)
 

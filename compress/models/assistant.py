@@ -8,10 +8,10 @@ which continue a sequence from the target's last hidden state and read the targe
     p(y_t+1) = softmax(head(g)),               f_t = post(g)
 
 A layer with a window reads the keys and values of the target's last layer with a window, every other layer
-those of its last layer without one; layers of the target that read those of another have none. In a step
-of drafting the position and the keys and values stay what they are: only y and f change. A layer with a
-window w sees the last w + 1 positions, as in `transformers` 5.23 (`SinglePositionMultiTokenCandidateGenerator`
-and `Gemma4AssistantForCausalLM`).
+those of its last layer without one; layers of the target that read those of another have none. In a step of
+drafting, the position and the keys and values stay the same, and only y and f change. A layer with a window
+w sees the last w + 1 positions, as in `transformers` 5.23 (`SinglePositionMultiTokenCandidateGenerator` and
+`Gemma4AssistantForCausalLM`).
 
 With ordered embeddings the vocabulary is cut into clusters of equal size. A matrix of centroids gives each
 cluster a score, and logits are computed of the tokens in the clusters with the highest scores alone; all

@@ -267,7 +267,7 @@ class AssistantProposer:
         return self._logits(normed_RE), weights.post(normed_RE, "decode")
 
     def _logits(self, normed_RE: Tensor) -> Tensor:
-        """Return float32 logits [R, V], with ordered embeddings those of the tokens in chosen clusters alone."""
+        """Return float32 logits [R, V], with ordered embeddings of tokens in chosen clusters alone."""
         weights = self._weights
         if weights.centroids is None or weights.head_VE is None or weights.tokens_CN is None:
             assert weights.head is not None
