@@ -70,18 +70,21 @@ def requests(num: int, *, max_tokens: int = 10) -> list[Request]:
     return [Request(str(idx), tuple(each), params) for idx, each in enumerate(prompts)]
 
 
-def engine_of(pair: Pair, **options: Any) -> Engine:
-    speculative = Speculative(AssistantModel(read_assistant(pair.assistant_path)), k=K)
+def engine_of(pair: Pair, rate: float | None, **options: Any) -> Engine:
+    assistant = AssistantModel(read_assistant(pair.assistant_path))
+    speculative = Speculative(assistant, k=K, forced_rate=rate)
     config = EngineConfig(max_batch_size=4, max_model_len=128, speculative=speculative, **options)
     return Engine(open_checkpoint(pair.target_path), device=CPU, config=config)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_proposals_are_the_candidates_of_transformers(case: str, tmp_path: Path) -> None:
-    """Tokens, logits and hidden states of every pass, in batches, with chunks of prompts, and for sequences
-    longer than the window."""
+@pytest.mark.parametrize(
+    ("case", "rate"), [*((case, None) for case in CASES), ("shared", 0.7), ("apart", 1.0)]
+)
+def test_proposals_are_the_candidates_of_transformers(case: str, rate: float | None, tmp_path: Path) -> None:
+    """Tokens, logits and hidden states of every pass, in batches, with chunks of prompts, for sequences longer
+    than the window, and after proposals were rejected or kept."""
     pair = pair_of(tmp_path, case)
-    engine = engine_of(pair, max_step_tokens=19)
+    engine = engine_of(pair, rate, max_step_tokens=19)
     assert engine._speculation is not None
     proposer = engine._speculation._proposer
     assert isinstance(proposer, AssistantProposer)
@@ -117,7 +120,7 @@ def test_proposals_are_the_candidates_of_transformers(case: str, tmp_path: Path)
     proposer._pass = kept  # type: ignore[method-assign]
     proposer.propose = checked  # type: ignore[method-assign]
     engine.generate(requests(6))
-    assert num_checked > 40
+    assert num_checked > (40 if rate is None else 10)
 
 
 def test_ordered_logits_are_those_of_the_chosen_clusters() -> None:
@@ -147,7 +150,7 @@ def test_a_directory_with_an_assistant_is_known_and_opened(tmp_path: Path) -> No
     assert isinstance(open_draft(pair.assistant_path), AssistantModel)
     with pytest.raises(UsageError, match="holds no assistant: the model_type"):
         open_assistant(pair.target_path)
-    with pytest.raises(UnsupportedArch, match="'gemma4_assistant'.*is not supported"):
+    with pytest.raises(UnsupportedArch, match=r"'gemma4_assistant'.*is not supported"):
         open_weights(pair.assistant_path)  # it is no model of its own
 
 
@@ -176,7 +179,7 @@ def test_keys_of_its_own_that_a_program_stored_are_passed_over(tmp_path: Path) -
         ({}, {"enable_moe_block": True}, "enable_moe_block = True"),
         ({}, {"use_double_wide_mlp": True}, "use_double_wide_mlp = True"),
         ({}, {"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
-        ({}, {"some_new_field": 3}, "some_new_field"),
+        ({}, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
     ],
 )
 def test_configs_of_other_assistants_are_refused(
@@ -340,8 +343,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any], tuple[int, ...], float]] = {
     ),
 }
 """The hidden size of the target, fields of the text config other than those of E2B, the target's layers that
-are read, and the parameters, as published (https://huggingface.co/google/gemma-4-31B-it-assistant and others);
-the fields of the last three were not seen as files."""
+are read, and the parameters, as published (google/gemma-4-31B-it-assistant and others); the fields of the last
+three were not seen as files."""
 
 
 def published(name: str) -> AssistantFacts:

@@ -114,13 +114,14 @@ def saved_pair(
     case: str = "shared",
     *,
     unified: bool = False,
+    of_target: dict[str, Any] | None = None,
     text: dict[str, Any] | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Pair:
     """Save a target and an assistant of it below a directory. `changes` are fields of the assistant's config,
-    `text` those of its text config."""
-    stated = {**TARGET, **OTHERS[case]}
+    `text` those of its text config, `of_target` those of the target."""
+    stated = {**TARGET, **OTHERS[case], **(of_target or {})}
     paths = directory / "target", directory / "assistant"
     target = saved(paths[0], "gemma4_unified" if unified else "gemma4_text", stated, seed=seed)
     _hand_on_keys(target)
