@@ -81,8 +81,8 @@ def engine_of(pair: Pair, rate: float | None, **options: Any) -> Engine:
     ("case", "rate"), [*((case, None) for case in CASES), ("shared", 0.7), ("apart", 1.0)]
 )
 def test_proposals_are_the_candidates_of_transformers(case: str, rate: float | None, tmp_path: Path) -> None:
-    """Tokens, logits and hidden states of every pass, in batches, with chunks of prompts, for sequences longer
-    than the window, and after proposals were rejected or kept."""
+    """Tokens, logits and hidden states of every pass, in batches, with chunks of prompts, for sequences
+    longer than the window, and after proposals were rejected or kept."""
     pair = pair_of(tmp_path, case)
     engine = engine_of(pair, rate, max_step_tokens=19)
     assert engine._speculation is not None
@@ -343,8 +343,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any], tuple[int, ...], float]] = {
     ),
 }
 """The hidden size of the target, fields of the text config other than those of E2B, the target's layers that
-are read, and the parameters, as published (google/gemma-4-31B-it-assistant and others); the fields of the last
-three were not seen as files."""
+are read, and the parameters, as published (google/gemma-4-31B-it-assistant and others). The fields of the
+last three were not seen as files."""
 
 
 def published(name: str) -> AssistantFacts:

@@ -54,32 +54,32 @@ def engine_of(source: WeightSource, assistant: Assistant, *, k: int = 3, **optio
 
 
 class Oracle:
-    """What an engine of one request proposes for a sequence that is prefilled anew."""
+    """What an engine of one request proposes for a sequence that is prefilled anew: in the first step after a
+    prompt, whose next token is replaced."""
 
     def __init__(self, source: WeightSource, assistant: Assistant, k: int) -> None:
-        self._source = source
-        self._assistant = assistant
-        self._k = k
+        self._engine = engine_of(source, assistant, k=k, max_batch_size=1, max_model_len=192)
+        assert self._engine._speculation is not None
+        proposer = self._engine._speculation._proposer
+        self._propose = proposer.propose
+        proposer.propose = self._noted  # type: ignore[method-assign]
+        self._last = 0
+        self._found = list[list[int]]()
+
+    def _noted(self, rows: Any, state: Any) -> Any:
+        rows[0].tokens[-1] = self._last
+        state.last_SN[0, -1] = self._last
+        drafts = self._propose(rows, state)
+        self._found.append(drafts.tokens_RK[0].tolist())
+        return drafts
 
     def continuation(self, tokens: Sequence[int], k: int) -> list[int]:
-        """Return the proposals of the first step after a prompt, whose last token the model has to choose."""
-        engine = engine_of(self._source, self._assistant, k=self._k, max_batch_size=1, max_model_len=192)
-        assert engine._speculation is not None
-        proposer = engine._speculation._proposer
-        propose = proposer.propose
-        found = list[list[int]]()
-
-        def noted(rows: Any, state: Any) -> Any:
-            rows[0].tokens[-1] = tokens[-1]
-            state.last_SN[0, -1] = tokens[-1]
-            drafts = propose(rows, state)
-            found.append(drafts.tokens_RK[0].tolist())
-            return drafts
-
-        proposer.propose = noted  # type: ignore[method-assign]
-        prompt = tuple(tokens[:-1])
-        engine.generate([Request("alone", prompt, SamplingParams(2, temperature=0.0, ignore_eos=True))])
-        return found[0]
+        """Return the proposals that follow some tokens."""
+        self._found.clear()
+        self._last = tokens[-1]
+        params = SamplingParams(2, temperature=0.0, ignore_eos=True)
+        self._engine.generate([Request("alone", tuple(tokens[:-1]), params)])
+        return self._found[0]
 
 
 @pytest.fixture(scope="module", params=["shared", slow("apart")])
