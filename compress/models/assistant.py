@@ -34,8 +34,13 @@ from compress.models.weights import Weights, parameter_names
 
 KIND = "assistant"
 """The name of this kind of draft."""
-PRE, POST, NORM, HEAD, CENTROIDS = "pre", "post", "norm", "head", "centroids"
-"""The modules of an assistant outside of its layers."""
+PRE = "pre"
+"""The linear that joins the embedding and the hidden state that are read."""
+POST = "post"
+"""The linear that computes the hidden state that the next pass reads."""
+NORM = "norm"
+HEAD = "head"
+CENTROIDS = "centroids"
 
 
 @dataclass(frozen=True)

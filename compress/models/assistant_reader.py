@@ -59,7 +59,7 @@ _WITHOUT = {
 }
 """Fields of the text config -> the value that they have in every assistant."""
 _DEFAULTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
-"""What the class of `transformers` takes for those of them that a text config leaves out."""
+"""Fields of them that a text config may leave out -> what the class of `transformers` takes then."""
 _KEYS = ("self_attn.k_proj.", "self_attn.v_proj.", "self_attn.k_norm.", "self_attn.v_norm.")
 """Modules of a layer that no layer of an assistant has and nothing reads, which some programs store."""
 
