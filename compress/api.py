@@ -92,8 +92,9 @@ def load(
             "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD" or "INT4_TOKEN_HEAD_HADAMARD"; by default what the artifact
             states. Latent attention takes "DENSE", "FP8_TOKEN_HEAD" or "INT8_TOKEN_HEAD".
         speculative: who proposes tokens: "ngram" (prompt lookup), "draft" (the draft that the artifact
-            carries), "mtp" (the layer of the checkpoint that predicts a further token) or the directory of a
-            draft; the text stays the same. By default nobody.
+            carries), "mtp" (the layer of the checkpoint that predicts a further token), or a draft or an
+            assistant: a directory, `hf://org/name@revision` or a registry reference. The text stays the
+            same. By default nobody.
         num_draft_tokens: tokens proposed in a step, 1 to 7.
         max_batch_size: requests that run at once; more wait.
         max_model_len: the longest sequence, prompt included; by default the model's own limit, or what the
@@ -125,7 +126,9 @@ def load(
         kv_format=None
         if kv_format is None
         else _named(kv_format, {each: each for each in _KV_FORMATS}, "KV format"),
-        speculative=None if speculative is None else _speculative(speculative, path, num_draft_tokens),
+        speculative=None
+        if speculative is None
+        else _speculative(speculative, path, num_draft_tokens, offline=offline),
         prefix_cache=prefix_cache,
         itl_target_ms=itl_target_ms,
     )
@@ -150,7 +153,9 @@ def load_engine(
     """
     path = find_model_dir(str(ref), offline=offline, cache_dir=None if cache_dir is None else Path(cache_dir))
     if speculative is not None:
-        config = replace(config, speculative=_speculative(speculative, path, num_draft_tokens))
+        config = replace(
+            config, speculative=_speculative(speculative, path, num_draft_tokens, offline=offline)
+        )
     return Engine(open_weights(path), device=torch.device(pick_device(device)), config=config)
 
 
@@ -297,18 +302,23 @@ def run(
     return execute(job, _LogWatch())
 
 
-def _speculative(proposer: str | Path, model_dir: Path, num_draft_tokens: int) -> Speculative:
-    """Return the options of prompt lookup, of the model's own draft or MTP head, or of the draft in a
-    directory."""
+def _speculative(
+    proposer: str | Path, model_dir: Path, num_draft_tokens: int, *, offline: bool
+) -> Speculative:
+    """Return the options of prompt lookup, of the model's own draft or MTP head, or of a draft or an
+    assistant that is named."""
     if proposer == "ngram":
         return Speculative(NGram(), k=num_draft_tokens)
     if proposer == "mtp":
         return Speculative(open_mtp(model_dir), k=num_draft_tokens)
-    path = draft_within(model_dir) if proposer == "draft" else Path(proposer)
+    if "://" in str(proposer):
+        path = find_model_dir(str(proposer), offline=offline)
+    else:
+        path = draft_within(model_dir) if proposer == "draft" else Path(proposer)
     if not path.is_dir():
         raise UsageError(
             f'speculative is \'{proposer}\', which is no directory; write "ngram", "draft", "mtp" or the '
-            f"directory of a draft."
+            "directory of a draft or an assistant."
         )
     return Speculative(open_draft(path), k=num_draft_tokens)
 

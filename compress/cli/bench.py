@@ -130,7 +130,9 @@ def bench(
     speculative: Annotated[
         str | None,
         typer.Option(
-            "--speculative", help="Of engines here: ngram, draft, mtp or a directory.", show_default=False
+            "--speculative",
+            help="Of engines here: ngram, draft, mtp, or a draft or assistant.",
+            show_default=False,
         ),
     ] = None,
     model: Annotated[

@@ -45,7 +45,8 @@ def generate(
         typer.Option(
             "--speculative",
             help="Propose tokens by ngram (prompt lookup), draft (that of the artifact), mtp (the layer of "
-            "the checkpoint that predicts a further token), or by the draft in a directory.",
+            "the checkpoint that predicts a further token), or by a draft or an assistant: a directory or "
+            "hf://org/name@revision.",
             show_default=False,
         ),
     ] = None,

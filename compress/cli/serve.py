@@ -62,7 +62,9 @@ def serve(
     speculative: Annotated[
         str | None,
         typer.Option(
-            "--speculative", help="Propose tokens: ngram, draft, mtp, or a directory.", show_default=False
+            "--speculative",
+            help="Propose tokens: ngram, draft, mtp, or a draft or assistant: a directory or hf://.",
+            show_default=False,
         ),
     ] = None,
     prefix_cache: Annotated[

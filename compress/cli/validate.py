@@ -59,6 +59,14 @@ def validate(
             help="Also serve the artifact with the draft that it carries, if it does.",
         ),
     ] = True,
+    assistant: Annotated[
+        str | None,
+        typer.Option(
+            "--assistant",
+            help="Also serve it with this published assistant: a directory or hf://org/name@revision.",
+            show_default=False,
+        ),
+    ] = None,
     attach: Annotated[
         bool,
         typer.Option(
@@ -80,6 +88,8 @@ def validate(
 
     if attach and artifact.partition("://")[0] not in REGISTRIES.names():
         raise UsageError(f"--attach needs a reference of a registry, and {artifact} is none.")
+    if assistant is not None and not speculative:
+        raise UsageError("--assistant names who proposes, and --no-speculative measures no proposals.")
     check_new_directory(out)
     chosen = pick_device(device)
     limits = _gates(gate or [])
@@ -90,7 +100,7 @@ def validate(
         seq_len=seq_len,
         kv_format=kv_format_named(kv_format),
         latency=Latency() if latency else None,
-        speculative=Speculation() if speculative else None,
+        speculative=Speculation(assistant=assistant) if speculative else None,
         gates=limits,
     )
     source = resolve_source(against, offline=offline)

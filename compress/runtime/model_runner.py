@@ -90,6 +90,21 @@ class ModelRunner:
         return self._weights.embed_VD[:, : self._arch.hidden_size]
 
     @property
+    def kv_format(self) -> str:
+        """The format of the pages of keys and values."""
+        return self._cache.kv_format
+
+    def pages(self, layer_idx: int) -> Kept:
+        """Return what the cache holds of a layer, for a proposer that reads it, too."""
+        return self._cache.layer(layer_idx)
+
+    def normed(self, features_TD: Tensor) -> Tensor:
+        """Return hidden states after the last layer [T, D], normed as the head reads them. The residual is
+        one stream, and not scaled."""
+        assert self._weights.norm is not None
+        return self._layers.ops.norm(features_TD, self._weights.norm)
+
+    @property
     def short_prompt_rows(self) -> int:
         """Number of rows of short prompts that one `prefill` takes, at most."""
         return self._weights.deployment.short_prompt_rows

@@ -13,6 +13,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.fresh_eagle3 import random_eagle3
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.random_assistant import random_assistant
 from compress.models.random_mtp import random_mtp
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
@@ -26,6 +27,7 @@ CPU = torch.device("cpu")
 K = 3
 VOCAB = 23
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "assistant": lambda: {"assistant": random_assistant(source().arch, device=CPU, dtype=torch.float32)},
     "draft_model": lambda: {"source": source(seed=1)},
     "eagle3": lambda: {
         "head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)
@@ -183,7 +185,7 @@ def test_kernels_that_propose_are_reported_behind_those_of_the_model(name: str) 
         for row in drafts
         if row["layer"] is None and row["linear"] == "draft head" and row["phase"] == "decode"
     ]
-    assert len(heads) == (name in ("draft_model", "eagle3"))  # an MTP head has that of the model
+    assert len(heads) == (name in ("assistant", "draft_model", "eagle3"))  # an MTP head has that of the model
     assert bool(drafts) == (name != "ngram")
     assert all(row.keys() == plain[0].keys() for row in drafts)
 

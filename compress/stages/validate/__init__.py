@@ -5,6 +5,7 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 be served. A model that was quantized by tensor name runs through transformers instead, without latency.
 
     spec.py        the stage's keys in a recipe
+    assistants.py  the assistant that a recipe names for speculation
     apart.py       models scored one after the other, for those of which the memory holds only one
     by_name.py     the report of a model that was quantized by tensor name, measured through transformers
     measure.py     all measurements: accuracy, speed.py (latency, roofline), load.py, speculation
@@ -31,6 +32,7 @@ from compress.digest import digest_file, digest_json
 from compress.export import is_graph, open_weights, serve_command
 from compress.machine import device_key, environment_facts
 from compress.stages import STAGES, Inputs, Port
+from compress.stages.validate.assistants import assistant_identity
 from compress.stages.validate.by_name import is_by_name, prove_by_name
 from compress.stages.validate.candidate import candidate_facts
 from compress.stages.validate.estimate import estimate
@@ -88,6 +90,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
     stated = {} if spec.speculative is None else spec.speculative.data
     prompts = {f"prompts {category}": identity(load_card(card)) for category, card in stated.items()}
     prompts |= {f"task {task.name}": task.identity() for task in spec.tasks}
+    prompts |= assistant_identity(spec.speculative)
     if spec.generation is not None:
         prompts["generation"] = digest_file(Path(spec.generation.prompts))
     if spec.long_context is not None and spec.long_context.data is not None:

@@ -25,10 +25,13 @@ def exports_mtp(facts: PlanFacts) -> bool:
     return found is not None and bool(found.names)
 
 
-def draft_bytes(facts: PlanFacts, config: EngineConfig, k: int) -> int:
+def draft_bytes(
+    facts: PlanFacts, config: EngineConfig, k: int, *, assistant: ServedDraft | None = None
+) -> int:
     """Return the bytes of the largest draft of those that are measured, each of which proposes `k` tokens;
     zero for prompt lookup."""
-    return max((bytes_of(each, facts.device, config, k) for each in _drafts(facts)), default=0)
+    drafts = [*_drafts(facts), *([] if assistant is None else [assistant])]
+    return max((bytes_of(each, facts.device, config, k) for each in drafts), default=0)
 
 
 def bytes_of(draft: ServedDraft, device: str, config: EngineConfig, k: int) -> int:

@@ -16,6 +16,7 @@ from compress.runtime.latent_linears import absorbed_params
 from compress.runtime.streamed_model import why_not_streamed
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
+from compress.stages.validate.assistants import served_assistant
 from compress.stages.validate.draft_estimate import draft_bytes, exports_mtp
 from compress.stages.validate.spec import TASKS, Load, Validate, read_gates
 from compress.validate.accuracy import ACCURACY_METRICS
@@ -72,7 +73,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     arch = facts.arch
     source_arch = facts.source_arch or facts.arch
     own = spec.speculative
-    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram" or exports_mtp(facts))
+    speculates = own is not None and (
+        "draft" in facts.specs or own.kind == "ngram" or own.assistant is not None or exports_mtp(facts)
+    )
     for each in (arch, source_arch):
         check_lengths(spec, each, speculates=speculates)
     check_at_hand(load_card(spec.data))
@@ -82,7 +85,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     elif named := [name for name in spec.gates if name in SPECULATIVE]:
         raise UsageError(
             f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} "
-            "before export, a checkpoint with an MTP head, or speculative: {kind: ngram}."
+            "before export, a checkpoint with an MTP head, speculative: {assistant: ...}, or speculative: "
+            "{kind: ngram}."
         )
     for kv_format in spec.kv_formats():
         kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit
@@ -128,10 +132,13 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         notes += need.notes()
     if speculates:
         assert own is not None
-        of_draft = draft_bytes(facts, config, own.k)
+        assistant = served_assistant(own, arch)
+        of_draft = draft_bytes(facts, config, own.k, assistant=assistant)
         peak = max(peak, NUM_ENGINES * of_engine + of_draft)
         taken = f", with a draft of {of_draft / 1e9:.3f} GB" if of_draft else ""
         notes.append(f"speculation on {', '.join(spec.prompt_data)}{taken}")
+        if own.assistant is not None and assistant is None:
+            notes.append(f"{own.assistant} is not on this machine: its memory is not counted")
     notes += _other_shapes(spec, facts)
     if not spec.gates:
         notes.append("no gates: nothing can fail")

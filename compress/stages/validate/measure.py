@@ -84,7 +84,7 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     device = torch.device(ctx.device)
     check_answers(spec, offline=ctx.offline)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
-    proposers = proposers_of(spec.speculative, inputs)
+    proposers = proposers_of(spec.speculative, inputs, offline=ctx.offline)
     num_timed = len(spec.latency.batch_sizes) if spec.latency is not None else 0
     num_answered = bool(spec.tasks) + (spec.generation is not None) + (spec.long_context is not None)
     num_steps = 2 + num_answered + num_timed + (spec.load is not None) + bool(proposers)

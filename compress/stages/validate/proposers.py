@@ -1,5 +1,5 @@
-"""The proposers that are measured with the candidate: its draft, the MTP head of its checkpoint and prompt
-lookup; and the prompts."""
+"""The proposers that are measured with the candidate: the assistant that the recipe names, the draft of the
+candidate, the MTP head of its checkpoint and prompt lookup; and the prompts."""
 
 import gc
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from compress.data.model_tokens import read_tokens
 from compress.export import DRAFT_FOLDER, codecs
 from compress.export.draft import kind_of_draft, open_draft
 from compress.export.mtp import OF_VLLM, checkpoint_with_mtp
+from compress.models.assistant import KIND as ASSISTANT
 from compress.models.checkpoint import Checkpoint
 from compress.models.mtp_reader import read_mtps
 from compress.models.weights import WeightSource
@@ -24,6 +25,7 @@ from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.stages import Inputs, Port
+from compress.stages.validate.assistants import named_assistant
 from compress.stages.validate.spec import Speculation, Validate
 from compress.validate.speculation import Conditions, SpeculationEvidence, measure_speculation
 
@@ -51,16 +53,17 @@ def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
     return facts.get("draft")
 
 
-def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
+def proposers_of(spec: Speculation | None, inputs: Inputs, *, offline: bool) -> dict[str, ProposerOptions]:
     """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
     if spec is None:
         return {}
     path = draft_path(inputs)
     mtp = _with_mtp(inputs)
-    if path is None and mtp is None and spec.kind == "draft":
+    assistant = named_assistant(spec, offline=offline)
+    if path is None and mtp is None and assistant is None and spec.kind == "draft":
         return {}
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
-    drafts: dict[str, ProposerOptions] = {}
+    drafts: dict[str, ProposerOptions] = {} if assistant is None else {ASSISTANT: assistant}
     if path is not None:
         kind = kind_of_draft(path)
         drafts["draft" if kind == "draft_model" else kind] = open_draft(path)
@@ -83,7 +86,8 @@ def draft_method(inputs: Inputs) -> str | None:
     if path is None:
         mtp = _with_mtp(inputs)
         return "mtp" if mtp is not None and mtp.family.model_type in OF_VLLM else None
-    return kind_of_draft(path)
+    kind = kind_of_draft(path)
+    return None if kind == ASSISTANT else kind
 
 
 def speculate(

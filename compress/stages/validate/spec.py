@@ -129,6 +129,11 @@ class Speculation(Spec):
         description="who proposes: a draft, or the layer of the checkpoint that predicts a further token, or "
         "lookup, which is measured beside them in any case",
     )
+    assistant: str | None = Field(
+        None,
+        description="a published assistant of the model, which proposes, too: a directory, "
+        "hf://org/name@revision or a registry reference with a digest",
+    )
     k: int = Field(PROPOSED, ge=1, le=MAX_K, description="tokens proposed a step")
     rule: Rule = Field(
         "rejection",

@@ -12,6 +12,7 @@ PROPOSERS = {
     "ngram": "n-grams",
     "draft_model": "draft model",
     "mtp": "MTP head",
+    "assistant": "assistant",
 }
 
 

@@ -69,7 +69,7 @@ class ServedDraft:
     """The layers and the numbers that the runtime holds of a draft.
 
     Attributes:
-        arch: the layers with pages, of which there are `num_heads`.
+        arch: the layers with pages, of which there are `num_heads`; none of an assistant.
         num_params: parameters in the dtype of the computation.
         own_logits: numbers of matrices of logits that a GPU holds in FP8.
         copied_logits: numbers of a copy in FP8 of the target's matrix of logits, which only a GPU holds.
