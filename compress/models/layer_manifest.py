@@ -50,6 +50,7 @@ _RARE_FACTS = (
     "scaled_ffn",
     "ngrams",
     "compressed",
+    "caps_first",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -133,6 +134,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         scaled_ffn=layer.flag("scaled_ffn", default=False),
         ngrams=NGrams.from_json(layer.fields("ngrams")) if layer.has("ngrams") else None,
         compressed=Compressed.from_json(layer.fields("compressed")) if layer.has("compressed") else None,
+        caps_first=layer.flag("caps_first", default=False),
     )
 
 

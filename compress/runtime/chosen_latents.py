@@ -31,13 +31,21 @@ Tables = tuple[Tensor, Tensor]
 """Cos and sin of all positions [L, R]."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The positions [T, K] that rows attend to, the first `lens_T` of each."""
+
+    positions_TK: Tensor
+    lens_T: Tensor
+
+
 @dataclass
 class Choices:
-    """The rows of a pass, and the positions [T, K] that they attend to in the last layer that has an indexer,
-    None where these are all, or no later layer reads them."""
+    """The rows of a pass, and the positions that they attend to in the last layer that has an indexer, None
+    where these are all, or no later layer reads them."""
 
     rows: RowContexts
-    last_TK: Tensor | None = None
+    last: Chosen | None = None
 
 
 class LatentChoice(KeyChoice[Indexer]):
@@ -62,15 +70,15 @@ class LatentChoice(KeyChoice[Indexer]):
 
     def positions(
         self, layer: LayerWeights, projected: Projected, choices: Choices | None, rows: slice
-    ) -> Tensor | None:
-        """Return the positions [T, K] that some rows of `projected` attend to, which are those of `choices`;
+    ) -> Chosen | None:
+        """Return the positions that some rows of `projected` attend to, which are those of `choices`;
         None where they attend to all that they see. The cache has their index keys."""
         if choices is None or layer.shape.window is not None:
             return None
         facts = latent_of(layer.shape).indexer
         if facts is None:
-            return choices.last_TK
-        choices.last_TK = None
+            return choices.last
+        choices.last = None
         index = projected.index
         if (
             not isinstance(index, IndexRows)
@@ -84,6 +92,7 @@ class LatentChoice(KeyChoice[Indexer]):
             scale_H, base_H = layer.indexer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
             q_THI = q_THI * growth_TH.unsqueeze(-1)
+        pools = {} if layer.indexer.pools is None else {"pools": layer.indexer.pools}
         chosen_TK: Tensor = self._kernels[facts].kernel.fn(
             self._turned(layer, q_THI, positions_T),
             index.weights_TH[rows],
@@ -91,9 +100,11 @@ class LatentChoice(KeyChoice[Indexer]):
             choices.rows.table_TB,
             choices.rows.ends_T,
             top_k=facts.top_k,
+            **pools,
         )
-        choices.last_TK = chosen_TK if self._shares else None
-        return chosen_TK
+        chosen = Chosen(chosen_TK, facts.num_chosen(choices.rows.ends_T))
+        choices.last = chosen if self._shares else None
+        return chosen
 
     def _turned(self, layer: LayerWeights, x_THI: Tensor, positions_T: Tensor) -> Tensor:
         latent = latent_of(layer.shape)

@@ -71,6 +71,10 @@ _THINKER = {
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
+    "glm5_next": {
+        **_GLM4V,
+        "vision_config": {**_GLM4V["vision_config"], "projection_intermediate_size": 32},
+    },
     "gemma3": {
         "vision_config": _VISION,
         "image_token_index": 97,

@@ -159,7 +159,7 @@ def gathered(source: MemorySource, positions: Tensor) -> Tensor:
     assert isinstance(kept, IndexedKept)
     kept.pages.rows.copy_(torch.arange(4 * SIZE).view(1, 4, SIZE, 1).expand_as(kept.pages.rows))
     rows = RowContexts(torch.tensor([[3, 1]]), torch.tensor([30]))
-    pages, where = rows.chosen(kept.pages, positions)
+    pages, where = rows.chosen(kept.pages, positions, torch.tensor([positions.shape[1]]))
     assert where.ends_T.tolist() == [positions.shape[1]]
     assert where.table_TB.tolist() == [[0, 1]]
     return pages.rows[0, :, :, 0].flatten()
