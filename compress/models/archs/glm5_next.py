@@ -99,7 +99,6 @@ def _delta_of(config: Fields) -> DeltaNet:
 def _latent_of(config: Fields) -> Latent:
     """Return the latents of a config, whose heads have no dimension that rotates."""
     config.integer("qk_rope_head_dim", 0, 0)
-    config.integer("head_dim", 0, 0, default=0)
     head_dim = head_dim_of_latents(config)
     if config.integer("qk_head_dim", 1, MAX_SIZE, default=head_dim) != head_dim:
         raise config.wrong("qk_head_dim", config.integer("qk_head_dim", 1, MAX_SIZE), f"{head_dim}")
@@ -127,7 +126,8 @@ def _facts(config: Fields) -> dict[str, Any]:
 
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers, of their FFNs and of their indexers, and the widths of the delta nets,
-    in the spelling of `transformers`."""
+    in the spelling of `transformers`; and for the dimension of heads, which nobody reads, what the class has
+    in its place."""
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     own = config.fields(_LINEAR, default={})
     stated = {name: own.integer(theirs, 1, MAX_SIZE) for name, theirs in _WIDTHS.items() if own.has(theirs)}
@@ -136,6 +136,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     return {
         **stated,
         _BOUND: -_bound_of(config, own),
+        "head_dim": 0,
         _TYPES: types,
         "mlp_layer_types": config.texts("mlp_layer_types", default=ffns),
         "indexer_types": _kinds_of(config, types),
