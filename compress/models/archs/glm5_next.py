@@ -312,6 +312,7 @@ TEXT = Family(
         "mhc": True,
         "mla_use_nope": True,
         "mlp_bias": False,
+        "moe_router_dtype": "float32",
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
