@@ -45,9 +45,9 @@ class Indexer:
         interleaved: neighbours rotate as a pair, and not dimensions half of those that rotate apart.
         rope_last: the dimensions that rotate are the last ones of a head, and not the first.
         norm_eps: what its norms add to the variance.
-        pool_size: the positions of a pool, which are chosen together by an average of their keys with learned
-            weights (`key_pools.py`); 0 where each position is chosen by its own key. `top_k` counts the
-            positions after the last whole pool, too.
+        pool_size: the positions of a pool. It is chosen by an average of their keys with learned weights
+            (`key_pools.py`); 0 where each position is chosen by its own key. `top_k` counts the positions
+            after the last whole pool, too.
     """
 
     matrices: ClassVar[tuple[str, ...]] = ("q", "k", "weights")

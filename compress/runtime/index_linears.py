@@ -103,7 +103,8 @@ def index_linears(
         name = f"{_PREFIX}.{name}"
         return fuse_padded(name, dense(weights[f"{name}.weight"]), deployment)
 
-    gate, pools = None, None
+    gate = None
+    pools = None
     if facts.pool_size:
         gate = fuse_padded(POOL_GATE, dense(weights[POOL_GATE]), deployment)
         placed = dense(weights[POOL_POSITIONS]).to(deployment.device, torch.float32)

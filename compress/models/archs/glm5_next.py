@@ -77,7 +77,7 @@ def _bound_of(config: Fields, own: Fields) -> float:
     """
     stated, name = (own, _OWN_BOUND) if _OWN_BOUND in own else (config, _BOUND)
     if not stated.has(name):
-        if len(own) and own.flag("safe_gate", default=True):
+        if config.has(_LINEAR) and own.flag("safe_gate", default=True):
             return _SAFE_BOUND
         raise config.wrong(_BOUND, None, "a number below 0; decays without a bound are not read here")
     bound = -stated.number(name, -_LOWEST, 0)
