@@ -1117,6 +1117,7 @@ RARE = [
     "latents that layers share, some without positions",
     *("indexers over latents, which layers share", "indexers of the stream, and latents that layers share"),
     "bounded decays of channels, and latents whose heads have gates",
+    *("indexers that choose pools of keys", "glm 5.3"),
     "latents with sinks and gated outputs",
     *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
     "compressed attention, and experts that a table chooses",
