@@ -66,9 +66,11 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
                        and sees its window and the entries that are over at `positions_T[t]`, or those of
                        them that an `EntryChoice` chooses
-    index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k, pools=None)
-                       -> positions [T, K] of the `ends_T[t]` positions that row t sees in its own blocks,
-                       rising, then zeros; whole pools of positions, and those after them, with `KeyPools`
+    index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> positions [T, K]
+                       of the `ends_T[t]` positions that row t sees in its own blocks, rising, then zeros
+    pool_choice        fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, pools) -> positions [T, K]
+                       of the pools that an indexer chooses for row t, which sees `ends_T[t]` positions in its
+                       own blocks, and of those after the last pool, rising, then zeros; pools are `KeyPools`
     block_choice       fn(q_TNI, keys, pages, block_table_TB, ends_T) -> positions [T, N or 1, W]
                        of the blocks that the heads of an indexer choose for row t, which sees `ends_T[t]`
                        positions, rising, then any; keys are `BlockKeys`, queries are normed and turned

@@ -92,15 +92,15 @@ class LatentChoice(KeyChoice[Indexer]):
             scale_H, base_H = layer.indexer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
             q_THI = q_THI * growth_TH.unsqueeze(-1)
-        pools = {} if layer.indexer.pools is None else {"pools": layer.indexer.pools}
+        pools = layer.indexer.pools
+        how = {"top_k": facts.top_k} if pools is None else {"pools": pools}
         chosen_TK: Tensor = self._kernels[facts].kernel.fn(
             self._turned(layer, q_THI, positions_T),
             index.weights_TH[rows],
             index.pages,
             choices.rows.table_TB,
             choices.rows.ends_T,
-            top_k=facts.top_k,
-            **pools,
+            **how,
         )
         chosen = Chosen(chosen_TK, facts.num_chosen(choices.rows.ends_T))
         choices.last = chosen if self._shares else None

@@ -696,7 +696,7 @@ FACTS: dict[str, dict[str, Any]] = {
 }
 BY_REFERENCE = {
     "glm 5": ("index",),
-    "glm 5.3": ("index",),
+    "glm 5.3": ("pool",),
     "blocks of keys": ("block",),
     "inkling": ("attention",),
     "deepseek v4": ("compressed", "router"),

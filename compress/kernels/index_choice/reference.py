@@ -6,11 +6,10 @@
 Keys lie in chunks of a fixed number of positions, and every row has products of its own with each of them, of
 one shape; sums over heads are made by halves. So the scores of a row depend on the row and on its sequence
 alone: not on the pass, nor on other rows (`attention_decode/chunks.py` has the reasons). The choice by scores
-is exact. An indexer with pools (`models/key_pools.py`) scores the keys of pools, which are computed anew in
-each call.
+is exact.
 
-Shapes: T rows, H heads, I numbers of a key, B blocks of the longest sequence, P positions, J chunks of N
-keys, X keys of a row, K positions chosen.
+Shapes: T rows, H heads, I numbers of a key, B blocks of the longest sequence, J chunks of N positions, K
+positions chosen.
 """
 
 import math
@@ -19,13 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.act_mul.reference import in_whole_vectors
 from compress.kernels.attention_decode.chunks import CHUNK_SIZE, batched_product, filling_of
-from compress.kernels.operands.key_pools import KeyPools
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.select import Kernel, anything, register
 from compress.models.chosen_keys import chosen_keys, positions_of
-from compress.models.key_pools import chosen_in_pools, pool_keys
 
 MOST_GATHERED = 1 << 26
 """Numbers of the keys of the rows that are scored at once, about: 256 MiB."""
@@ -39,35 +35,22 @@ def index_choice(
     ends_T: Tensor,
     *,
     top_k: int,
-    pools: KeyPools | None = None,
 ) -> Tensor:
     """Return the positions that rows attend to, int64 [T, K], in rising order and zeros after them: as many
-    as `Indexer.num_chosen` of `ends_T`, the positions that a row sees. Row t has blocks `block_table_TB[t]`,
-    of more than `top_k` positions; `weights_TH` are float32."""
+    as `ends_T`, the positions that a row sees, or `top_k`. Row t has blocks `block_table_TB[t]`, of more than
+    `top_k` positions; `weights_TH` are float32."""
     width = q_THI.shape[2]
     table_TB = F.pad(block_table_TB, (0, -block_table_TB.shape[1] % (CHUNK_SIZE // pages.block_size)))
     positions_P = torch.arange(table_TB.shape[1] * pages.block_size, device=q_THI.device)
-    at_once = max(1, MOST_GATHERED // (len(positions_P) * pages.heads_and_width[1]))
+    at_once = max(1, MOST_GATHERED // (len(positions_P) * width))
     chosen = []
     for start in range(0, len(q_THI), at_once):
         rows = slice(start, start + at_once)
-        (k_MI, gate_MI) = pages.gather(table_TB[rows].flatten(), width, torch.float32)
-        if pools is not None:
-            k_MI = _keys_of_pools(pools, len(k_MI) // len(positions_P), k_MI, gate_MI)
-        scores_TX = row_scores(q_THI[rows], weights_TH[rows], k_MI.unflatten(0, (-1, CHUNK_SIZE)))
-        if pools is not None:
-            chosen_TP = chosen_in_pools(pools.facts, scores_TX, ends_T[rows], len(positions_P))
-        else:
-            chosen_TP = chosen_keys(scores_TX, positions_P < ends_T[rows].unsqueeze(1), top_k)
-        chosen.append(positions_of(chosen_TP, top_k))
+        (k_MI, _) = pages.gather(table_TB[rows].flatten(), width, torch.float32)
+        scores_TP = row_scores(q_THI[rows], weights_TH[rows], k_MI.unflatten(0, (-1, CHUNK_SIZE)))
+        seen_TP = positions_P < ends_T[rows].unsqueeze(1)
+        chosen.append(positions_of(chosen_keys(scores_TP, seen_TP, top_k), top_k))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-
-
-def _keys_of_pools(pools: KeyPools, num_rows: int, k_MI: Tensor, gate_MI: Tensor) -> Tensor:
-    """Return the keys [M', I] of the pools of so many rows, those of each with zeros up to whole chunks."""
-    k_TPI, gate_TPI = (each.unflatten(0, (num_rows, -1)) for each in (k_MI, gate_MI))
-    keys_TXI = pool_keys(k_TPI, gate_TPI, pools.positions_nI, in_whole_vectors)
-    return F.pad(keys_TXI, (0, 0, 0, -keys_TXI.shape[1] % CHUNK_SIZE)).flatten(0, 1)
 
 
 def row_scores(q_THI: Tensor, weights_TH: Tensor, k_XNI: Tensor) -> Tensor:

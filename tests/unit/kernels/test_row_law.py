@@ -408,7 +408,7 @@ def test_compressed_attention(
 def test_choice_of_pools(num_heads: int, head_dim: int, size: int, dtype: torch.dtype) -> None:
     """Compare the choice of pools by rows alone and in batches over wider tables, and by exact arithmetic."""
     facts = {"phase": "decode", "scheme": DENSE_SCHEMES[dtype], "dtype": dtype}
-    kernel = select(problem("index_choice", n=head_dim, k=num_heads, **facts))
+    kernel = select(problem("pool_choice", n=head_dim, k=num_heads, **facts))
     lengths = torch.tensor(LENGTHS)
     num_blocks = -(-max(LENGTHS) // 16)
     order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
@@ -422,7 +422,7 @@ def test_choice_of_pools(num_heads: int, head_dim: int, size: int, dtype: torch.
 
     def chosen(rows: list[int], width: int) -> Tensor:
         operands = q[rows], weights[rows], pages, table[rows, :width], lengths[rows]
-        found: Tensor = kernel.fn(*operands, top_k=indexer.top_k, pools=pools)
+        found: Tensor = kernel.fn(*operands, pools=pools)
         return found
 
     everyone = list(range(len(LENGTHS)))

@@ -69,6 +69,12 @@ def test_keys_of_pools_have_the_numbers_of_their_weights_next_to_them() -> None:
     assert choosing_bytes(arch, 19, 4) == 0 < choosing_bytes(arch, 20, 4)
 
 
+def test_a_choice_of_pools_has_a_kernel_and_a_linear_of_its_own() -> None:
+    ops = {row["linear"] for row in engine_of(pooled_source()).runner.kernel_report()}
+    assert ops >= {"pool_choice", "attn.indexer.pool_gate"}
+    assert "index_choice" not in ops
+
+
 def test_layers_that_read_the_latents_of_another_have_index_keys_of_their_own() -> None:
     layers = LIKE_LARGE4["layers"]
     indexer = replace(LIKE_GLM5["layers"][0].latent.indexer, of_stream=True)
