@@ -36,8 +36,9 @@ too, which then have another size: 'ckpt: torch.Size([4]) vs model:torch.Size([2
 SHARED_RENAMED = ("hy_v3",)
 """Families whose shared expert transformers has under another name than checkpoints, which configs state."""
 
+_CONVOLUTIONS = "the convolutions of delta nets"
 GATHERED = {
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), "the convolutions of delta nets"),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next"), _CONVOLUTIONS),
     "step3p7": "the gates and ups of experts",
     "dots3_note": "the gates and ups of experts in its vision tower",
 }
@@ -107,7 +108,10 @@ def _gathered(arch: Arch) -> str | None:
     """Return what transformers gathers from several tensors of a checkpoint, None where nothing."""
     if arch.has_ngrams:
         return "the tables of n-grams"
-    return GATHERED.get(arch.family) if arch.has_experts or arch.has_recurrences else None
+    found = GATHERED.get(arch.family)
+    if found == _CONVOLUTIONS:
+        return found if arch.has_recurrences else None
+    return found if arch.has_experts else None
 
 
 def _has_fp8_experts(of_experts: Scheme | None, scheme: ModelScheme) -> bool:

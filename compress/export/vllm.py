@@ -87,6 +87,7 @@ UNKNOWN = {
     "muse_spark": "no export of Muse Spark was tested with it",
     "deepseek_v4": "no export of DeepSeek-V4 was tested with it",
     "hy_v4": "no export of Hy4 was tested with it",
+    "glm5_next": "no export of GLM-5.3 was tested with it",
     "axk2": "it knows no model_type axk2",
     "dots3_note": "it knows no model_type dots3_note",
     "dots3_note_text": "it knows no model_type dots3_note_text",

@@ -194,8 +194,8 @@ def _attending(arch: Arch, device: KernelDevice, layers: Sequence[LayerShape]) -
 
 
 def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of latent attention and of its indexers: of the widths of DeepSeek-V3.2 where a
-    model has none."""
+    """Return the kernels of latent attention and of its indexers: of the widths of DeepSeek-V3.2, and of
+    GLM-5.3 where they choose pools, where a model has none."""
     having = dict.fromkeys(
         (layer.latent, layer.num_heads, layer.head_dim) for layer in arch.layers if layer.latent is not None
     )
@@ -214,8 +214,11 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         if having:
             problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
     indexers = {latent.indexer for latent, _, _ in having if latent.indexer is not None}
-    sizes = sorted({(each.head_dim, each.num_heads) for each in indexers}) or [(128, 64)]
-    problems += [("index_choice", "decode", *each, dense) for each in sizes]
+    choices: tuple[tuple[Op, bool, int], ...] = (("index_choice", False, 64), ("pool_choice", True, 32))
+    for op, pooled, heads in choices:
+        of_op = [each for each in indexers if (each.pool_size > 0) is pooled]
+        sizes = sorted({(each.head_dim, each.num_heads) for each in of_op}) or [(128, heads)]
+        problems += [(op, "decode", *each, dense) for each in sizes]
     with_sinks = ("latent_attention", "attention_prefill") if having and arch.attn_sinks else ()
     return [
         _served(op, phase, [device.problem(op, n=n, k=k, phase=phase, scheme=scheme, sinks=op in with_sinks)])

@@ -27,6 +27,7 @@ Op = Literal[
     "compressed_store",
     "compressed_attention",
     "index_choice",
+    "pool_choice",
     "block_choice",
     "attention_decode",
     "attention_prefill",
@@ -69,7 +70,8 @@ class Problem:
         head_linear                      O and I of one head
         compressed_store                 the head dimension, and the dimensions that rotate
         compressed_attention             the head dimension, and the heads
-        index_choice, block_choice       the numbers of a key of an indexer, and its heads
+        index_choice, pool_choice,
+        block_choice                     the numbers of a key of an indexer, and its heads
         hyper_mix, hyper_spread          the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0

@@ -69,6 +69,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> slots [T, K]
                        of some of the `ends_T[t]` positions that row t sees in its own blocks, in their order,
                        then of the first
+    pool_choice        fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, pools) -> slots [T, K]
+                       of the positions of the pools that an indexer chooses for row t, which sees `ends_T[t]`
+                       positions in its own blocks, and of those after the last pool, in their order, then of
+                       the first; pools are `KeyPools`
     block_choice       fn(q_TNI, keys, pages, block_table_TB, ends_T) -> slots [T, N or 1, W]
                        of the positions of the blocks that the heads of an indexer choose for row t, which
                        sees `ends_T[t]` positions, in their order, then any; keys are `BlockKeys`, queries are

@@ -151,10 +151,12 @@ def check_arch(arch: "Arch") -> None:
             raise UnsupportedArch(
                 f"layer {idx}: activations have a cap, and are 'swiglu_clamped', whose range is its own."
             )
-        caps_first = layer.experts is not None and layer.experts.caps_first
-        if caps_first and (arch.activation != "silu" or not layer.gated or layer.expert_cap is None):
+        is_capped = layer.ffn_cap is not None if layer.experts is None else layer.expert_cap is not None
+        caps_first = layer.caps_first if layer.experts is None else layer.experts.caps_first
+        if caps_first and (arch.activation != "silu" or not layer.gated or not is_capped):
+            what = "of the FFN" if layer.experts is None else "of experts"
             raise UnsupportedArch(
-                f"layer {idx}: gates of experts are capped before the activation '{arch.activation}'; the "
+                f"layer {idx}: gates {what} are capped before the activation '{arch.activation}'; the "
                 "decoder computes that with a cap, gates and 'silu'."
             )
         if layer.only_half is not None and block != "pre":

@@ -136,9 +136,15 @@ def entries(
     if facts.overlaps:
         kv = _with_those_before(kv, 0.0)
         gate = _with_those_before(gate, -torch.inf)
-    below_0 = gate - gate.detach().amax(-2, keepdim=True)
+    return averages(kv, gate, computed)
+
+
+def averages(x: Tensor, logits: Tensor, computed: Elementwise) -> Tensor:
+    """Return the sums [..., C] of float32 vectors x [..., P, C], each number times the softmax over P of its
+    logits; they are made by halves."""
+    below_0 = logits - logits.detach().amax(-2, keepdim=True)
     weights = computed(torch.exp, below_0.flatten(0, -2)).view(below_0.shape)
-    return sum_by_halves(weights * kv) / sum_by_halves(weights)
+    return sum_by_halves(weights * x) / sum_by_halves(weights)
 
 
 def _with_those_before(x: Tensor, filler: float) -> Tensor:

@@ -8,7 +8,7 @@ matrix for each head, forgets by a gate and replaces what a key holds instead of
 with a_t = exp(-exp(A_log) softplus(decay(x) + dt_bias)) and b_t = sigmoid(beta(x)) for each head, or twice
 that, so that states may change their sign (arXiv 2411.12537). In Kimi Delta Attention (arXiv 2510.26692) a_t
 has a number for each row of a state, that is for each channel of its keys. Ling 3.0 (`bailing_hybrid` in
-`transformers`) bounds it from below: a_t = exp(-bound sigmoid(exp(A_log) (decay(x) + dt_bias))).
+`transformers`) and GLM-5.3 bound it from below: a_t = exp(-bound sigmoid(exp(A_log) (decay(x) + dt_bias))).
 The convolution is causal, over `kernel_size` positions, with its own weights for each channel. The outputs of
 a head are normed, and multiplied by the silu of the gate; in Kimi Delta Attention by its sigmoid.
 
@@ -59,6 +59,12 @@ class DeltaNet(Recurrence):
         """The linears that read the stream; the gate is not among them where it reads a latent."""
         qkv = ("delta.q", "delta.k", "delta.v")
         return qkv if self.rank else (*qkv, "delta.gate")
+
+    @property
+    def has_wide_rates(self) -> bool:
+        """Whether `A_log` is stored with four axes, as in Kimi Linear; GLM-5.3, whose decays are bounded, has
+        one."""
+        return self.rank > 0 and not self.decay_bound
 
     @property
     def num_decays(self) -> int:
@@ -123,7 +129,7 @@ class DeltaNet(Recurrence):
             "delta.beta.weight": (self.num_heads, hidden_size),
             "delta.decay.weight": (self.num_decays, self.rank or hidden_size),
             "delta.dt_bias": (self.num_decays,),
-            "delta.A_log": (1, 1, self.num_heads, 1) if self.rank else (self.num_heads,),
+            "delta.A_log": (1, 1, self.num_heads, 1) if self.has_wide_rates else (self.num_heads,),
             PLAIN_NORM: (self.value_dim,),
             **(self._latent_shapes(hidden_size) if self.rank else {}),
         }

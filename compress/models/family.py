@@ -171,7 +171,7 @@ class Family(DiskNames):
         ropes = {
             kind: read_rope(config, kind, own["head_dim"] if latent is None else latent.rope_dim)
             for kind, own in own_widths.items()
-            if kind != LINEAR
+            if kind != LINEAR and (latent is None or latent.rope_dim)
         }
         partial = [
             each.rotary_dim / own_widths[kind]["head_dim"] for kind, each in ropes.items() if each.rotary_dim

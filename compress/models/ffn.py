@@ -78,11 +78,9 @@ class Ffn(ExpertFfn):
         super().__init__()
         for name in ("gate", "up", "down") if shape.gated else ("up", "down"):
             self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
-        self.activation = arch.activation
+        self.activation = shape.activation_of(module, arch.activation)
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
-        if shape.experts is not None and self.cap is not None:
-            self.activation = shape.experts.activation_of(arch.activation)
         self.sparsity = shape.gate_sparsity
         if shape.scaled_ffn:
             self.factor = nn.Parameter(torch.ones(1))

@@ -1,7 +1,8 @@
 """The facts of an indexer (DeepSeek sparse attention, arXiv 2512.02556): it reads the input of latent
 attention and the latent of its queries, and chooses the keys that a query attends to, at most `top_k`. An
 indexer `of_stream` computes its queries from the input of attention, too, normed (LayerNorm with a bias), and
-they grow with the position as those of attention do (`Arch.learned_growth`).
+they grow with the position as those of attention do (`Arch.learned_growth`). One with pools (GLM-5.3) chooses
+whole pools of positions, by averages of their keys, and the positions after the last pool are always chosen.
 
 Attention without latents may have an indexer that chooses blocks of keys (MiniMax-M3): each of its heads
 chooses for the query heads of one KV head, and its queries and keys are linears of the input of attention,
@@ -10,8 +11,8 @@ block are averaged, and the positions after the last whole block are always chos
 Compressed attention may have one that chooses entries (DeepSeek-V4).
 
 Up to `top_k` positions every earlier key is among them, and attention is what it is without an indexer.
-Beyond them they are computed: those of latent attention in `token_indexer.py`, those of blocks in
-`block_choice.py`, those of entries in `compressed_attention.py`.
+Beyond them they are computed: those of latent attention in `token_indexer.py`, of pools by `key_pools.py`,
+those of blocks in `block_choice.py`, those of entries in `compressed_attention.py`.
 """
 
 import dataclasses
@@ -26,6 +27,10 @@ from compress.untrusted.fields import Fields
 
 _NORM_EPS = 1e-6
 """Added to the variance by the norms of most indexers."""
+POOL_GATE = "attn.indexer.pool_gate"
+POOL_POSITIONS = "attn.indexer.pool_positions"
+"""The matrix that computes what the weights of a position in its pool are computed of, and what is added for
+its place there; parameters of the indexer itself, whose names on disk end in no `.weight`."""
 _ONES = ("norm.weight", "growth_base")
 """How the names of parameters end that are 1 where they change nothing."""
 
@@ -40,6 +45,9 @@ class Indexer:
         interleaved: neighbours rotate as a pair, and not dimensions half of those that rotate apart.
         rope_last: the dimensions that rotate are the last ones of a head, and not the first.
         norm_eps: what its norms add to the variance.
+        pool_size: the positions of a pool. It is chosen by an average of their keys with learned weights
+            (`key_pools.py`); 0 where each position is chosen by its own key. `top_k` counts the positions
+            after the last whole pool, too.
     """
 
     matrices: ClassVar[tuple[str, ...]] = ("q", "k", "weights")
@@ -51,11 +59,36 @@ class Indexer:
     interleaved: bool = False
     rope_last: bool = False
     norm_eps: float = _NORM_EPS
+    pool_size: int = 0
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers of a position that a cache holds for it."""
-        return self.head_dim
+        """The numbers of a position that a cache holds for it: its key, and after it what its weights in an
+        average are computed of."""
+        return 2 * self.head_dim if self.pool_size else self.head_dim
+
+    @property
+    def top_pools(self) -> int:
+        """The most pools that it chooses for a query."""
+        return self.top_k // self.pool_size
+
+    def why_unfit(self) -> str | None:
+        """Return why its widths do not fit one another, None where they do."""
+        if self.pool_size and (self.top_k + 1) % self.pool_size:
+            return (
+                f"its indexer chooses {self.top_k} positions in pools of {self.pool_size}; they have to be "
+                f"whole pools and {self.pool_size - 1} positions after the last."
+            )
+        if self.pool_size and self.top_k < self.pool_size:
+            return f"its indexer chooses {self.top_k} positions, which is no pool of {self.pool_size}."
+        return None
+
+    def num_chosen(self, ends: Tensor) -> Tensor:
+        """Return how many positions are chosen for queries that see `ends` positions, their own included."""
+        if not self.pool_size:
+            return ends.clamp(max=self.top_k)
+        after_last = ends % self.pool_size
+        return (ends - after_last).clamp(max=self.top_pools * self.pool_size) + after_last
 
     @property
     def score_scale(self) -> float:
@@ -71,6 +104,10 @@ class Indexer:
             "attn.indexer.growth_scale": (self.num_heads,),
             "attn.indexer.growth_base": (self.num_heads,),
         }
+        of_pools = {
+            POOL_GATE: (self.head_dim, hidden_size),
+            POOL_POSITIONS: (self.pool_size, self.head_dim),
+        }
         return {
             "attn.indexer.q.weight": (
                 self.num_heads * self.head_dim,
@@ -81,13 +118,15 @@ class Indexer:
             "attn.indexer.k_norm.bias": (self.head_dim,),
             "attn.indexer.weights.weight": (self.num_heads, hidden_size),
             **(own if self.of_stream else {}),
+            **(of_pools if self.pool_size else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as a manifest stores them."""
         facts = dataclasses.asdict(self)
-        for name, plain in (("interleaved", False), ("rope_last", False), ("norm_eps", _NORM_EPS)):
-            if facts[name] == plain:
+        plain = {"interleaved": False, "rope_last": False, "norm_eps": _NORM_EPS, "pool_size": 0}
+        for name, value in plain.items():
+            if facts[name] == value:
                 del facts[name]
         return facts
 
@@ -103,6 +142,7 @@ class Indexer:
             interleaved=stored.flag("interleaved", default=False),
             rope_last=stored.flag("rope_last", default=False),
             norm_eps=stored.number("norm_eps", 0, 1, default=_NORM_EPS),
+            pool_size=stored.integer("pool_size", 0, MAX_POSITIONS, default=0),
         )
 
 

@@ -48,6 +48,6 @@ def latent_of(interleaved: bool | str) -> Callable[[Fields], Latent]:
 
 
 def head_dim_of_latents(config: Fields) -> int:
-    """Return the dimensions of a query and of a key."""
-    names = ("qk_nope_head_dim", "qk_rope_head_dim")
-    return sum(config.integer(name, 2, MAX_SIZE) for name in names)
+    """Return the dimensions of a query and of a key, of which none may rotate."""
+    still = config.integer("qk_nope_head_dim", 2, MAX_SIZE)
+    return still + config.integer("qk_rope_head_dim", 0, MAX_SIZE)

@@ -87,6 +87,8 @@ def _caches_plain_heads(layer: LayerShape) -> bool:
 
 
 def _why_caps_unfit(layer: LayerShape) -> str | None:
+    if layer.caps_first and (layer.ffn_cap is None or layer.experts is not None):
+        return "gates of its FFN are capped before silu, and it has no cap, or experts in place of the FFN."
     if layer.ffn_cap is None and layer.expert_cap is None:
         return None
     if not layer.has_ffn or not layer.gated:
@@ -125,6 +127,10 @@ def _why_indexer_unfit(layer: LayerShape) -> str | None:
             return "its indexer reads the latent of queries, which it does not have."
         if layer.window is not None:
             return "its indexer chooses among all earlier keys, and it has a window."
+        if facts.pool_size and layer.rope is not None:
+            return "its indexer chooses pools of positions, and it has a rope; keys of pools do not rotate."
+        if reason := facts.why_unfit():
+            return reason
     if layer.block_indexer is None:
         return None
     if (

@@ -51,6 +51,7 @@ _RARE_FACTS = (
     "ngrams",
     "compressed",
     "out_norm",
+    "caps_first",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -135,6 +136,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         ngrams=NGrams.from_json(layer.fields("ngrams")) if layer.has("ngrams") else None,
         compressed=Compressed.from_json(layer.fields("compressed")) if layer.has("compressed") else None,
         out_norm=layer.flag("out_norm", default=False),
+        caps_first=layer.flag("caps_first", default=False),
     )
 
 

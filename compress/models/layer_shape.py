@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from compress.models.compressed import Compressed
-from compress.models.experts import Experts
+from compress.models.experts import SILU_CAPPED, Experts
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_groups import attention_groups_of, ffn_groups_of, units_of
@@ -85,7 +85,8 @@ class LayerShape:
     `block_indexer` a query attends to the blocks of positions that it chooses (`indexer.py`). Activated gates
     of the FFN, or of the shared expert, are at most its `ffn_cap`, and the outputs of its `up` between
     -`ffn_cap` and `ffn_cap` (Step 3.7); those of the routed experts have the `expert_cap`, which is that of
-    gates before their activation with `Experts.caps_first`. With a `gate_sparsity`, the share of the outputs
+    gates before their activation with `Experts.caps_first`; with `caps_first` so is the `ffn_cap` of an FFN
+    in a layer without experts (GLM-5.3). With a `gate_sparsity`, the share of the outputs
     of `ffn.gate` that become 0 if they are normally distributed, each becomes its excess over that quantile
     of a normal distribution with the mean and the deviation of its row (arXiv 2506.06644, `ffn.py`). The
     norms before attention and before experts have gates of `norm_gate_rank`, 0 for none (`gated_norm.py`).
@@ -127,6 +128,7 @@ class LayerShape:
     ngrams: NGrams | None = None
     compressed: Compressed | None = None
     out_norm: bool = False
+    caps_first: bool = False
 
     @property
     def has_mixer(self) -> bool:
@@ -160,6 +162,13 @@ class LayerShape:
     def cap_of(self, module: str) -> float | None:
         """Return the cap of an FFN, or of an expert, by its canonical name."""
         return self.expert_cap if module.startswith("moe.experts.") else self.ffn_cap
+
+    def activation_of(self, module: str, activation: str) -> str:
+        """Return the activation of an FFN, or an expert, by its canonical name, given that of the model."""
+        if self.cap_of(module) is None:
+            return activation
+        caps_first = self.caps_first if self.experts is None else self.experts.caps_first
+        return SILU_CAPPED if caps_first else activation
 
     @property
     def shared_parts(self) -> int:

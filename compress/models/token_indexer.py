@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.models.chosen_keys import chosen_keys, index_scores
 from compress.models.indexer import Indexer, IndexerParameters
+from compress.models.key_pools import chosen_in_pools, pool_keys
 from compress.models.layer_shape import Rope
 from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin, rotate
@@ -26,6 +27,8 @@ class TokenIndexer(IndexerParameters):
     k_norm: nn.LayerNorm
     growth_scale: Tensor
     growth_base: Tensor
+    pool_gate: Tensor
+    pool_positions: Tensor
 
     def __init__(self, facts: Indexer, rope: Rope | None, rope_dim: int, *, hidden_size: int, q_rank: int):
         super().__init__(facts.dense_shapes(hidden_size, q_rank))
@@ -35,8 +38,11 @@ class TokenIndexer(IndexerParameters):
 
     @torch.no_grad()
     def keys(self, x_BSD: Tensor, positions: Tensor) -> Tensor:
-        """Return the index keys [B, S, I] of the input of attention, normed and rotated."""
+        """Return the index keys [B, S, I] of the input of attention, normed and rotated, and with pools what
+        the weights of positions are computed of [B, S, I], after them."""
         k_BSI = self._normed(self.k_norm, F.linear(x_BSD, self.k.weight))
+        if self.facts.pool_size:
+            return torch.cat((k_BSI, F.linear(x_BSD, self.pool_gate)), dim=-1)
         return self._turned(k_BSI.unsqueeze(-2), positions).squeeze(-2)
 
     @torch.no_grad()
@@ -54,9 +60,13 @@ class TokenIndexer(IndexerParameters):
             growth_SH = learned_growth(self.growth_scale, self.growth_base, positions, q_BSHI.dtype)
             q_BSHI = q_BSHI * growth_SH.unsqueeze(-1)
         weights_BSH = F.linear(x_BSD.to(torch.float32), self.weights.weight.to(torch.float32))
-        scores_BSP = index_scores(
-            self._turned(q_BSHI, positions), keys_BPI, weights_BSH * self.facts.score_scale
-        )
+        weights_BSH = weights_BSH * self.facts.score_scale
+        if self.facts.pool_size:
+            pools_BJI = pool_keys(*keys_BPI.chunk(2, dim=-1), self.pool_positions)
+            scores_BSJ = index_scores(q_BSHI, pools_BJI, weights_BSH)
+            chosen_BSP = chosen_in_pools(self.facts, scores_BSJ, seen_SP.sum(dim=-1), keys_BPI.shape[1])
+            return chosen_BSP.unsqueeze(1)
+        scores_BSP = index_scores(self._turned(q_BSHI, positions), keys_BPI, weights_BSH)
         return chosen_keys(scores_BSP, seen_SP, self.facts.top_k).unsqueeze(1)
 
     def _normed(self, norm: nn.LayerNorm, x: Tensor) -> Tensor:

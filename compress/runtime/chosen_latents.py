@@ -31,13 +31,21 @@ Tables = tuple[Tensor, Tensor]
 """Cos and sin of all positions [L, R]."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The slots [T, K] that rows attend to, the first `lens_T` of each."""
+
+    slots_TK: Tensor
+    lens_T: Tensor
+
+
 @dataclass
 class Choices:
-    """The rows of a pass, and the slots [T, K] that they attend to in the last layer that has an indexer,
-    None where these are all, or no later layer reads them."""
+    """The rows of a pass, and the slots that they attend to in the last layer that has an indexer, None where
+    these are all, or no later layer reads them."""
 
     rows: RowContexts
-    last_TK: Tensor | None = None
+    last: Chosen | None = None
 
 
 class LatentChoice(KeyChoice[Indexer]):
@@ -62,15 +70,15 @@ class LatentChoice(KeyChoice[Indexer]):
 
     def slots(
         self, layer: LayerWeights, projected: Projected, choices: Choices | None, rows: slice
-    ) -> Tensor | None:
-        """Return the slots [T, K] that some rows of `projected` attend to, which are those of `choices`; None
-        where they attend to all positions that they see. The cache has their index keys."""
+    ) -> Chosen | None:
+        """Return the slots that some rows of `projected` attend to, which are those of `choices`; None where
+        they attend to all positions that they see. The cache has their index keys."""
         if choices is None or layer.shape.window is not None:
             return None
         facts = latent_of(layer.shape).indexer
         if facts is None:
-            return choices.last_TK
-        choices.last_TK = None
+            return choices.last
+        choices.last = None
         index = projected.index
         if (
             not isinstance(index, IndexRows)
@@ -84,16 +92,19 @@ class LatentChoice(KeyChoice[Indexer]):
             scale_H, base_H = layer.indexer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
             q_THI = q_THI * growth_TH.unsqueeze(-1)
-        chosen_TK: Tensor = self._kernels[facts].kernel.fn(
+        pools = layer.indexer.pools
+        how = {"top_k": facts.top_k} if pools is None else {"pools": pools}
+        slots_TK: Tensor = self._kernels[facts].kernel.fn(
             self._turned(layer, q_THI, positions_T),
             index.weights_TH[rows],
             index.pages,
             choices.rows.table_TB,
             choices.rows.ends_T,
-            top_k=facts.top_k,
+            **how,
         )
-        choices.last_TK = chosen_TK if self._shares else None
-        return chosen_TK
+        chosen = Chosen(slots_TK, facts.num_chosen(choices.rows.ends_T))
+        choices.last = chosen if self._shares else None
+        return chosen
 
     def _turned(self, layer: LayerWeights, x_THI: Tensor, positions_T: Tensor) -> Tensor:
         latent = latent_of(layer.shape)

@@ -71,9 +71,7 @@ class FfnHalves:
                 "gated": layer.shape.gated,
                 "cap": layer.shape.ffn_cap,
             }
-            activation = self._arch.activation
-            if layer.shape.experts is not None and layer.shape.ffn_cap is not None:
-                activation = layer.shape.experts.activation_of(activation)
+            activation = layer.shape.activation_of("ffn", self._arch.activation)
             mid_TF = self._act_mul(mid_TF, activation, layer.down.quant, **facts)
         if not layer.shape.scaled_ffn:
             return layer.down(mid_TF, phase, residual=residual)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.key_pools import KeyPools
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.indexer import Indexer
+from compress.models.indexer import POOL_GATE, POOL_POSITIONS, Indexer
 from compress.models.latent import Q_NORM
 from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, dense
@@ -29,7 +30,8 @@ _PREFIX = "attn.indexer"
 @dataclass(frozen=True)
 class IndexRows:
     """The queries [T, H, I] and keys [T, I] that an indexer computes of rows, not rotated, the factors of its
-    heads, float32 [T, H], and the pages of its keys."""
+    heads, float32 [T, H], and the pages of its keys. With pools, what weights are computed of follows a key
+    [T, 2 I]."""
 
     q_THI: Tensor
     k_TI: Tensor
@@ -40,7 +42,8 @@ class IndexRows:
 @dataclass(frozen=True)
 class IndexLinears:
     """The linears of an indexer, and the norms of the inputs of its queries and of its keys. `growth_2H` are
-    the parameters by which queries grow, None where they do not."""
+    the parameters by which queries grow, None where they do not; `gate` and `pools` are those of an indexer
+    with pools, and None in others."""
 
     facts: Indexer
     q_norm: BoundNorm
@@ -49,6 +52,8 @@ class IndexLinears:
     k_norm: BoundNorm
     weights: FusedLinear
     growth_2H: Tensor | None
+    gate: FusedLinear | None = None
+    pools: KeyPools | None = None
 
     def of_rows(self, rows_TD: Tensor, first_TF: Tensor, pages: PagedLatents, phase: Phase) -> IndexRows:
         """Return what it computes of the input of attention and of what the first linear of the layer leaves:
@@ -60,6 +65,8 @@ class IndexLinears:
         head_dim = self.facts.head_dim
         q_TF = self.q(self.q_norm(read_TF), phase)[:, : num_heads * head_dim]
         k_TI = self.k_norm(self.k(rows_TD, phase)[:, :head_dim].contiguous())
+        if self.gate is not None:
+            k_TI = torch.cat((k_TI, self.gate(rows_TD, phase)[:, :head_dim]), dim=1)
         weights_TH = self.weights(rows_TD, phase, out_dtype=torch.float32)[:, :num_heads]
         return IndexRows(
             q_TF.unflatten(1, (num_heads, head_dim)), k_TI, weights_TH * self.facts.score_scale, pages
@@ -68,7 +75,9 @@ class IndexLinears:
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         """The linears in execution order."""
-        return self.q, self.k, self.weights
+        return (
+            (self.q, self.k, self.weights) if self.gate is None else (self.q, self.k, self.gate, self.weights)
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -94,6 +103,13 @@ def index_linears(
         name = f"{_PREFIX}.{name}"
         return fuse_padded(name, dense(weights[f"{name}.weight"]), deployment)
 
+    gate = None
+    pools = None
+    if facts.pool_size:
+        gate = fuse_padded(POOL_GATE, dense(weights[POOL_GATE]), deployment)
+        placed = dense(weights[POOL_POSITIONS]).to(deployment.device, torch.float32)
+        pools = KeyPools(facts, placed)
+
     def bound(norm: RowNorm) -> BoundNorm:
         problem = deployment.kernel_device.problem("rms_norm", n=len(norm.weight))
         return BoundNorm(norm, BoundKernel.of(problem))
@@ -116,5 +132,13 @@ def index_linears(
         own = weight if scale == 1 else weight.to(torch.float32) * scale
         q_norm = bound(RowNorm(own, arch.latent_eps))
     return IndexLinears(
-        facts, q_norm, linear("q"), linear("k"), layer_norm("k_norm"), linear("weights"), growth_2H
+        facts,
+        q_norm,
+        linear("q"),
+        linear("k"),
+        layer_norm("k_norm"),
+        linear("weights"),
+        growth_2H,
+        gate,
+        pools,
     )

@@ -13,7 +13,8 @@ F = TypeVar("F", Indexer, BlockIndexer)
 
 
 class KeyChoice(Generic[F]):
-    """The kernels of one op for all indexers of one kind that an architecture has.
+    """The kernels of one op for all indexers of one kind that an architecture has, and those of
+    `pool_choice` for indexers with pools.
 
     Raises:
         EnvironmentUnfit: no kernel here serves their choice.
@@ -21,12 +22,12 @@ class KeyChoice(Generic[F]):
 
     def __init__(self, op: Op, kind: type[F], arch: Arch, deployment: Deployment) -> None:
         num_positions = deployment.num_positions(arch)
-        self._op = op
         self._kernels: dict[F, BoundKernel] = {}
         for layer in arch.layers:
             facts = layer.indexer
             if isinstance(facts, kind) and facts not in self._kernels and layer.index_numbers(num_positions):
-                problem = deployment.kernel_device.problem(op, n=facts.head_dim, k=facts.num_heads)
+                own: Op = "pool_choice" if isinstance(facts, Indexer) and facts.pool_size else op
+                problem = deployment.kernel_device.problem(own, n=facts.head_dim, k=facts.num_heads)
                 self._kernels[facts] = BoundKernel.of(problem)
         self.least = min((facts.top_k for facts in self._kernels), default=None)
         """The positions up to which all rows attend to all that they see, None where they always do."""
@@ -37,4 +38,4 @@ class KeyChoice(Generic[F]):
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
-        return [each.report(layer=None, linear=self._op) for each in self._kernels.values()]
+        return [each.report(layer=None, linear=each.problem.op) for each in self._kernels.values()]

@@ -136,9 +136,10 @@ def choosing_bytes(arch: Arch, positions: int, num_rows: int) -> int:
     needed = [0]
     for facts in {layer.indexer for layer in arch.layers if layer.index_numbers(positions)}:
         if isinstance(facts, Indexer | BlockIndexer):
-            keys = max(MOST_GATHERED, positions * facts.head_dim)
-            scores = 3 * keys * facts.num_heads // facts.head_dim
-            of_keys = 2 if isinstance(facts, Indexer) else 3  # means of blocks are normed and turned
+            keys = max(MOST_GATHERED, positions * facts.cached_numbers)
+            scores = 3 * keys * facts.num_heads // facts.cached_numbers
+            # means of blocks are normed and turned, those of pools weighted
+            of_keys = 2 if isinstance(facts, Indexer) and not facts.pool_size else 3
             chosen = facts.top_k * (1 if isinstance(facts, Indexer) else facts.num_heads)
             of_rows = num_rows * _INDEX_BYTES * (2 * chosen + positions // min(BLOCK_SIZES))
             at_once = torch.float32.itemsize * (of_keys * keys + scores) + 2 * MOST_CHOSEN_BYTES

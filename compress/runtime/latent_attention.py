@@ -27,7 +27,7 @@ from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin
-from compress.runtime.chosen_latents import Choices, LatentChoice
+from compress.runtime.chosen_latents import Choices, Chosen, LatentChoice
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.index_linears import IndexRows
@@ -140,12 +140,12 @@ class LatentAttention:
             value_dim = latent_of(layer.shape).value_dim
             attended = []
             for each, of_pass in zip(passes, choices, strict=True):
-                slots_TK = self._choice.slots(layer, projected, of_pass, each.rows)
-                if of_pass is None or slots_TK is None:
+                chosen = self._choice.slots(layer, projected, of_pass, each.rows)
+                if of_pass is None or chosen is None:
                     attended.append(self._expanded(layer, q_THC, projected.kv, each)[..., :value_dim])
                 else:
                     own_THC = q_THC[each.rows]
-                    attended.append(self._to_chosen(layer, own_THC, projected.kv, of_pass.rows, slots_TK))
+                    attended.append(self._to_chosen(layer, own_THC, projected.kv, of_pass.rows, chosen))
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attend
@@ -185,15 +185,16 @@ class LatentAttention:
         q_THC: Tensor,
         pages: PagedLatents,
         rows: RowContexts,
-        slots_TK: Tensor,
+        chosen: Chosen,
     ) -> Tensor:
         """Return attention [T, H, V] of rows to the latents in these slots."""
-        top_k = slots_TK.shape[1]
+        top_k = chosen.slots_TK.shape[1]
         at_once = min(rows_at_once(pages, top_k), _rows_of_partials(layer, top_k))
         parts = []
         for start in range(0, len(rows), at_once):
             own = slice(start, start + at_once)
-            gathered, where = rows.part(own).chosen(pages, slots_TK[own])
+            of_part = chosen.slots_TK[own], chosen.lens_T[own]
+            gathered, where = rows.part(own).chosen(pages, *of_part)
             parts.append(self._to_latents(layer, q_THC[own], gathered, where.table_TB, where.ends_T, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -210,9 +211,9 @@ class LatentAttention:
         """Return attention [T, H, V] over the latents themselves, of all requests at once or of so many."""
         q_THC = self.queries(layer, projected, "decode")
         assert isinstance(projected.kv, PagedLatents)
-        slots_TK = self._choice.slots(layer, projected, choices, slice(None))
-        if choices is not None and slots_TK is not None:
-            return self._to_chosen(layer, q_THC, projected.kv, choices.rows, slots_TK)
+        chosen = self._choice.slots(layer, projected, choices, slice(None))
+        if choices is not None and chosen is not None:
+            return self._to_chosen(layer, q_THC, projected.kv, choices.rows, chosen)
         return self._to_latents(layer, q_THC, projected.kv, block_table_RB, context_lens_R, q_len, at_once)
 
     def _to_latents(

@@ -54,13 +54,14 @@ class RowContexts:
         """Return those of some rows."""
         return RowContexts(self.table_TB[rows], self.ends_T[rows])
 
-    def chosen(self, pages: PagedLatents, slots_TK: Tensor) -> tuple[PagedLatents, "RowContexts"]:
-        """Return pages of the chosen slots of each row alone, and where the rows find these in them."""
-        ends_T = self.ends_T.clamp(max=slots_TK.shape[1])
+    def chosen(
+        self, pages: PagedLatents, slots_TK: Tensor, lens_T: Tensor
+    ) -> tuple[PagedLatents, "RowContexts"]:
+        """Return pages of the chosen slots of each row alone, and where the rows find these in them, the
+        first `lens_T`."""
         slots_TK = _whole_blocks(slots_TK, pages.block_size)
-        return pages.gathered(slots_TK), self._one_after_another(
-            slots_TK.shape[1] // pages.block_size, ends_T
-        )
+        num_blocks = slots_TK.shape[1] // pages.block_size
+        return pages.gathered(slots_TK), self._one_after_another(num_blocks, lens_T)
 
     def of_heads(self, pages: PagedKV, slots_TNK: Tensor, lens_T: Tensor) -> tuple[PagedKV, "RowContexts"]:
         """Return pages of the slots that are chosen for each KV head, or for all, and where the rows find

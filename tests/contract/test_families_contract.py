@@ -76,6 +76,7 @@ OF_CONTRACT = (
     "mistral_large4-shared-latents",
     "inkling_text-dense",
     "qwen4_exp_text-without-ngrams",
+    "glm5_next",
 )
 """The families, by their first cases, and cases that have what the first of their family has not."""
 LAYERS_STAY = ("mistral_large4-shared-latents", "hy_v4", "gemma3n_text", "qwen4_exp_text", "longcat_flash")
@@ -137,6 +138,8 @@ def test_smoothing_keeps_the_function(family: str) -> None:
         weights = dict(source.layer(idx))
         pairs = layer.smoothing_pairs()
         has_none = layer.shape.only_half == "ffn" and layer.shape.experts is not None
+        # decays read the norm of a delta net, and what capped experts compute is clamped
+        has_none = has_none or (layer.shape.recurrence is not None and layer.shape.expert_cap is not None)
         assert pairs or has_none or layer.shape.has_entries  # which read all norms, too
         for pair in pairs:
             columns = weights[f"{pair.linears[0]}.weight"].shape[1]

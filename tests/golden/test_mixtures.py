@@ -138,6 +138,7 @@ RENAMED = (
     "dots3_note_text",
     "dots3_note_text-windows",
     "deepseek_v4",
+    "glm5_next",
 )
 """Cases of which `transformers` has other names in memory, which are read and not written."""
 

@@ -76,6 +76,7 @@ REFUSED = {
         "deepseek_v32",
         "deepseek_v4",
         "glm_moe_dsa",
+        "glm5_next",
         "hy_v4",
         "qwen4_exp",
         "afmoe",

@@ -31,7 +31,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
-from tests.support.tiny_source import LIKE_LARGE4, LIKE_QWEN4, tiny_shape, tiny_source
+from tests.support.tiny_source import LIKE_GLM53, LIKE_LARGE4, LIKE_QWEN4, tiny_shape, tiny_source
 
 LATENT = {
     "num_kv_heads": 4,
@@ -76,6 +76,7 @@ CAPPED = Experts(6, 2, 48, shared_size=48, caps_first=True)
 OF_TABLE = Experts(
     6, 2, 48, shared_size=48, score="sqrt_softplus", renormalize=True, caps_first=True, table_size=101
 )
+BOUNDED_DELTA = DeltaNet(3, 3, 8, 12, 4, rank=12, by_channel=True, decay_bound=0.9)
 ONE_KV = {"num_kv_heads": 1, "rope": Rope(10000.0, rotary_dim=6), "ffn_cap": 0.05, "expert_cap": 0.02}
 BRANCHES = replace(SCALED, shared_size=64, branch_norms=True)
 ALWAYS = Experts(
@@ -98,6 +99,16 @@ NORMED_LATENTS = Experts(
     router_scale=0.3,
 )
 FEATURES: dict[str, dict[str, Any]] = {
+    "indexers that choose pools of keys": LIKE_GLM53,
+    "glm 5.3": {
+        "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=20, mean_head=True),
+        "latent_eps": 1e-5,
+        "layers": (
+            tiny_shape(recurrence=BOUNDED_DELTA, rope=None, ffn_cap=0.03, caps_first=True),
+            replace(LIKE_GLM53["layers"][0], experts=CAPPED, expert_cap=0.02, caps_first=False),
+            tiny_shape(recurrence=BOUNDED_DELTA, rope=None, experts=CAPPED, ffn_cap=0.02, expert_cap=0.02),
+        ),
+    },
     "indexers over latents, which layers share": {
         "layers": (
             tiny_shape(**INDEXED),
@@ -1168,6 +1179,7 @@ RARE = [
     "latents that layers share, some without positions",
     *("indexers over latents, which layers share", "indexers of the stream, and latents that layers share"),
     "bounded decays of channels, and latents whose heads have gates",
+    *("indexers that choose pools of keys", "glm 5.3"),
     "latents with sinks and gated outputs",
     *("norms and latents with gates", "norms with gates", "windows over latents that are rescaled"),
     "compressed attention, and experts that a table chooses",

@@ -107,9 +107,16 @@ def test_codes_of_the_linears_around_experts_that_act_on_latents_are_widened(tmp
         assert torch.equal(own, torch.as_tensor(expected[name]).to(torch.bfloat16))
 
 
+OF_LATENTS = ("beta", "decay_down", "decay", "gate_down", "gate")
+
+
 @pytest.mark.parametrize(
     ("family", "widened"),
-    [("kimi_linear", ("beta", "decay_down", "decay", "gate_down", "gate")), ("bailing_hybrid", ("decay",))],
+    [
+        ("kimi_linear", OF_LATENTS),
+        ("bailing_hybrid", ("decay",)),
+        ("glm5_next", OF_LATENTS),
+    ],
 )
 def test_codes_of_the_decays_and_gates_of_delta_nets_are_widened(
     family: str, widened: tuple[str, ...], tmp_path: Path

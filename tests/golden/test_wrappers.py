@@ -59,9 +59,11 @@ JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
 SPLIT_FFNS = ("inkling_mm_model",)
 """Cases whose gates and ups transformers splits while it loads, and then loads no codes at all."""
-STACKED = ("step3p7", "step3p7-as-published", "step3p7-biases-tied", "dots3_note", "qwen4_exp")
-"""Cases whose gates and ups of dense experts, or tables of n-grams, transformers joins, and drops next to
-packed codes."""
+STACKED = (
+    *("step3p7", "step3p7-as-published", "step3p7-biases-tied", "dots3_note", "qwen4_exp", "glm5_next"),
+)
+"""Cases whose gates and ups of dense experts, tables of n-grams or convolutions transformers joins, and drops
+next to packed codes."""
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:

@@ -130,8 +130,39 @@ INDEXED = replace(
     ),
 )
 SHARING = replace(INDEXED, latent=replace(INDEXED.latent, indexer=None))  # type: ignore[type-var]
+POOLED = replace(
+    PLAIN_QUERIES,
+    rope=None,
+    latent=Latent(
+        q_rank=128,
+        kv_rank=384,
+        rope_dim=0,
+        value_dim=128,
+        interleaved=False,
+        indexer=Indexer(num_heads=16, head_dim=128, top_k=103, pool_size=4),
+    ),
+)
+BOUNDED_DELTA = DeltaNet(4, 4, 128, 128, 4, rank=128, by_channel=True, decay_bound=5.0)
 FACTS: dict[str, dict[str, Any]] = {
     "glm 5": {"layers": (INDEXED, SHARING, replace(INDEXED, experts=SIGMOID))},
+    "glm 5.3": {
+        "hyper": HyperConnections(4, 1e-6, sinkhorn_iterations=20, mean_head=True),
+        "latent_eps": 1e-5,
+        "layers": (
+            replace(LAYER, recurrence=BOUNDED_DELTA, rope=None, ffn_cap=0.25, caps_first=True),
+            replace(POOLED, ffn_cap=0.25, caps_first=True),
+            replace(POOLED, latent=replace(POOLED.latent, indexer=None)),  # type: ignore[type-var]
+            replace(
+                LAYER,
+                recurrence=BOUNDED_DELTA,
+                rope=None,
+                experts=CAPPED,
+                intermediate_size=128,
+                ffn_cap=0.25,
+                expert_cap=0.25,
+            ),
+        ),
+    },
     "hy 4": {
         "hyper": HyperConnections(4, 1e-6, post_eps=1e-6),
         "attn_sinks": True,
@@ -702,6 +733,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
 BY_REFERENCE = {
+    "glm 5.3": ("pool",),
     "inkling": ("attention",),
     "deepseek v4": ("compressed", "router"),
     "muse spark": ("router",),

@@ -107,9 +107,9 @@ HEARS_AS_WIDE = (
 )
 """Families whose audio tower has outputs as wide as the text model."""
 
-WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe")
-"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, or sections in
-another order."""
+WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe", "glm5_next")
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, no rope, or
+sections in another order."""
 
 
 def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:

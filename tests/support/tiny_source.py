@@ -10,6 +10,7 @@ from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import EXPERTS_OF_TOKENS, Experts
 from compress.models.gated_residual import GatedResiduals
+from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
@@ -90,6 +91,28 @@ LIKE_GLM5: dict[str, Any] = {
 """Facts of a model with latent attention whose layers attend to 20 chosen keys, some of them to those that an
 earlier layer chooses, and one to a window."""
 
+_POOLED: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "rope": None,
+    "latent": Latent(28, 12, 0, 12, interleaved=False, indexer=Indexer(5, 10, top_k=19, pool_size=4)),
+}
+_SHARING_POOLS = {**_POOLED, "latent": replace(_POOLED["latent"], indexer=None)}
+LIKE_GLM53: dict[str, Any] = {
+    "hyper": HyperConnections(3, 1e-6, sinkhorn_iterations=4, mean_head=True),
+    "latent_eps": 1e-5,
+    "layers": (
+        tiny_shape(**_POOLED, ffn_cap=0.05, caps_first=True),
+        tiny_shape(**_SHARING_POOLS),
+        tiny_shape(
+            **{**_POOLED, "latent": replace(_POOLED["latent"], indexer=Indexer(9, 14, 23, pool_size=3))},
+            experts=Experts(6, 2, 48, shared_size=48, caps_first=True),
+            ffn_cap=0.02,
+            expert_cap=0.03,
+        ),
+    ),
+}
+"""Facts of a model with latent attention whose indexers choose pools of keys, of which one layer shares the
+choice of another, and with streams."""
 NGRAMS = NGrams(3, 2, 14, 3, 4, base=60, index=0, seed=9, eos=5, divisor=16, num_parts=3)
 """Embeddings of triples and pairs of tokens, in three streams; token 5 ends a sequence."""
 LIKE_QWEN4: dict[str, Any] = {

@@ -106,6 +106,10 @@ _THINKER_2_5 = {
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
+    "glm5_next": {
+        **_GLM4V,
+        "vision_config": {**_GLM4V["vision_config"], "projection_intermediate_size": 32},
+    },
     "gemma3": _GEMMA3,
     "shieldgemma2": _GEMMA3,
     "paligemma": {

@@ -52,7 +52,10 @@ def wide(case: str, directory: Path, **others: Any) -> Any:
         del sizes["head_dim"]
         sizes |= {"kv_lora_rank": 128, "v_head_dim": 32}
         sizes |= {"q_lora_rank": 128} if changes.get("q_lora_rank") else {}
-        sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+        rope_dim = 0 if changes["qk_rope_head_dim"] == 0 else 16
+        sizes |= {"qk_nope_head_dim": 32 - rope_dim, "qk_rope_head_dim": rope_dim}
+    if "linear_num_heads" in changes:
+        sizes |= {"linear_num_heads": 4, "linear_head_dim": 32}
     if "swa_v_head_dim" in changes:
         own = ("swa_", "shared_experts", "index_head_dim")
         sizes |= {name: each for name, each in inner_widths(changes, 128).items() if name.startswith(own)}

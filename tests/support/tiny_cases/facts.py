@@ -117,6 +117,24 @@ LATENTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 40,
 }
+GLM53 = {
+    **LATENTS,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 0,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_num_heads": 3,
+    "linear_head_dim": 8,
+    "hc_mult": 3,
+    "hc_eps": 1e-3,
+    "hc_sinkhorn_iters": 4,
+    "swiglu_limit": 0.5,
+    "index_topk": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 8,
+    "index_kpool": 4,
+}
+"""Delta nets whose decays are bounded, latent attention that chooses pools of keys, and streams."""
 INDEXERS = {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 8}
 """Of as many keys as the tests have positions."""
 DOTS3 = {

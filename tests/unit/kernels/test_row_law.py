@@ -22,6 +22,7 @@ from compress.kernels.linear import row_product
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
+from compress.kernels.operands.key_pools import KeyPools
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
@@ -32,7 +33,7 @@ from compress.models.block_choice import num_attended
 from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer, EntryIndexer
+from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.request import SamplingParams
@@ -401,6 +402,49 @@ def test_compressed_attention(
             assert same_bits(attended(some, slice(3)), whole[some])
         for row in range(3):
             assert same_bits(attended([6, 2, 4], slice(row, row + 1)), whole[[6, 2, 4], row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "head_dim", "size"), [(1, 8, 4), (5, 10, 3), (8, 128, 16), (3, 6, 1)])
+def test_choice_of_pools(num_heads: int, head_dim: int, size: int, dtype: torch.dtype) -> None:
+    """Compare the choice of pools by rows alone and in batches over wider tables, and by exact arithmetic."""
+    facts = {"phase": "decode", "scheme": DENSE_SCHEMES[dtype], "dtype": dtype}
+    kernel = select(problem("pool_choice", n=head_dim, k=num_heads, **facts))
+    lengths = torch.tensor(LENGTHS)
+    num_blocks = -(-max(LENGTHS) // 16)
+    order = torch.randperm(len(LENGTHS) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    table = order.view(len(LENGTHS), -1)
+    pages = PagedLatents(randn(1, 1 + len(order), 16, 2 * head_dim, seed=3, dtype=dtype))
+    q = randn(len(LENGTHS), num_heads, head_dim, dtype=dtype)
+    weights = randn(len(LENGTHS), num_heads, seed=4)
+    top_pools = 5
+    indexer = Indexer(num_heads, head_dim, top_pools * size + size - 1, pool_size=size)
+    pools = KeyPools(indexer, randn(size, head_dim, seed=5))
+
+    def chosen(rows: list[int], width: int) -> Tensor:
+        operands = q[rows], weights[rows], pages, table[rows, :width], lengths[rows]
+        found: Tensor = kernel.fn(*operands, pools=pools)
+        return found
+
+    everyone = list(range(len(LENGTHS)))
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        whole = chosen(everyone, num_blocks)
+        assert torch.equal(chosen(everyone[::-1], num_blocks), whole.flip(0))
+        for row, length in enumerate(LENGTHS):
+            least = max(-(-(indexer.top_k + 1) // 16), -(-length // 16))
+            assert torch.equal(chosen([row], least), whole[row : row + 1])
+            gathered = pages.rows[0, table[row]].flatten(0, 1)[:length].to(torch.float64)
+            keys, gates = gathered[: length // size * size].unflatten(0, (-1, size)).chunk(2, dim=-1)
+            keys = (keys * (gates + pools.positions_nI.to(torch.float64)).softmax(dim=1)).sum(dim=1)
+            scores = weights[row].to(torch.float64) @ (q[row].to(torch.float64) @ keys.mT).clamp(min=0)
+            best = scores.sort(descending=True, stable=True).indices[:top_pools].sort().values
+            after = torch.arange(length // size * size, length)
+            expected = torch.cat(((best.unsqueeze(1) * size + torch.arange(size)).flatten(), after))
+            assert int(indexer.num_chosen(lengths[row])) == len(expected)
+            slots = (table[row].unsqueeze(1) * 16 + torch.arange(16)).flatten()
+            padded = [*expected.tolist(), *[0] * (indexer.top_k - len(expected))]
+            assert whole[row].tolist() == slots[padded].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

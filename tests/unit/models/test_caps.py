@@ -77,7 +77,20 @@ def test_one_product_of_gate_and_up_applies_no_capped_activation() -> None:
     assert [arch.fused_activation(layer) for layer in arch.layers] == [None, "silu"]
 
 
-@pytest.mark.parametrize("capped", CAPPED)
+def test_a_gate_of_a_dense_ffn_may_be_capped_before_its_activation() -> None:
+    """silu(min(gate, cap)) is min(silu(gate), silu(cap)), which is below min(silu(gate), cap)."""
+    first = replace(CAPPED[0], caps_first=True)
+    decoder = build_decoder(tiny_source(layers=(first,)), dtype=torch.float32, device=CPU)
+    ffn = decoder.layers[0].ffn
+    x = torch.randn(7, 56, generator=torch.Generator().manual_seed(0))
+    gate = torch.nn.functional.silu(ffn.gate(x).clamp(max=0.02))
+    torch.testing.assert_close(ffn.mid(x), gate * ffn.up(x).clamp(-0.02, 0.02))
+    assert decoder.arch.fused_activation(first) is None
+    assert layer_to_json(first)["caps_first"] is True
+    assert "caps_first" not in layer_to_json(CAPPED[0])
+
+
+@pytest.mark.parametrize("capped", [*CAPPED, replace(CAPPED[0], caps_first=True)])
 def test_a_manifest_states_the_caps(capped: Any) -> None:
     stored = layer_to_json(capped)
     assert layer_from_json(stored, 0) == capped
@@ -94,6 +107,8 @@ def test_a_manifest_states_the_caps(capped: Any) -> None:
         ({"ffn_cap": 1.0, "experts": Experts(6, 2, 48)}, "shared expert"),
         ({"ffn_cap": 1.0, "only_half": "mixer"}, "no FFN"),
         ({"ffn_cap": 1.0, "gated": False}, "without a gate"),
+        ({"caps_first": True}, "has no cap"),
+        ({"ffn_cap": 1.0, "caps_first": True, "experts": SHARED}, "experts in place"),
     ],
 )
 def test_caps_without_what_they_cap_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -105,3 +120,5 @@ def test_caps_without_what_they_cap_are_refused(changes: dict[str, Any], reason:
 def test_a_clamped_activation_has_no_cap_of_a_layer() -> None:
     with pytest.raises(UnsupportedArch, match="swiglu_clamped"):
         tiny_source(layers=(CAPPED[0],), activation="swiglu_clamped")
+    with pytest.raises(UnsupportedArch, match="gates of the FFN are capped before"):
+        tiny_source(layers=(replace(CAPPED[0], caps_first=True),), activation="gelu")

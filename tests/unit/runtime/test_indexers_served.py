@@ -15,7 +15,7 @@ from compress.runtime.chosen_latents import RowContexts
 from compress.runtime.engine import Engine
 from compress.runtime.kv_cache import IndexedKept, KVCache, choosing_bytes, kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
-from tests.support.tiny_source import LIKE_GLM5, LIKE_LARGE4, tiny_source
+from tests.support.tiny_source import LIKE_GLM5, LIKE_GLM53, LIKE_LARGE4, tiny_source
 from tests.unit.runtime.ways_to_serve import (
     CPU,
     SIZE,
@@ -32,6 +32,14 @@ TOP_K = 20
 
 def source_of() -> MemorySource:
     return tiny_source(**LIKE_GLM5, max_position=2048)
+
+
+def pooled_source() -> MemorySource:
+    return tiny_source(**LIKE_GLM53, max_position=2048)
+
+
+EACH = {"keys": source_of, "pools": pooled_source}
+each_kind = pytest.mark.parametrize("kind", EACH)
 
 
 def latents(source: MemorySource) -> list[Latent]:
@@ -52,6 +60,20 @@ def test_keys_of_indexers_have_pages_in_long_sequences_alone() -> None:
         assert cache.block_bytes == SIZE * of_token
     assert kv_bytes_per_token(arch, "INT8_TOKEN_HEAD", dtype=torch.bfloat16) == 5 * (18 + 4) + 2 * 10 * 2
     assert choosing_bytes(arch, TOP_K, 4) == 0 < choosing_bytes(arch, TOP_K + 1, 4)
+
+
+def test_keys_of_pools_have_the_numbers_of_their_weights_next_to_them() -> None:
+    arch = pooled_source().arch
+    short = kv_bytes_per_token(arch, "F32", num_positions=19)
+    assert kv_bytes_per_token(arch, "F32", num_positions=20) - short == 2 * 10 * 4
+    assert kv_bytes_per_token(arch, "F32") - short == 2 * (10 + 14) * 4
+    assert choosing_bytes(arch, 19, 4) == 0 < choosing_bytes(arch, 20, 4)
+
+
+def test_a_choice_of_pools_has_a_kernel_and_a_linear_of_its_own() -> None:
+    ops = {row["linear"] for row in engine_of(pooled_source()).runner.kernel_report()}
+    assert ops >= {"pool_choice", "attn.indexer.pool_gate"}
+    assert "index_choice" not in ops
 
 
 def test_layers_that_read_the_latents_of_another_have_index_keys_of_their_own() -> None:
@@ -94,9 +116,10 @@ def logits_of(engine: Engine, prompt: tuple[int, ...]) -> list[float]:
     return [*found.tokens, *found.logprobs]
 
 
+@each_kind
 @pytest.mark.parametrize("length", [3, TOP_K - 1, TOP_K, 70])
-def test_a_sequence_has_its_bits_in_any_company(length: int) -> None:
-    source = source_of()
+def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
+    source = EACH[kind]()
     prompt = ids(length, 7)
     own = logits_of(engine_of(source), prompt)
     params = SamplingParams(24, ignore_eos=True, logprobs=True)
@@ -106,9 +129,10 @@ def test_a_sequence_has_its_bits_in_any_company(length: int) -> None:
     assert [*together.tokens, *together.logprobs] == own
 
 
+@each_kind
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 33])
-def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int) -> None:
-    source = source_of()
+def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int, kind: str) -> None:
+    source = EACH[kind]()
     prompt = ids(90, 3)
     whole = logits_of(engine_of(source), prompt)
     parts = logits_of(engine_of(source, max_step_tokens=max_step_tokens, max_batch_size=1), prompt)
@@ -116,22 +140,26 @@ def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int) -> 
     torch.testing.assert_close(parts[24:], whole[24:], rtol=1e-4, atol=1e-4)
 
 
-def test_a_prefix_that_is_cached_changes_no_token() -> None:
-    check_cached_prefix(source_of())
+@each_kind
+def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
+    check_cached_prefix(EACH[kind]())
 
 
+@each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24])
-def test_requests_that_lose_their_blocks_go_on(swap_bytes: int) -> None:
-    check_preemption(source_of(), swap_bytes=swap_bytes, slots=0)
+def test_requests_that_lose_their_blocks_go_on(swap_bytes: int, kind: str) -> None:
+    check_preemption(EACH[kind](), swap_bytes=swap_bytes, slots=0)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft model"])
-def test_speculation_changes_no_token(kind: str) -> None:
-    check_speculation(source_of(), kind)
+@each_kind
+@pytest.mark.parametrize("drafts", ["ngram", "draft model"])
+def test_speculation_changes_no_token(drafts: str, kind: str) -> None:
+    check_speculation(EACH[kind](), drafts)
 
 
-def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one() -> None:
-    check_scores(source_of())
+@each_kind
+def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one(kind: str) -> None:
+    check_scores(EACH[kind]())
 
 
 def test_pages_in_codes_are_chosen_from_as_they_are() -> None:
@@ -160,7 +188,7 @@ def gathered(source: MemorySource, slots: Tensor) -> Tensor:
     assert isinstance(kept, IndexedKept)
     kept.pages.rows.copy_(torch.arange(4 * SIZE).view(1, 4, SIZE, 1).expand_as(kept.pages.rows))
     rows = RowContexts(torch.tensor([[3, 1]]), torch.tensor([30]))
-    pages, where = rows.chosen(kept.pages, slots)
+    pages, where = rows.chosen(kept.pages, slots, torch.tensor([slots.shape[1]]))
     assert where.ends_T.tolist() == [slots.shape[1]]
     assert where.table_TB.tolist() == [[0, 1]]
     return pages.rows[0, :, :, 0].flatten()
