@@ -179,7 +179,7 @@ class Checkpoint:
         if absent is not None:
             raise UnsupportedArch(
                 f"{self.path} lacks every tensor of layer {absent}, and its config.json has "
-                f"num_hidden_layers = {num_layers}; copy the checkpoint again, or set the number "
+                f"num_hidden_layers = {num_stored}; copy the checkpoint again, or set the number "
                 "of layers that it has."
             )
 

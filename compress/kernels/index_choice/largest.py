@@ -143,7 +143,8 @@ def largest(
     most = max(TILE, triton.next_power_of_2(2 * count))
     tile = min(most, max(512, triton.next_power_of_2(max(num_scores, count + 1))))
     positions = ends_T  # not read in the first round
-    is_last, round_idx = False, 0
+    is_last = False
+    round_idx = 0
     while not is_last:
         num_tiles = triton.cdiv(num_scores, tile)
         is_last = num_tiles == 1
@@ -170,6 +171,8 @@ def largest(
             num_warps=min(MOST_WARPS, max(4, tile // (32 * OF_A_THREAD))),
             **pdl_options(device),
         )
-        scores_RP, positions, num_scores = chosen_scores, chosen, num_tiles * count
+        scores_RP = chosen_scores
+        positions = chosen
+        num_scores = num_tiles * count
         round_idx += 1
     return chosen

@@ -125,9 +125,9 @@ def index_choice(
     parts = []
     for start in range(0, len(q_THI), at_once):
         own = slice(start, start + at_once)
-        table_TB, ends = block_table_TB[own], ends_T[own]
-        scores_TP = index_scores(q_THI[own], weights_TH[own], pages, table_TB, ends)
-        parts.append(largest(scores_TP, ends, top_k, blocks=(table_TB, pages.block_size)))
+        table_TB = block_table_TB[own]
+        scores_TP = index_scores(q_THI[own], weights_TH[own], pages, table_TB, ends_T[own])
+        parts.append(largest(scores_TP, ends_T[own], top_k, blocks=(table_TB, pages.block_size)))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
