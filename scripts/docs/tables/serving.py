@@ -36,6 +36,11 @@ def long_context_run() -> Run:
     return result_file("h200/long_context").run
 
 
+def indexer_run() -> Run:
+    """Return the run that times the choices of indexers."""
+    return result_file("h200/indexers").run
+
+
 def policies(run: Run) -> str:
     """Return the table of requests that arrive at a low rate, by policy of batching."""
     rows = [
@@ -74,6 +79,30 @@ def long_contexts(run: Run) -> str:
         "tokens a GiB holds",
     ]
     return table(header, rows, align="lrrrrr")
+
+
+def indexers(run: Run) -> str:
+    """Return the table of times that indexers take to choose keys, of the kernel that serves and of the
+    reference where it was timed."""
+    served = [row for row in run.rows if row["kernel"] != "reference"]
+    reference = {_choice(row): row for row in run.where(kernel="reference")}
+    rows = [
+        [
+            row["indexer"],
+            f"{row['context']:,}",
+            f"{row['rows']:,} of a prompt" if row["prompt"] else row["rows"],
+            bold(f"{fixed(row['us'])} us"),
+            f"{fixed(row['us_p10'])} .. {fixed(row['us_p90'])}",
+            f"{fixed(reference[_choice(row)]['us'])} us" if _choice(row) in reference else "-",
+        ]
+        for row in served
+    ]
+    header = ["indexer", "context", "rows", "median", "10th to 90th percentile", "reference"]
+    return table(header, rows, align="lrrrrr")
+
+
+def _choice(row: dict[str, Any]) -> tuple[str, int, int, bool]:
+    return row["indexer"], row["context"], row["rows"], row["prompt"]
 
 
 def workload(run: Run) -> str:
