@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.kernels.act_mul.reference import in_whole_vectors
 from compress.kernels.problem import Phase
-from compress.models.altup import mean_of_pairs
+from compress.kernels.rms_norm.reference import rms_norm
 from compress.models.arch import Arch
 from compress.models.gated_residual import GatedResiduals, gated_mean, gates_of, injections_of
 from compress.models.weights import Weights, dense
@@ -53,8 +53,7 @@ class GatedResidualWeights:
         """Return the mixture of the streams [T, D], and the factors by which the output of the half-layer is
         added to each stream, float32 [T, n]; None for the head."""
         n = self.facts.num_streams
-        normed_f32 = normed_streams(streams_TE, n, self.norm_eps) * self.norm_E
-        normed_TE = normed_f32.to(streams_TE.dtype)
+        normed_TE = normed_streams(streams_TE, self.norm_E, n, self.norm_eps)
         low_TR = self.down(normed_TE, phase, out_dtype=torch.float32)
         low_TR = in_whole_vectors(partial(gates_of, num_streams=n), low_TR).to(streams_TE.dtype)
         gates_TE = in_whole_vectors(torch.sigmoid, self.up(low_TR, phase, out_dtype=torch.float32))
@@ -65,10 +64,10 @@ class GatedResidualWeights:
         return mixed_TD, in_whole_vectors(partial(injections_of, num_streams=n), inject_Tn).contiguous()
 
 
-def normed_streams(streams_TE: Tensor, num_streams: int, eps: float) -> Tensor:
-    """Return the streams [T, n D], each divided by its root mean square, float32."""
-    x_TnD = streams_TE.to(torch.float32).unflatten(-1, (num_streams, -1))
-    return (x_TnD * torch.rsqrt(mean_of_pairs(x_TnD.square()) + eps)).flatten(-2)
+def normed_streams(streams_TE: Tensor, factors_E: Tensor, num_streams: int, eps: float) -> Tensor:
+    """Return the streams [T, n D], each divided by its root mean square, times float32 factors."""
+    by_stream = (num_streams, -1)
+    return rms_norm(streams_TE.unflatten(-1, by_stream), factors_E.unflatten(0, by_stream), eps).flatten(-2)
 
 
 def gated_residual_weights(

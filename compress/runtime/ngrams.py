@@ -100,8 +100,7 @@ class NGramWeights:
         return (gates_Tn.unsqueeze(-1) * values_T1D).flatten(1).to(streams_TE.dtype)
 
     def _normed(self, streams_TE: Tensor, factors_E: Tensor) -> Tensor:
-        normed_TE = normed_streams(streams_TE, self.facts.num_streams, self.norm_eps)
-        return (normed_TE * factors_E).to(streams_TE.dtype)
+        return normed_streams(streams_TE, factors_E, self.facts.num_streams, self.norm_eps)
 
 
 def ngram_weights(
