@@ -102,7 +102,7 @@ define venv
 @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else \
     f"Python 3.11 or 3.12 is needed and $(PYTHON) is {v[0]}.{v[1]}: name another one, for example make PYTHON=python3.12 quickstart")'
 $(PYTHON) -m venv $(1)
-@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip || echo "pip stays as it is; a newer one installs in half the time"
+@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=26' || echo "pip stays as it is"
 endef
 
 $(VENV)/bin/python:

@@ -131,8 +131,8 @@ def expanded_bytes(arch: Arch, dtype: torch.dtype, positions: int) -> int:
 def choosing_bytes(arch: Arch, positions: int, num_rows: int) -> int:
     """Return the bytes of what a layer with an indexer computes in a pass of so many rows, over sequences of
     so many positions: index keys of the rows that are scored at once, their scores by head, in float32, the
-    keys and values that are chosen, and the blocks and chosen positions of all rows; 0 where no layer
-    chooses."""
+    keys and values that are chosen, and the blocks and chosen slots of all rows; 0 where no layer chooses.
+    Kernels write fewer bytes of scores."""
     needed = [0]
     for facts in {layer.indexer for layer in arch.layers if layer.index_numbers(positions)}:
         if isinstance(facts, Indexer | BlockIndexer):

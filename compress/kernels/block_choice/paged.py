@@ -1,6 +1,6 @@
-"""The choice of blocks by an indexer over its paged keys, in three launches: the scores of a row and of some
-of its blocks a program, the largest of them (`index_choice/largest.py`), and the slots of the chosen blocks.
-Programs of blocks that a row does not see end at once.
+"""The choice of blocks by an indexer over its paged keys: the scores of a row and of some of its blocks a
+program, the largest of them (`index_choice/largest.py`), and the slots of the chosen blocks. Programs of
+blocks that a row does not see end at once.
 
 Keys of pooled blocks are computed anew in each call, and their sums in the order of positions, so that the
 bits of a row depend on the row and on its sequence alone.
@@ -14,34 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.triton import (
-    jit,
-    launch_dependents,
-    pdl_options,
-    tl,
-    triton,
-    triton_refusal,
-    wait,
-)
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.index_choice.largest import largest
-from compress.kernels.index_choice.paged import paged_slots
+from compress.kernels.operands import index_keys
 from compress.kernels.operands.block_keys import BlockKeys
+from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, slots_at
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
-POSITIONS = 128
-"""Positions of a program at once where each has products of its own."""
 POOLED = 16
 """Pooled blocks of a program."""
-MOST_HEADS = 64
-MOST_WIDTH = 256
-MOST_SCORES = 1 << 28
-"""Scores that are written before some are chosen: 1 GiB."""
-TILE = 1024
+SLOTS = 1024
+"""Slots that a program writes."""
 
 
-@jit(varying=("table_stride", "num_positions", "num_blocks"))
+@jit(varying=("table_stride", "num_blocks"))
 def _scores_of_positions(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -49,7 +36,6 @@ def _scores_of_positions(
     ends_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     table_stride: tl.tensor,
-    num_positions: tl.tensor,
     num_blocks: tl.tensor,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -82,7 +68,7 @@ def _scores_of_positions(
             inner = begin + place % INNER
             positions = (first + place // INNER) * SIZE + inner
             real = (inner < SIZE) & (positions < end)
-            slots = paged_slots(table_ptr + row * table_stride, positions, num_positions, BLOCK_SIZE)
+            slots = slots_at(table_ptr + row * table_stride, positions, real, BLOCK_SIZE)
             at = slots[None, :] * WIDTH + number[:, None]
             k = tl.load(keys_ptr + at, mask=real[None, :] & (number < WIDTH)[:, None], other=0.0)
             products = tl.dot(q, k, input_precision=PRECISION)
@@ -96,7 +82,7 @@ def _scores_of_positions(
         tl.store(into, scores, mask=(head < N)[:, None] & (block < num_blocks)[None, :])
 
 
-@jit(varying=("table_stride", "num_positions", "num_blocks", "num_tables"))
+@jit(varying=("table_stride", "num_blocks", "num_tables"))
 def _scores_of_pooled(
     q_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -109,7 +95,6 @@ def _scores_of_pooled(
     eps: tl.tensor,
     factor: tl.tensor,
     table_stride: tl.tensor,
-    num_positions: tl.tensor,
     num_blocks: tl.tensor,
     num_tables: tl.tensor,
     N: tl.constexpr,
@@ -145,7 +130,7 @@ def _scores_of_pooled(
         sums = tl.zeros([POOLED, WIDTH2], dtype=tl.float32)
         sums_of_partner = tl.zeros([POOLED, WIDTH2], dtype=tl.float32)
         for idx in range(SIZE):
-            slots = paged_slots(table_ptr + row * table_stride, start + idx, num_positions, BLOCK_SIZE)
+            slots = slots_at(table_ptr + row * table_stride, start + idx, block < whole, BLOCK_SIZE)
             keys = keys_ptr + slots[:, None] * WIDTH
             sums += tl.load(keys + number[None, :], mask=real, other=0.0).to(tl.float32)
             sums_of_partner += tl.load(keys + partner[None, :], mask=real, other=0.0).to(tl.float32)
@@ -159,7 +144,7 @@ def _scores_of_pooled(
         cos = tl.load(cos_ptr + table, mask=turns[None, :], other=1.0)
         sin = tl.load(sin_ptr + table, mask=turns[None, :], other=0.0)
         sin = tl.where((number < HALF)[None, :], -sin, sin)
-        turned = key.to(tl.float32) * cos.to(tl.float32) + key_of_partner.to(tl.float32) * sin.to(tl.float32)
+        turned = _product(key, cos).to(tl.float32) + _product(key_of_partner, sin).to(tl.float32)
         given = (head < N)[:, None] & (number < WIDTH)[None, :]
         q = tl.load(q_ptr + (row * N + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
         products = tl.dot(q, tl.trans(turned.to(q.dtype)), input_precision=PRECISION)
@@ -178,6 +163,12 @@ def _normed(mean: tl.tensor, inverse: tl.tensor, norm: tl.tensor) -> tl.tensor:
     return y
 
 
+@jit()
+def _product(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """Return x y, rounded to their type."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
+
+
 @jit(varying=("table_stride", "num_positions", "width"))
 def _slots_of_blocks(
     blocks_ptr: tl.tensor,
@@ -190,17 +181,18 @@ def _slots_of_blocks(
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Write the slots of the positions of blocks, and any of positions beyond the table."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     wait(PDL)
     block = tl.load(blocks_ptr + row * COUNT + at // SIZE, mask=at < width, other=0)
     positions = block * SIZE + at % SIZE
-    slots = paged_slots(table_ptr + row // HEADS * table_stride, positions, num_positions, BLOCK_SIZE)
+    known = (at < width) & (positions < num_positions)
+    slots = slots_at(table_ptr + row // HEADS * table_stride, positions, known, BLOCK_SIZE)
     tl.store(slots_ptr + row * width + at, slots, mask=at < width)
 
 
@@ -218,15 +210,16 @@ def block_scores(
     shared: dict[str, Any] = {
         "N": num_heads,
         "WIDTH": width,
-        "N2": max(16, triton.next_power_of_2(num_heads)),
-        "WIDTH2": max(16, triton.next_power_of_2(width)),
+        "N2": padded(num_heads),
+        "WIDTH2": padded(width),
         "SIZE": facts.block_size,
         "BLOCK_SIZE": pages.block_size,
         "PRECISION": "ieee" if q_TNI.dtype == torch.float32 else "tf32",
         "num_warps": 4,
+        "num_stages": 1,
         **pdl_options(q_TNI.device),
     }
-    where = block_table_TB.stride(0), num_positions, num_blocks
+    where = block_table_TB.stride(0), num_blocks
     if facts.pooled:
         _scores_of_pooled[(num_rows, triton.cdiv(num_blocks, POOLED))](
             q_TNI.contiguous(),
@@ -273,14 +266,15 @@ def block_choice(
     width = count * facts.block_size
     num_positions = block_table_TB.shape[1] * pages.block_size
     slots_TNW = torch.empty(len(q_TNI), num_heads, width, dtype=torch.int64, device=q_TNI.device)
-    at_once = max(1, MOST_SCORES // (num_heads * triton.cdiv(num_positions, facts.block_size)))
+    at_once = max(1, index_keys.MOST_SCORES // (num_heads * triton.cdiv(num_positions, facts.block_size)))
     for start in range(0, len(q_TNI), at_once):
         own = slice(start, start + at_once)
         scores = block_scores(q_TNI[own], keys, pages, block_table_TB[own], ends_T[own])
         blocks = largest(
             scores.flatten(0, 1), ends_T[own], facts.top_blocks, size=facts.block_size, and_last=facts.pooled
         )
-        _slots_of_blocks[(len(blocks), triton.cdiv(width, TILE))](
+        del scores  # before the next ones are made
+        _slots_of_blocks[(len(blocks), triton.cdiv(width, SLOTS))](
             blocks,
             block_table_TB[own],
             slots_TNW[own],
@@ -291,22 +285,13 @@ def block_choice(
             COUNT=count,
             SIZE=facts.block_size,
             BLOCK_SIZE=pages.block_size,
-            TILE=TILE,
+            SLOTS=SLOTS,
             num_warps=4,
             **pdl_options(q_TNI.device),
         )
     return slots_TNW
 
 
-def _refusal(problem: Problem) -> str | None:
-    if refusal := triton_refusal(problem):
-        return refusal
-    if problem.n > MOST_WIDTH or problem.k > MOST_HEADS:
-        return (
-            f"holds {MOST_HEADS} heads of {MOST_WIDTH} numbers at most, and the indexer has {problem.k} of "
-            f"{problem.n}"
-        )
-    return None
-
-
-register(Kernel("block_choice", "triton.paged", min_sm=80, priority=10, supports=_refusal, fn=block_choice))
+register(
+    Kernel("block_choice", "triton.paged", min_sm=80, priority=10, supports=indexer_refusal, fn=block_choice)
+)

@@ -5,13 +5,14 @@ each tile chose. Programs of tiles that a row does not see end at once.
 
 Of equal scores the first ones are chosen, as `models/chosen_keys.py` has it.
 
-Shapes: R rows, T of which have ends of their own, P scores, B blocks, K chosen.
+Shapes: R rows, as many of each of T ends, P scores, B blocks of a table, K chosen.
 """
 
 import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
+from compress.kernels.operands.index_keys import slots_at
 
 TILE = 8192
 """Scores of a program, more only where more than half of them may be chosen."""
@@ -30,7 +31,8 @@ def _ordered(scores: tl.tensor, known: tl.tensor) -> tl.tensor:
 
 @jit()
 def _least(keys: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return an integer that `COUNT` keys are no smaller than, the largest one where that is true of more."""
+    """Return the largest integer that `COUNT` keys or more are no smaller than, or a smaller one that parts
+    the keys alike."""
     least = tl.zeros((), dtype=tl.uint32)
     bit = tl.full((), 0x80000000, dtype=tl.uint32)
     while bit > 0:
@@ -41,16 +43,15 @@ def _least(keys: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
 
 
 @jit()
-def _slots(
+def _written(
     table_ptr: tl.tensor, positions: tl.tensor, read: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return the slots of positions, or what they are where no blocks are given."""
+    """Return what is written for positions, int64: their slots, or the positions if there are no blocks."""
     if BLOCK_SIZE > 0:
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=read, other=0)
-        slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        written = slots_at(table_ptr, positions, read, BLOCK_SIZE)
     else:
-        slots = positions.to(tl.int64)
-    return slots
+        written = positions.to(tl.int64)
+    return written
 
 
 @jit(varying=("stride", "table_stride"))
@@ -73,6 +74,9 @@ def _largest(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Write what is chosen of a tile of a row: scores and positions for the next round, or the slots of the
+    last one. The rounds before left `COUNT` scores of each tile, those of the last tile a row sees maybe
+    fewer."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -104,13 +108,13 @@ def _largest(
             WIDTH: tl.constexpr = COUNT + 1 if AND_LAST else COUNT
             chosen_ptr += row * WIDTH
             table_ptr += row * table_stride
-            tl.store(chosen_ptr + rank, _slots(table_ptr, positions, chosen, BLOCK_SIZE), mask=chosen)
+            tl.store(chosen_ptr + rank, _written(table_ptr, positions, chosen, BLOCK_SIZE), mask=chosen)
             after = tl.minimum(own, COUNT)
             if AND_LAST:
                 tl.store(chosen_ptr + after, whole.to(tl.int64))
                 after += 1
             rest = (place >= after) & (place < WIDTH)
-            tl.store(chosen_ptr + place, _slots(table_ptr, place * 0, rest, BLOCK_SIZE), mask=rest)
+            tl.store(chosen_ptr + place, _written(table_ptr, place * 0, rest, BLOCK_SIZE), mask=rest)
         else:
             into = row * tl.num_programs(1) * COUNT + tile * COUNT + rank
             tl.store(chosen_scores_ptr + into, scores, mask=chosen)
@@ -126,7 +130,8 @@ def largest(
     and_last: bool = False,
     blocks: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Return where the largest scores of rows are, int64 [R, K], in rising order and zeros after them.
+    """Return where the largest scores of rows are, int64 [R, K], in rising order, and after them the first
+    position; or the slots of these.
 
     Args:
         scores_RP: float32, contiguous; those that a row does not see may be anything.
@@ -134,14 +139,14 @@ def largest(
         count: K, the most that are chosen.
         and_last: a row sees scores of whole positions, and what follows them is chosen besides, so that K is
             one more.
-        blocks: the blocks of each row [R, B] and the positions of a block; slots are returned for positions.
+        blocks: the blocks of each row [R, B] and the positions of a block, if slots are to be returned.
     """
     num_rows, num_scores = scores_RP.shape
     device = scores_RP.device
     ends_T = ends_T.contiguous()
     table, block_size = (ends_T, 0) if blocks is None else blocks
     most = max(TILE, triton.next_power_of_2(2 * count))
-    tile = min(most, max(512, triton.next_power_of_2(max(num_scores, count + 1))))
+    tile = min(most, max(256, triton.next_power_of_2(max(num_scores, count + 1))))
     positions = ends_T  # not read in the first round
     is_last = False
     round_idx = 0

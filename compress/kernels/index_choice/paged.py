@@ -1,45 +1,19 @@
-"""The choice of positions by an indexer over its paged keys, in two launches: the scores of a row and of a
-part of its positions a program, by matrix products of all heads, and the largest of them (`largest.py`).
-Programs of positions that a row does not see end at once, so that the width of a table costs their launch
-alone.
+"""The choice of positions by an indexer over its paged keys: the scores of a row and of a part of its
+positions a program, by matrix products of all heads, and the largest of them (`largest.py`). Programs of
+positions that a row does not see end at once, so that the width of a table costs their launch alone.
 
-Shapes: T rows, H heads, I numbers of a key, B blocks of the longest sequence, K positions chosen.
+Shapes: T rows, H heads, I numbers of a key, P positions of a table of B blocks, K slots chosen.
 """
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.triton import (
-    jit,
-    launch_dependents,
-    pdl_options,
-    tl,
-    triton,
-    triton_refusal,
-    wait,
-)
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.index_choice.largest import largest
+from compress.kernels.operands import index_keys
+from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, slots_at
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-
-POSITIONS = 128
-"""Positions of a program."""
-MOST_PRODUCTS = 1 << 14
-"""Products of heads and positions that a program holds."""
-MOST_WIDTH = 256
-"""Numbers of a key that a program holds at once."""
-MOST_SCORES = 1 << 28
-"""Scores that are written before some are chosen: 1 GiB."""
-
-
-@jit()
-def paged_slots(
-    table_ptr: tl.tensor, positions: tl.tensor, num_positions: tl.tensor, BLOCK_SIZE: tl.constexpr
-) -> tl.tensor:
-    """Return the slots of positions of the sequence with these blocks."""
-    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < num_positions, other=0)
-    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @jit(varying=("table_stride", "num_positions"))
@@ -61,6 +35,7 @@ def _scores(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Write the scores of some positions of a row that it sees."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * POSITIONS
@@ -70,7 +45,7 @@ def _scores(
     wait(PDL)
     end = tl.load(ends_ptr + row)
     if start < end:
-        slots = paged_slots(table_ptr + row * table_stride, positions, num_positions, BLOCK_SIZE)
+        slots = slots_at(table_ptr + row * table_stride, positions, positions < end, BLOCK_SIZE)
         real = (positions < end)[None, :] & (number < WIDTH)[:, None]
         k = tl.load(keys_ptr + slots[None, :] * WIDTH + number[:, None], mask=real, other=0.0)
         given = (head < H)[:, None] & (number < WIDTH)[None, :]
@@ -100,8 +75,8 @@ def index_scores(
         num_positions,
         H=num_heads,
         WIDTH=width,
-        H2=max(16, triton.next_power_of_2(num_heads)),
-        WIDTH2=max(16, triton.next_power_of_2(width)),
+        H2=padded(num_heads),
+        WIDTH2=padded(width),
         BLOCK_SIZE=pages.block_size,
         POSITIONS=POSITIONS,
         PRECISION="ieee" if q_THI.dtype == torch.float32 else "tf32",
@@ -121,26 +96,17 @@ def index_choice(
     top_k: int,
 ) -> Tensor:
     """Return the slots [T, K] that rows attend to (`reference.py`)."""
-    at_once = max(1, MOST_SCORES // (block_table_TB.shape[1] * pages.block_size))
+    at_once = max(1, index_keys.MOST_SCORES // (block_table_TB.shape[1] * pages.block_size))
     parts = []
     for start in range(0, len(q_THI), at_once):
         own = slice(start, start + at_once)
         table_TB = block_table_TB[own]
         scores_TP = index_scores(q_THI[own], weights_TH[own], pages, table_TB, ends_T[own])
         parts.append(largest(scores_TP, ends_T[own], top_k, blocks=(table_TB, pages.block_size)))
+        del scores_TP  # before the next ones are made
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _refusal(problem: Problem) -> str | None:
-    if refusal := triton_refusal(problem):
-        return refusal
-    heads = max(16, triton.next_power_of_2(problem.k))
-    if problem.n > MOST_WIDTH or heads * POSITIONS > MOST_PRODUCTS:
-        return (
-            f"holds {MOST_PRODUCTS // POSITIONS} heads of {MOST_WIDTH} numbers at most, and the indexer has "
-            f"{problem.k} of {problem.n}"
-        )
-    return None
-
-
-register(Kernel("index_choice", "triton.paged", min_sm=80, priority=10, supports=_refusal, fn=index_choice))
+register(
+    Kernel("index_choice", "triton.paged", min_sm=80, priority=10, supports=indexer_refusal, fn=index_choice)
+)

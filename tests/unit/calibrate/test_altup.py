@@ -173,7 +173,7 @@ def test_no_head_and_no_student_is_made() -> None:
     with pytest.raises(UsageError, match="model is 2 streams, and a head reads hidden states of one"):
         eagle3_facts(arch, draft_vocab_size=50)
     for name in ("streams alone", "a residual alone"):
-        with pytest.raises(UsageError, match="several streams, or has LAuReL"):
+        with pytest.raises(UsageError, match="several streams, or has gates or LAuReL"):
             student_arch(tiny_source(**FACTS[name]).arch, Shape())
 
 

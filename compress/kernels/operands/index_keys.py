@@ -1,0 +1,43 @@
+"""What the kernels of all indexers share: the slots of positions, how many scores there are at once, and
+which indexers a program can hold."""
+
+from compress.kernels.compilers.triton import jit, tl, triton, triton_refusal
+from compress.kernels.problem import Problem
+
+POSITIONS = 128
+"""Positions whose keys a program holds at once."""
+MOST_SCORES = 1 << 26
+"""Scores that are written before some are chosen: 256 MiB, next to which what tiles choose of them takes as
+much at most. What references gather is more (`runtime/kv_cache.py`)."""
+MOST_OPERAND_BYTES = 96 * 1024
+"""Bytes of the queries and keys of a matrix product, which lie in shared memory: what a block may have on
+every GPU from sm_80 on."""
+
+
+@jit()
+def slots_at(
+    table_ptr: tl.tensor, positions: tl.tensor, read: tl.tensor, BLOCK_SIZE: tl.constexpr
+) -> tl.tensor:
+    """Return the slots, int64, of positions of the sequence with these blocks, and any where `read` is
+    False."""
+    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=read, other=0)
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def padded(size: int) -> int:
+    """Return the least size of a matrix product that has room for so many rows or columns."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def indexer_refusal(problem: Problem) -> str | None:
+    """Return why a program cannot hold the queries of `problem.k` heads of `problem.n` numbers and the keys
+    of `POSITIONS` positions, None where it can."""
+    if refusal := triton_refusal(problem):
+        return refusal
+    num_bytes = (padded(problem.k) + POSITIONS) * padded(problem.n) * problem.dtype.itemsize
+    if num_bytes > MOST_OPERAND_BYTES:
+        return (
+            f"holds {MOST_OPERAND_BYTES // 1024} KiB of queries and keys at most, and {problem.k} heads of "
+            f"{problem.n} numbers take {num_bytes // 1024}"
+        )
+    return None
