@@ -276,5 +276,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "idefics3": {"model_type": "llama"},
     "smolvlm": {"model_type": "llama"},
     "exaone4_5": {"model_type": "exaone4"},
-    "muse_spark": {"moe_intermediate_size": 32, "moe_hidden_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "muse_spark": {
+        "moe_intermediate_size": 32,
+        "moe_hidden_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
 }

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.kernels.problem import OPS, RECURRENCE_OPS
+from compress.kernels.problem import OPS, RECURRENCE_OPS, Op
+from compress.kernels.select import candidates
 from compress.validate.profile.steps import covered_us, short_name
-from scripts import bench_kernels, bench_quantize, bench_runtime
+from scripts import bench_indexers, bench_kernels, bench_quantize, bench_runtime
 from scripts.bench_setup import read_arch
 from scripts.kernel_bench import case, linear, timer
 from tests.support.scripts import run_script
@@ -306,14 +308,39 @@ def test_mixtures_are_timed_with_the_experts_that_a_step_hits(bench: Bench) -> N
     assert all(row["ttft_ms_p50"] > 0 for row in rows)
 
 
-def test_choices_of_indexers_are_held_to_the_reference(bench: Bench) -> None:
-    sizes = ["--contexts", "40", "--rows", "1", "3", "--prompt-rows", "8", "--replays", "2"]
-    rows = bench("bench_indexers", "--indexers", "tiny", "tiny blocks", *sizes)["rows"]
-    assert [(row["indexer"], row["rows"], row["prompt"]) for row in rows] == [
-        (name, *each) for name in ("tiny", "tiny blocks") for each in ((1, False), (3, False), (8, True))
+TINY_INDEXERS = ("tiny", "tiny blocks", "tiny pooled")
+
+
+def test_choices_of_indexers_are_timed_in_tables_of_the_longest_context(bench: Bench) -> None:
+    sizes = ["--contexts", "40", "200", "--rows", "1", "3", "--prompt-rows", "8", "--replays", "2"]
+    rows = bench("bench_indexers", "--indexers", *TINY_INDEXERS, *sizes)["rows"]
+    assert [(row["indexer"], row["context"], row["rows"], row["table_positions"]) for row in rows] == [
+        (name, context, num_rows, context if num_rows == 8 else 200)
+        for name in TINY_INDEXERS
+        for context in (40, 200)
+        for num_rows in (1, 3, 8)
     ]
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
-    assert all(row["kernel"] == "reference" for row in rows)
+    assert all(row["margin"] < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize("name", TINY_INDEXERS)
+def test_a_choice_of_an_indexer_that_is_none_of_the_largest_is_found(name: str) -> None:
+    case = bench_indexers.case_of(bench_indexers.INDEXERS[name], 200, 2, 200, torch.device("cpu"))
+    op: Op = "index_choice" if name == "tiny" else "block_choice"
+    reference = next(each for each in candidates(op) if each.name == "reference")
+
+    def others(*arguments: Any, **options: Any) -> Tensor:  # whose queries point away
+        slots: Tensor = reference.fn(-arguments[0], *arguments[1:], **options)
+        return slots
+
+    def twice(*arguments: Any, **options: Any) -> Tensor:
+        slots: Tensor = reference.fn(*arguments, **options)
+        return torch.zeros_like(slots) + slots[..., :1]
+
+    assert bench_indexers.margin(case, reference) < 1e-5
+    assert bench_indexers.margin(case, dataclasses.replace(reference, fn=others)) > bench_indexers.MARGIN
+    assert bench_indexers.margin(case, dataclasses.replace(reference, fn=twice)) == math.inf
 
 
 def test_an_unknown_shape_lists_the_known_ones() -> None:
