@@ -1,6 +1,5 @@
 """The choice of blocks by an indexer over its paged keys: the scores of a row and of some of its blocks a
-program, the largest of them (`index_choice/largest.py`), and the slots of the chosen blocks. Programs of
-blocks that a row does not see end at once.
+program, the largest of them (`index_choice/largest.py`), and the slots of the chosen blocks.
 
 Keys of pooled blocks are computed anew in each call, and their sums in the order of positions, so that the
 bits of a row depend on the row and on its sequence alone.
@@ -18,7 +17,7 @@ from compress.kernels.compilers.triton import jit, launch_dependents, pdl_option
 from compress.kernels.index_choice.largest import largest
 from compress.kernels.operands import index_keys
 from compress.kernels.operands.block_keys import BlockKeys
-from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, slots_at
+from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, programs_of_row, slots_at
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.select import Kernel, register
 
@@ -54,15 +53,15 @@ def _scores_of_positions(
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     BLOCKS: tl.constexpr = POSITIONS // INNER
-    first = tl.program_id(1) * BLOCKS
     place = tl.arange(0, POSITIONS)
     head = tl.arange(0, N2)
     number = tl.arange(0, WIDTH2)
+    given = (head < N)[:, None] & (number < WIDTH)[None, :]
     wait(PDL)
-    end = tl.load(ends_ptr + row)
-    if first * SIZE < end:
-        given = (head < N)[:, None] & (number < WIDTH)[None, :]
-        q = tl.load(q_ptr + (row * N + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
+    end = tl.load(ends_ptr + row).to(tl.int32)
+    q = tl.load(q_ptr + (row * N + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
+    last = (end - 1) // SIZE
+    for first in range(tl.program_id(1) * BLOCKS, last + 1, tl.num_programs(1) * BLOCKS):
         scores = tl.full([N2, BLOCKS], float("-inf"), dtype=tl.float32)
         for begin in range(0, SIZE, INNER):
             inner = begin + place % INNER
@@ -75,7 +74,6 @@ def _scores_of_positions(
             products = tl.where(real[None, :], products, float("-inf"))
             scores = tl.maximum(scores, tl.max(tl.reshape(products, [N2, BLOCKS, INNER]), axis=2))
         block = first + tl.arange(0, BLOCKS)
-        last = (end - 1) // SIZE
         is_local = (block <= last) & (block > last - LOCAL)
         scores = tl.where(is_local[None, :], float("inf"), scores)
         into = scores_ptr + (row * N + head[:, None]) * num_blocks + block[None, :]
@@ -112,8 +110,6 @@ def _scores_of_pooled(
     """Write the scores [T, J] of blocks that a row sees as a whole."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * POOLED
-    block = first + tl.arange(0, POOLED)
     head = tl.arange(0, N2)
     number = tl.arange(0, WIDTH2)
     HALF: tl.constexpr = TURNING // 2
@@ -124,8 +120,11 @@ def _scores_of_pooled(
     norm = tl.load(norm_ptr + number, mask=number < WIDTH, other=0.0)
     norm_of_partner = tl.load(norm_ptr + partner, mask=number < WIDTH, other=0.0)
     wait(PDL)
-    whole = tl.load(ends_ptr + row) // SIZE
-    if first < whole:
+    whole = tl.load(ends_ptr + row).to(tl.int32) // SIZE
+    given = (head < N)[:, None] & (number < WIDTH)[None, :]
+    q = tl.load(q_ptr + (row * N + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
+    for first in range(tl.program_id(1) * POOLED, whole, tl.num_programs(1) * POOLED):
+        block = first + tl.arange(0, POOLED)
         start = tl.where(block < whole, block * SIZE, 0)
         sums = tl.zeros([POOLED, WIDTH2], dtype=tl.float32)
         sums_of_partner = tl.zeros([POOLED, WIDTH2], dtype=tl.float32)
@@ -145,8 +144,6 @@ def _scores_of_pooled(
         sin = tl.load(sin_ptr + table, mask=turns[None, :], other=0.0)
         sin = tl.where((number < HALF)[None, :], -sin, sin)
         turned = _product(key, cos).to(tl.float32) + _product(key_of_partner, sin).to(tl.float32)
-        given = (head < N)[:, None] & (number < WIDTH)[None, :]
-        q = tl.load(q_ptr + (row * N + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
         products = tl.dot(q, tl.trans(turned.to(q.dtype)), input_precision=PRECISION)
         scores = tl.sum(tl.maximum(products, 0.0), axis=0) * factor
         tl.store(scores_ptr + row * num_blocks + block, scores, mask=block < num_blocks)
@@ -221,7 +218,7 @@ def block_scores(
     }
     where = block_table_TB.stride(0), num_blocks
     if facts.pooled:
-        _scores_of_pooled[(num_rows, triton.cdiv(num_blocks, POOLED))](
+        _scores_of_pooled[(num_rows, programs_of_row(num_rows, triton.cdiv(num_blocks, POOLED)))](
             q_TNI.contiguous(),
             pages.rows,
             keys.norm.weight,
@@ -241,7 +238,8 @@ def block_scores(
         )
     else:
         inner = min(POSITIONS, triton.next_power_of_2(facts.block_size))
-        _scores_of_positions[(num_rows, triton.cdiv(num_blocks, POSITIONS // inner))](
+        num_parts = triton.cdiv(num_blocks, POSITIONS // inner)
+        _scores_of_positions[(num_rows, programs_of_row(num_rows, num_parts))](
             q_TNI.contiguous(),
             pages.rows,
             block_table_TB,

@@ -1,6 +1,5 @@
 """The choice of positions by an indexer over its paged keys: the scores of a row and of a part of its
-positions a program, by matrix products of all heads, and the largest of them (`largest.py`). Programs of
-positions that a row does not see end at once, so that the width of a table costs their launch alone.
+positions a program, by matrix products of all heads, and the largest of them (`largest.py`).
 
 Shapes: T rows, H heads, I numbers of a key, P positions of a table of B blocks, K slots chosen.
 """
@@ -11,7 +10,7 @@ from torch import Tensor
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.index_choice.largest import largest
 from compress.kernels.operands import index_keys
-from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, slots_at
+from compress.kernels.operands.index_keys import POSITIONS, indexer_refusal, padded, programs_of_row, slots_at
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.select import Kernel, register
 
@@ -35,22 +34,22 @@ def _scores(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Write the scores of some positions of a row that it sees."""
+    """Write the scores of some of the positions that a row sees."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * POSITIONS
-    positions = start + tl.arange(0, POSITIONS)
+    place = tl.arange(0, POSITIONS)
     head = tl.arange(0, H2)
     number = tl.arange(0, WIDTH2)
+    given = (head < H)[:, None] & (number < WIDTH)[None, :]
     wait(PDL)
-    end = tl.load(ends_ptr + row)
-    if start < end:
+    end = tl.load(ends_ptr + row).to(tl.int32)
+    q = tl.load(q_ptr + (row * H + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
+    weights = tl.load(weights_ptr + row * H + head, mask=head < H, other=0.0)
+    for start in range(tl.program_id(1) * POSITIONS, end, tl.num_programs(1) * POSITIONS):
+        positions = start + place
         slots = slots_at(table_ptr + row * table_stride, positions, positions < end, BLOCK_SIZE)
         real = (positions < end)[None, :] & (number < WIDTH)[:, None]
         k = tl.load(keys_ptr + slots[None, :] * WIDTH + number[:, None], mask=real, other=0.0)
-        given = (head < H)[:, None] & (number < WIDTH)[None, :]
-        q = tl.load(q_ptr + (row * H + head[:, None]) * WIDTH + number[None, :], mask=given, other=0.0)
-        weights = tl.load(weights_ptr + row * H + head, mask=head < H, other=0.0)
         products = tl.dot(q, k, input_precision=PRECISION)
         scores = tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
         tl.store(scores_ptr + row * num_positions + positions, scores, mask=positions < end)
@@ -64,7 +63,7 @@ def index_scores(
     num_rows, num_heads, width = q_THI.shape
     num_positions = block_table_TB.shape[1] * pages.block_size
     scores_TP = torch.empty(num_rows, num_positions, dtype=torch.float32, device=q_THI.device)
-    _scores[(num_rows, triton.cdiv(num_positions, POSITIONS))](
+    _scores[(num_rows, programs_of_row(num_rows, triton.cdiv(num_positions, POSITIONS)))](
         q_THI.contiguous(),
         weights_TH.contiguous(),
         pages.rows,
@@ -81,6 +80,7 @@ def index_scores(
         POSITIONS=POSITIONS,
         PRECISION="ieee" if q_THI.dtype == torch.float32 else "tf32",
         num_warps=8 if num_heads > 32 else 4,
+        num_stages=1,
         **pdl_options(q_THI.device),
     )
     return scores_TP

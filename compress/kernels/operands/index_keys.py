@@ -14,6 +14,10 @@ MOST_OPERAND_BYTES = 96 * 1024
 every GPU from sm_80 on."""
 
 
+PROGRAMS = 2048
+"""Programs that score the keys of all rows, about: some 16 of each multiprocessor of the largest GPUs."""
+
+
 @jit()
 def slots_at(
     table_ptr: tl.tensor, positions: tl.tensor, read: tl.tensor, BLOCK_SIZE: tl.constexpr
@@ -22,6 +26,12 @@ def slots_at(
     False."""
     blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=read, other=0)
     return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def programs_of_row(num_rows: int, num_parts: int) -> int:
+    """Return how many programs share the parts of the keys of a row, so that parts of a table that no row
+    sees cost next to nothing."""
+    return min(num_parts, max(1, PROGRAMS // num_rows))
 
 
 def padded(size: int) -> int:

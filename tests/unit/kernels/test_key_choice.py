@@ -61,10 +61,12 @@ def row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def parts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels choose for few rows at once, and from several tiles, unless all fits."""
+    """Let the kernels choose for few rows at once, by few programs and from several tiles, where they are
+    not to do all at once."""
     if not whole:
         monkeypatch.setattr(of_scores, "TILE", 256)
         monkeypatch.setattr(index_keys, "MOST_SCORES", 1500)
+        monkeypatch.setattr(index_keys, "PROGRAMS", 2)
 
 
 def usable(op: Any) -> Any:
