@@ -1,5 +1,5 @@
-"""What the kernels of all indexers share: the slots of positions, how many scores there are at once, and
-which indexers a program can hold."""
+"""The parts that the kernels of all indexers share: the slots of positions, how many scores there are at
+once, and which indexers a program can hold."""
 
 from compress.kernels.compilers.triton import jit, tl, triton, triton_refusal
 from compress.kernels.problem import Problem
