@@ -67,10 +67,15 @@ def check_experts(facts: Mapping[str, Any], stated: Fields, *, max_size: int) ->
     is_whole = plain and facts.get("shared_scale", 1.0) == 1 and not facts.get("post_norm")
     if facts.get("delayed") and not is_whole:
         raise stated.wrong("delayed", True, "false without a shared expert that is added as it is")
-    apart = ("always", "table_size", "latent_size", "weighs_input", "branch_norms", "post_norm")
+    apart = (
+        *("always", "table_size", "latent_size", "weighs_input", "branch_norms", "post_norm"),
+        *("output_scale", "one_output_scale"),
+    )
     is_plain = facts.get("score", "softmax") in ("softmax", "sigmoid") and groups == 1
     if facts.get("zero_experts") and (not is_plain or any(facts.get(each) for each in apart)):
-        wanted = "0 with groups, a table, latents, or other scores than softmax and sigmoid"
+        wanted = (
+            "0 with groups, a table, latents, scales of outputs, or other scores than softmax and sigmoid"
+        )
         raise stated.wrong("zero_experts", facts["zero_experts"], wanted)
     if facts.get("one_output_scale") and facts.get("output_scale"):
         raise stated.wrong("output_scale", True, "one number of each expert, or one of all")

@@ -169,7 +169,9 @@ class Experts:
         assert not self.table_size or not (of_router or self.weighs_input or self.branch_norms)
         own = self.shared_gate or self.branch_norms or self.post_norm
         assert not self.delayed or (self.shared_size and not own and self.shared_scale == 1)
-        changed = self.always or self.table_size or self.changes_input or self.post_norm
+        changed = (
+            self.always or self.table_size or self.changes_input or self.post_norm or self.scales_weights
+        )
         assert not self.zero_experts or not (changed or self.num_groups > 1)
 
     @property
@@ -229,8 +231,9 @@ class Experts:
     @property
     def shared_parts(self) -> int:
         """The number of experts of the size of the others that add up to the shared one; 0 where they do not
-        fill it, or where it reads something of its own."""
-        apart = self.changes_input or self.expert_bias or self.delayed
+        fill it, where it reads something of its own, or where experts without weights follow the others by
+        index, as parts of the shared one would."""
+        apart = self.changes_input or self.expert_bias or self.delayed or self.zero_experts
         return 0 if apart or self.shared_size % self.expert_size else self.shared_size // self.expert_size
 
     def activation_of(self, activation: str) -> str:

@@ -65,6 +65,7 @@ class ExpertLinears:
             EnvironmentUnfit: no kernel supports the experts.
         """
         assert len(experts) == facts.num_experts
+        assert not (shared and facts.zero_experts)  # both follow the others by index
         device = deployment.kernel_device
         packed: dict[Any, Any] = {}
         routers: dict[Phase, BoundKernel] = {}
@@ -170,13 +171,16 @@ class ExpertLinears:
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, residual: Tensor | None
     ) -> Tensor:
         """Return the output of a mixture of which some experts return their input. In place of each of those
-        a row computes the best of its own experts that have weights once more, and adds nothing of it."""
+        a row computes the best of its own experts that have weights once more, with a weight of 0. A row that
+        chose none with weights computes the last one, and its output is replaced by 0: that expert is not
+        its own, and 0 times an infinite output is NaN."""
         is_zero_TK = ids_TK >= self.facts.num_experts
         own_T1 = is_zero_TK.to(torch.int32).argmin(dim=1, keepdim=True)
         own_T1 = ids_TK.gather(1, own_T1).clamp(max=self.facts.num_experts - 1)
         ids_TK = torch.where(is_zero_TK, own_T1, ids_TK)
         weights_T1 = weights_of_identities(is_zero_TK, weights_TK)
         out_TD = self.experts(x_TD, ids_TK, weights_TK.masked_fill(is_zero_TK, 0.0), phase)
+        out_TD = out_TD.masked_fill(is_zero_TK.all(dim=1, keepdim=True), 0.0)
         total_TD = out_TD.to(torch.float32) + x_TD.to(torch.float32) * weights_T1
         total_TD = total_TD.to(x_TD.dtype)
         return total_TD if residual is None else residual + total_TD

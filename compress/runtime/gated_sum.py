@@ -1,5 +1,6 @@
-"""Gated sums in serving (`models/gated_sum.py`): operations of torch on single numbers, which a CUDA graph
-can capture and whose bits of a row do not depend on the other rows, around the kernel of norms.
+"""Gated sums in serving (`models/gated_sum.py`). The kernel of norms norms the output of a half-layer; the
+weights before that norm and the sum after it are elementwise operations of torch. A CUDA graph can capture
+these, and the bits of a row do not depend on the other rows of a call.
 
 Shapes: T rows, D hidden.
 """

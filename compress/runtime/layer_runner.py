@@ -342,15 +342,18 @@ class LayerRunner:
     def _attended(self, layer: LayerWeights, projected: Projected, attend: Attend) -> Rows:
         """Return the input of the last linear of attention, or of a recurrence. The outputs of a gate follow
         q, k and v."""
+
+        def attended(of: Projected) -> Tensor:
+            return heads_out(layer, attend(layer, of), self._arch.norm_eps)
+
         if projected.gates_TH is not None:
-            attended_THC = heads_out(layer, attend(layer, projected), self._arch.norm_eps)
+            attended_THC = attended(projected)
             return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)
         if not layer.shape.has_output_gate:
-            return heads_out(layer, attend(layer, projected), self._arch.norm_eps).flatten(1)
+            return attended(projected).flatten(1)
         assert layer.o is not None
         size = layer.shape.num_heads * layer.shape.value_dim
-        ungated = replace(projected, qkv_TF=projected.qkv_TF[:, :-size])
-        attended_TF = heads_out(layer, attend(layer, ungated), self._arch.norm_eps).flatten(1)
+        attended_TF = attended(replace(projected, qkv_TF=projected.qkv_TF[:, :-size])).flatten(1)
         rows: Rows = self._act_mul(projected.qkv_TF[:, -size:], OUTPUT_GATE, layer.o.quant, up_TF=attended_TF)
         return rows
 

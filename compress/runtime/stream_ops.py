@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.hyper import HyperWeights
-from compress.kernels.operands.rows import RawRows, RowNorm
+from compress.kernels.operands.rows import Branch, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.gated_residual import GatedResiduals
@@ -74,18 +74,20 @@ class StreamOps:
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
         rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
-        residual is one stream, to which `hyper` adds where it is a gated sum, or two with shortcuts."""
-        if isinstance(hyper, GatedSumWeights | ShortcutSum):
-            output_TD = half()
-            assert isinstance(output_TD, Tensor)
-            if isinstance(hyper, ShortcutSum):
-                return Stream(hyper.added(output_TD, residual_TD))
-            return Stream(hyper.added(output_TD, residual_TD, self.norm))
+        residual is one stream, to which `hyper` adds where it is a gated sum, or two with shortcuts; these
+        two compute no rows. No model with `hyper` has that norm, `scale` or `also` (`arch_checks.py`)."""
+        if hyper is not None:
+            assert post_norm is None
+            assert scale == 1
+            assert not also
+        if isinstance(hyper, GatedSumWeights):
+            return Stream(hyper.added(_of_one_branch(half()), residual_TD, self.norm))
+        if isinstance(hyper, ShortcutSum):
+            return Stream(hyper.added(_of_one_branch(half()), residual_TD))
         if factors_TF is not None:
             return Stream(self._ops["hyper_spread"].kernel.fn(half(), residual_TD, factors_TF))
         if post_norm is None:
-            sum_TD = half(residual=residual_TD)
-            assert isinstance(sum_TD, Tensor)
+            sum_TD = _of_one_branch(half(residual=residual_TD))
             return Stream(sum_TD if scale == 1 else sum_TD * scale)
         following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
         return Stream(
@@ -162,3 +164,9 @@ class StreamOps:
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op."""
         return [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+
+
+def _of_one_branch(output: Tensor | tuple[Branch, Branch]) -> Tensor:
+    """Return the output of a half-layer whose branches are not normed apart."""
+    assert isinstance(output, Tensor)
+    return output

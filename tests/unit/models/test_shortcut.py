@@ -83,6 +83,8 @@ def test_facts_are_read_as_they_are_written_and_count_all_parameters() -> None:
         {"post_norm": True},
         {"num_groups": 3, "top_groups": 2},
         {"latent_size": 16},
+        {"output_scale": True},
+        {"one_output_scale": True},
         {"zero_experts": -1},
     ],
 )

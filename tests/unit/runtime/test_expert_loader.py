@@ -136,6 +136,7 @@ def test_decode_rows_have_the_shared_expert_among_theirs_and_prompts_have_not(na
         ({"shared_size": 128, "expert_bias": True}, 0),
         ({"shared_size": 128, "branch_norms": True}, 0),
         ({"shared_size": 128, "latent_size": 64}, 0),
+        ({"shared_size": 128, "zero_experts": 3}, 0),
         ({"shared_size": 128, "top_k": 1, "score": "sigmoid", "weighs_input": True}, 0),
     ],
 )
