@@ -14,14 +14,16 @@ from torch import Tensor
 from compress.api import _speculative, load_engine
 from compress.errors import UsageError
 from compress.export import open_checkpoint
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.assistant import Assistant, OrderedEmbeddings
 from compress.models.assistant_reader import read_assistant
 from compress.models.random_assistant import random_assistant
 from compress.models.random_source import RandomSource
-from compress.models.weights import WeightSource
+from compress.models.weights import Weights, WeightSource
+from compress.quant.kv import FP8_STATIC, KV_SCALES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.kv_cache import KV_FORMATS, kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative import assistant as serving
 from compress.runtime.speculative import decoding
@@ -35,7 +37,8 @@ from tests.unit.runtime.test_speculative_eagle3 import greedy
 from tests.unit.runtime.test_speculative_engine import assert_same_bits, make_requests, make_source, record
 
 CPU = torch.device("cpu")
-KV_FORMATS = (None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD", "INT4_TOKEN_HEAD_HADAMARD")
+STORED_FORMATS = (None, *(each for each in KV_FORMATS if each not in DENSE_FORMATS.values()))
+"""Formats of the cache: that of the dtype, and those of fewer bits."""
 ORDERED = OrderedEmbeddings(num_centroids=61, top_k=20)
 
 
@@ -88,13 +91,33 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return saved_pair(tmp_path_factory.mktemp("pair"), request.param, **CLUSTERS)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+class Scaled:
+    """A model with calibrated scales of keys and of values for a cache in FP8_STATIC."""
+
+    kv_format = FP8_STATIC
+
+    def __init__(self, source: WeightSource) -> None:
+        self.arch = source.arch
+        self._source = source
+
+    def outer(self) -> Weights:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> Weights:
+        has_keys = self.arch.layers[layer_idx].kv_source is None
+        scales = {name: torch.tensor(0.02 + 0.01 * layer_idx) for name in KV_SCALES.values()}
+        return {**self._source.layer(layer_idx), **(scales if has_keys else {})}
+
+
+@pytest.mark.parametrize("kv_format", STORED_FORMATS)
 def test_an_assistant_of_gemma4_changes_no_bit_in_any_format_of_the_cache(
     kv_format: str | None, tmp_path: Path
 ) -> None:
     heads = {"head_dim": 64, "global_head_dim": 128}
     pair = saved_pair(tmp_path, of_target=heads, **CLUSTERS)
-    source = open_checkpoint(pair.target_path)
+    source: WeightSource = open_checkpoint(pair.target_path)
+    if kv_format == FP8_STATIC:
+        source = Scaled(source)
     assistant = read_assistant(pair.assistant_path)
     config = EngineConfig(max_batch_size=4, max_model_len=160, kv_format=kv_format)
     plain = record(Engine(source, device=CPU, config=config), requests(8))
