@@ -207,19 +207,6 @@ def has_plain_keys(layer: LayerShape) -> bool:
     )
 
 
-def ordered_logits(
-    hidden_RD: Tensor, scores_RC: Tensor, head_VD: Tensor, tokens_CN: Tensor, top_k: int
-) -> Tensor:
-    """Return float32 logits [R, V] of the tokens in the `top_k` clusters with the highest scores; minus
-    infinity for all others."""
-    tokens_RM = tokens_CN[scores_RC.topk(top_k, dim=-1).indices].flatten(1)
-    chosen_RM = torch.bmm(head_VD[tokens_RM], hidden_RD.unsqueeze(2)).squeeze(2)
-    logits_RV = torch.full(
-        (len(hidden_RD), len(head_VD)), float("-inf"), dtype=torch.float32, device=hidden_RD.device
-    )
-    return logits_RV.scatter_(1, tokens_RM, chosen_RM.to(torch.float32))
-
-
 def check_clusters(ordered: OrderedEmbeddings, vocab_size: int) -> None:
     """Check that the vocabulary is clusters of equal size, and that there are as many as are chosen.
 

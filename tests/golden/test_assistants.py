@@ -20,13 +20,13 @@ from compress.models.assistant import (
     AssistantFacts,
     OrderedEmbeddings,
     clusters,
-    ordered_logits,
     target_layers,
 )
 from compress.models.assistant_reader import assistant_facts, is_assistant, read_assistant
 from compress.models.family import family_of
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.ordered_logits import ordered_logits
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.assistant import AssistantModel, AssistantProposer
 from compress.runtime.speculative.speculation import Speculative

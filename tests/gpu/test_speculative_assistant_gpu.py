@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.models.assistant import Assistant, OrderedEmbeddings
+from compress.models.assistant import Assistant, OrderedEmbeddings, clusters
 from compress.models.random_assistant import random_assistant
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.ordered_logits import ordered_logits
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative import assistant as serving
 from compress.runtime.speculative.assistant import AssistantModel, AssistantProposer
@@ -124,6 +125,28 @@ def test_graphs_propose_what_passes_without_graphs_propose(
         proposed.append(found)
     assert proposed[0] == proposed[1]
     assert len(proposed[0]) > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_logits_of_a_row_have_the_same_bits_alone_and_in_company(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_RD = torch.randn(70, 256, generator=generator).to(CUDA, dtype)
+    scores_RC = torch.randn(70, 128, generator=generator).to(CUDA)
+    head_VD = torch.randn(128 * 24, 256, generator=generator).to(CUDA, dtype)
+    order = torch.randperm(128 * 24, generator=generator)
+    tokens_CN = clusters(order, OrderedEmbeddings(num_centroids=128, top_k=5))
+    operands = head_VD, tokens_CN.to(CUDA), 5
+    together_RV = ordered_logits(hidden_RD, scores_RC, *operands)
+    expected_RV = ordered_logits(*(each.cpu() for each in (hidden_RD, scores_RC, head_VD)), tokens_CN, 5)
+    assert torch.equal(together_RV.isfinite().cpu(), expected_RV.isfinite())
+    finite = expected_RV.isfinite()
+    # products in float32 over 256 features, whose order differs between the two sides
+    difference = (together_RV.cpu()[finite] - expected_RV[finite]).abs().max()
+    tolerance = 8 * torch.finfo(torch.float32).eps * 256**0.5 * float(expected_RV[finite].abs().max())
+    assert float(difference) <= tolerance
+    for first, last in ((0, 1), (3, 4), (9, 12), (40, 70)):
+        rows = slice(first, last)
+        assert torch.equal(ordered_logits(hidden_RD[rows], scores_RC[rows], *operands), together_RV[rows])
 
 
 def test_logits_are_those_of_a_cpu_in_float32() -> None:

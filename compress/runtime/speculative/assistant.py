@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.errors import UsageError
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.step.host_memory import sent
@@ -34,7 +35,6 @@ from compress.models.assistant import (
     POST,
     PRE,
     Assistant,
-    ordered_logits,
     target_layers,
 )
 from compress.models.weights import dense
@@ -48,6 +48,7 @@ from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.loader import load_layer
 from compress.runtime.model_runner import ModelRunner
+from compress.runtime.ordered_logits import ordered_logits
 from compress.runtime.row_norms import row_norm
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
@@ -151,7 +152,16 @@ class AssistantProposer:
         return own + chosen * self._arch.hidden_size * self._setting.deployment.dtype.itemsize
 
     def begin(self, sizes: CacheSizes, target: ModelRunner) -> None:
-        """Select the kernels of the layers for the target's pages, and allocate rings."""
+        """Select the kernels of the layers for the target's pages, and allocate rings.
+
+        Raises:
+            UsageError: the assistant has fewer positions than the engine serves.
+        """
+        if self._arch.max_position < sizes.max_model_len:
+            raise UsageError(
+                f"the assistant has {self._arch.max_position} positions and the engine serves sequences of "
+                f"{sizes.max_model_len} tokens; set max_model_len to {self._arch.max_position} at most."
+            )
         deployment = self._setting.deployment
         self._target = target
         self._block_size = sizes.block_size
@@ -185,10 +195,9 @@ class AssistantProposer:
         return rows + self._layers.kernel_report()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the rings of the first block of each pair to the second."""
-        rings = self._rings_ND.view(-1, self._ring, self._rings_ND.shape[1])
-        sources, targets = (sent(torch.tensor(blocks), rings.device) for blocks in zip(*pairs, strict=True))
-        rings[targets] = rings[sources]
+        """Copy nothing. Prompts are not shared, because the rings have room of their own in each block
+        (`CachePlan.blocks_hold_all`), so only first blocks of sequences with states are copied: a request
+        that goes on from one computes tokens after it, and nobody reads what the rings keep of the block."""
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Keep the hidden states of the last rows of the chunks."""

@@ -12,6 +12,7 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
+from compress.errors import UsageError
 from compress.export import DRAFT_FOLDER, codecs
 from compress.export.draft import kind_of_draft, open_draft
 from compress.export.mtp import OF_VLLM, checkpoint_with_mtp
@@ -54,7 +55,11 @@ def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
 
 
 def proposers_of(spec: Speculation | None, inputs: Inputs, *, offline: bool) -> dict[str, ProposerOptions]:
-    """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
+    """Return the proposers by name, first the one that gates look at; none if nothing is to be measured.
+
+    Raises:
+        UsageError: an assistant is named, and the candidate carries one, too.
+    """
     if spec is None:
         return {}
     path = draft_path(inputs)
@@ -66,6 +71,11 @@ def proposers_of(spec: Speculation | None, inputs: Inputs, *, offline: bool) -> 
     drafts: dict[str, ProposerOptions] = {} if assistant is None else {ASSISTANT: assistant}
     if path is not None:
         kind = kind_of_draft(path)
+        if kind in drafts:
+            raise UsageError(
+                f"speculative.assistant names {spec.assistant}, and the candidate carries an assistant in "
+                f"{path}; one assistant is measured: leave speculative.assistant out, or remove that folder."
+            )
         drafts["draft" if kind == "draft_model" else kind] = open_draft(path)
     if mtp is not None:
         first, *further = read_mtps(mtp, codecs())

@@ -1,5 +1,5 @@
 """An assistant in the engine: it changes no bit, and proposes the same in batches, graphs, chunks, with the
-prefix cache, for several texts of one prompt and after preemption.
+prefix cache, for requests of one group and after preemption.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compress.api import _speculative, load_engine
 from compress.errors import UsageError
 from compress.export import open_checkpoint
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.assistant import Assistant, OrderedEmbeddings
 from compress.models.assistant_reader import read_assistant
 from compress.models.random_assistant import random_assistant
 from compress.models.random_source import RandomSource
-from compress.models.weights import WeightSource
+from compress.models.weights import Weights, WeightSource
+from compress.quant.kv import FP8_STATIC, KV_SCALES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.kv_cache import KV_FORMATS, kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative import assistant as serving
 from compress.runtime.speculative import decoding
@@ -34,7 +37,8 @@ from tests.unit.runtime.test_speculative_eagle3 import greedy
 from tests.unit.runtime.test_speculative_engine import assert_same_bits, make_requests, make_source, record
 
 CPU = torch.device("cpu")
-KV_FORMATS = (None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD", "INT4_TOKEN_HEAD_HADAMARD")
+STORED_FORMATS = (None, *(each for each in KV_FORMATS if each not in DENSE_FORMATS.values()))
+"""Formats of the cache: that of the dtype, and those of fewer bits."""
 ORDERED = OrderedEmbeddings(num_centroids=61, top_k=20)
 
 
@@ -87,13 +91,33 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return saved_pair(tmp_path_factory.mktemp("pair"), request.param, **CLUSTERS)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+class Scaled:
+    """A model with calibrated scales of keys and of values for a cache in FP8_STATIC."""
+
+    kv_format = FP8_STATIC
+
+    def __init__(self, source: WeightSource) -> None:
+        self.arch = source.arch
+        self._source = source
+
+    def outer(self) -> Weights:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> Weights:
+        has_keys = self.arch.layers[layer_idx].kv_source is None
+        scales = {name: torch.tensor(0.02 + 0.01 * layer_idx) for name in KV_SCALES.values()}
+        return {**self._source.layer(layer_idx), **(scales if has_keys else {})}
+
+
+@pytest.mark.parametrize("kv_format", STORED_FORMATS)
 def test_an_assistant_of_gemma4_changes_no_bit_in_any_format_of_the_cache(
     kv_format: str | None, tmp_path: Path
 ) -> None:
     heads = {"head_dim": 64, "global_head_dim": 128}
     pair = saved_pair(tmp_path, of_target=heads, **CLUSTERS)
-    source = open_checkpoint(pair.target_path)
+    source: WeightSource = open_checkpoint(pair.target_path)
+    if kv_format == FP8_STATIC:
+        source = Scaled(source)
     assistant = read_assistant(pair.assistant_path)
     config = EngineConfig(max_batch_size=4, max_model_len=160, kv_format=kv_format)
     plain = record(Engine(source, device=CPU, config=config), requests(8))
@@ -146,7 +170,7 @@ def test_preempted_requests_propose_as_before(pair: Pair) -> None:
     assert engine.num_preemptions > 0
 
 
-def test_texts_of_one_prompt_and_of_a_cached_prefix_propose_as_alone(pair: Pair) -> None:
+def test_requests_of_one_group_and_of_a_cached_prefix_propose_as_alone(pair: Pair) -> None:
     source = open_checkpoint(pair.target_path)
     assistant = read_assistant(pair.assistant_path)
     engine = engine_of(source, assistant, prefix_cache=True)
@@ -158,6 +182,7 @@ def test_texts_of_one_prompt_and_of_a_cached_prefix_propose_as_alone(pair: Pair)
         assert checked_proposals(engine, oracle.continuation, texts, 3) > 5
         texts = [replace(each, id=f"{each.id}-again", prompt=(*prompt, 3, 4)) for each in texts]
     assert engine.counts.prefix_hits > 0
+    assert engine.counts.shared_prompts == 0  # its rings are no part of the blocks of the model
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
@@ -227,6 +252,40 @@ def test_with_rejection_tokens_outside_the_chosen_clusters_have_no_probability(p
     assert num_checked > 10
 
 
+def probs_of(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], Tensor]:
+    """Return the distributions [K, V] of proposals by the request and the length of its sequence."""
+    assert engine._speculation is not None
+    proposer = engine._speculation._proposer
+    propose = proposer.propose
+    found: dict[tuple[str, int], Tensor] = {}
+
+    def noted(rows: Any, state: Any) -> Any:
+        drafts = propose(rows, state)
+        assert drafts.probs_SKV is not None
+        for row, probs_KV in zip(rows, drafts.probs_SKV, strict=False):
+            found[row.request.id, len(row.tokens)] = probs_KV.clone()
+        return drafts
+
+    proposer.propose = noted  # type: ignore[method-assign]
+    engine.generate(requests)
+    return found
+
+
+def test_with_rejection_distributions_have_the_same_bits_alone_and_in_company(pair: Pair) -> None:
+    source = open_checkpoint(pair.target_path)
+    assistant = read_assistant(pair.assistant_path)
+    drawn = [
+        replace(each, params=SamplingParams(12, 1.0, seed=idx, ignore_eos=True))
+        for idx, each in enumerate(requests(6))
+    ]
+    together = probs_of(engine_of(source, assistant, rule="rejection", sync=True), drawn)
+    one = engine_of(source, assistant, rule="rejection", sync=True, max_batch_size=1)
+    alone = probs_of(one, drawn)
+    assert alone.keys() == together.keys()
+    assert len(alone) > 20
+    assert [key for key, probs_KV in alone.items() if not torch.equal(probs_KV, together[key])] == []
+
+
 def test_sequences_up_to_the_last_position_are_served(pair: Pair) -> None:
     source = open_checkpoint(pair.target_path)
     longest = TARGET["max_position_embeddings"]
@@ -258,6 +317,15 @@ def test_an_assistant_of_another_model_is_refused_before_it_is_loaded(pair: Pair
     )
     with pytest.raises(UsageError, match=r"hidden size 48; this one has 96 tokens and hidden size 96"):
         engine_of(source, assistant)
+
+
+def test_an_assistant_with_fewer_positions_than_are_served_is_refused(tmp_path: Path) -> None:
+    pair = saved_pair(tmp_path, text={"max_position_embeddings": 100})
+    source = open_checkpoint(pair.target_path)
+    assistant = read_assistant(pair.assistant_path)
+    with pytest.raises(UsageError, match=r"the assistant has 100 positions.*sequences of 101 tokens"):
+        engine_of(source, assistant, max_model_len=101)
+    engine_of(source, assistant, max_model_len=100)
 
 
 def test_an_assistant_is_named_by_its_directory_or_by_a_reference(pair: Pair) -> None:

@@ -107,3 +107,6 @@ def test_a_draft_folder_with_an_assistant_is_no_method_of_vllm_alone(pair: Pair,
     inputs = Inputs(source, {Port.CHECKPOINT: Input(exported, "sha256:1")})
     assert draft_method(inputs) is None
     assert list(proposers_of(Speculation(), inputs, offline=True)) == ["assistant", "ngram"]
+    named = Speculation(assistant=str(pair.assistant_path))
+    with pytest.raises(UsageError, match=r"the candidate carries an assistant in .*exported.draft; one"):
+        proposers_of(named, inputs, offline=True)

@@ -69,8 +69,10 @@ class ServedDraft:
     """The layers and the numbers that the runtime holds of a draft.
 
     Attributes:
-        arch: the layers with pages, of which there are `num_heads`; none of an assistant.
+        arch: the layers of one head or model.
         num_params: parameters in the dtype of the computation.
+        num_heads: how many times the runtime holds pages for the layers of `arch`: 0 of an assistant, which
+            reads the target's pages.
         own_logits: numbers of matrices of logits that a GPU holds in FP8.
         copied_logits: numbers of a copy in FP8 of the target's matrix of logits, which only a GPU holds.
     """
