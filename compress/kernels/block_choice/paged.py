@@ -218,7 +218,8 @@ def block_scores(
     }
     where = block_table_TB.stride(0), num_blocks
     if facts.pooled:
-        _scores_of_pooled[(num_rows, programs_of_row(num_rows, triton.cdiv(num_blocks, POOLED)))](
+        # each waits for its keys one after another, so that many at once are faster than few that go on
+        _scores_of_pooled[(num_rows, triton.cdiv(num_blocks, POOLED))](
             q_TNI.contiguous(),
             pages.rows,
             keys.norm.weight,

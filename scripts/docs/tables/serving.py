@@ -36,9 +36,9 @@ def long_context_run() -> Run:
     return result_file("h200/long_context").run
 
 
-def indexer_run() -> Run:
-    """Return the run that times the choices of indexers."""
-    return result_file("h200/indexers").run
+def indexer_runs() -> list[Run]:
+    """Return the runs that time the choices of indexers, those of pooled blocks in one of their own."""
+    return [result_file(f"h200/{name}").run for name in ("indexers", "indexers_pooled")]
 
 
 def policies(run: Run) -> str:
