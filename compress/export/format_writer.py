@@ -16,7 +16,7 @@ from compress.models.laurel import LAUREL_LINEARS
 from compress.models.layer_embedding import IN_LAYERS, PROJECTION
 from compress.models.mtp_tensors import MtpTensors, module_of_matrix
 from compress.models.overrides import linear_names
-from compress.models.weights import UNTOUCHED, WeightSource
+from compress.models.weights import UNTOUCHED, WeightSource, check_untouched
 from compress.quant.kv import FP8_STATIC
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import Scheme
@@ -44,7 +44,8 @@ def write_format(
     weights in another.
 
     Raises:
-        UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
+        UnsupportedFormat: a rule of the format is broken, a scale would change, or parts other than the
+            language model are in codes, which no config that is written describes; nothing is written then.
     """
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
@@ -80,6 +81,9 @@ def write_format(
             ],
         )
         config = {**coded, **({} if static_kv is None else static_kv.beside)}
+    if config is not None:
+        without = tuple(f"{UNTOUCHED}{prefix}" for prefix in (() if mtp is None else mtp.prefixes))
+        check_untouched({name: each for name, each in source.outer().items() if not name.startswith(without)})
     write_checkpoint(
         directory,
         source,

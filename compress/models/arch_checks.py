@@ -268,7 +268,8 @@ def _why_no_norm_gates(arch: "Arch", layer: LayerShape) -> str | None:
 
 
 def _why_no_streams(arch: "Arch") -> str | None:
-    """Return why the decoder, or the runtime, does not compute hyper-connections, None where both do."""
+    """Return why the decoder, or the runtime, does not compute a residual that is no plain sum
+    (hyper-connections, gated residuals, gated sums or shortcuts), None where both do."""
     if arch.block != "pre" or arch.recurrent_block not in (None, "pre"):
         return f"the block is '{arch.block}'; half-layers read their mixtures in a 'pre' block"
     if arch.norm != "rms" or arch.unit_norms:
@@ -279,7 +280,8 @@ def _why_no_streams(arch: "Arch") -> str | None:
         return reason
     if isinstance(arch.hyper, GatedSums) and any(each.only_half or each.recurrence for each in arch.layers):
         return (
-            "some have one half or a recurrence; the decoder computes these sums after attention and an FFN"
+            "some layers have one half or a recurrence; the decoder computes these sums after attention and "
+            "an FFN"
         )
     of_head = arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm
     if isinstance(arch.hyper, GatedResiduals) and of_head:
@@ -299,9 +301,14 @@ def _why_no_shortcuts(arch: "Arch") -> str | None:
         )
     for idx, layer in enumerate(arch.layers):
         is_last = idx + 1 == arch.num_layers
-        if layer.experts is not None and (
-            not layer.experts.delayed or is_last or arch.layers[idx + 1].experts is not None
-        ):
+        if layer.experts is None:
+            continue
+        if not layer.experts.delayed:
+            return (
+                f"layer {idx} has experts whose output is added at once; with shortcuts it is added after "
+                "the next layer"
+            )
+        if is_last or arch.layers[idx + 1].experts is not None:
             return f"the output of the experts of layer {idx} waits for no FFN of a layer after it"
     return None
 

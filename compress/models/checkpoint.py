@@ -24,7 +24,7 @@ from compress.models.family_files import FamilyFiles
 from compress.models.ngram_buffers import check_ngram_buffers
 from compress.models.passed_over import passed_over
 from compress.models.quantization_config import codec_of, linears_of, quant_method, schemes_of
-from compress.models.stored_tensors import as_stored, most_experts
+from compress.models.stored_tensors import as_stored, other_experts
 from compress.models.stored_weights import StoredWeights
 from compress.models.trained_rope import with_exponents
 from compress.models.weights import UNTOUCHED, check_untouched, names_with_scales
@@ -74,7 +74,7 @@ class Checkpoint:
             self._arch = self._arch.replace(tied_head=self._stores_no_head())
         shapes = {name: self.files.shape(name) for name in self.files.names()}
         self.family = as_stored(self.family, self._arch, shapes)
-        self._num_experts = most_experts(self._arch)
+        self._other_experts = other_experts(self.family, self._arch)
         self._check_num_layers()
         self._is_layout = is_layout(config)
         others = dense_in_codes(self._arch, self.family, self.files.names())
@@ -145,7 +145,7 @@ class Checkpoint:
         )
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        parts = {name for name in self.files.names() if self.family.is_untouched(name, self._num_experts)}
+        parts = {name for name in self.files.names() if self.family.is_untouched(name, self._other_experts)}
         whole = {
             **self._stored.outer(),
             **{f"{UNTOUCHED}{name}": self.files.get(name) for name in sorted(parts)},
@@ -177,10 +177,11 @@ class Checkpoint:
         num_stored += len(self.family.passed_layers)
         absent = next((idx for idx in range(num_stored) if str(idx) not in stored), None)
         if absent is not None:
+            stated = self.family.spelled.get("num_hidden_layers", "num_hidden_layers")
             raise UnsupportedArch(
-                f"{self.path} lacks every tensor of layer {absent}, and its config.json has "
-                f"num_hidden_layers = {num_stored}; copy the checkpoint again, or set the number "
-                "of layers that it has."
+                f"{self.path} lacks every tensor of layer {absent} on disk, and its config.json has "
+                f"{stated} = {num_stored}; copy the checkpoint again, or set the number of layers that it "
+                "has."
             )
 
     def _check_names(self) -> None:
@@ -193,7 +194,7 @@ class Checkpoint:
                 name not in expected
                 and name != tied
                 and not ignored.search(name)
-                and not self.family.is_untouched(name, self._num_experts)
+                and not self.family.is_untouched(name, self._other_experts)
                 and not name.startswith(prefixes)
                 and not self._is_idle_bias(name)
             ):

@@ -14,6 +14,8 @@ from compress.models.mtp_names import MtpNames
 from compress.models.tensor_names import TensorNames, with_other_parts, with_other_prefix
 from compress.quant.kv import KV_SCALES
 
+_UNREAD = ("gate_proj.weight", "up_proj.weight")
+"""The tensors of an expert that returns its input, which nobody reads."""
 SCALES_BESIDE_LINEARS = ("modelopt",)
 """Each `quant_method` that names the scale of keys `k_proj.k_scale` instead of `k_scale`."""
 
@@ -50,7 +52,8 @@ class DiskNames:
     of a model without its head, to those that the others have, and `other_modules` does so for modules of
     layers. `untouched` are the parts on disk that are
     none of the language model's (`wrapper.py`), `untouched_in_layers` those inside of its layers. With
-    `more_experts` the experts after those that the router of a layer chooses among are such parts, too.
+    `more_experts` the experts after those that the router of a layer chooses among are such parts, too;
+    with `unread_experts` the gates and ups of experts that return their input are.
     `first_rows` maps a vector of a layer to the number of rows of the matrix whose first row it is; the other
     rows are of such parts, and the matrix is among `untouched_in_layers`. `untouched_elsewhere` is what vLLM
     calls modules of theirs where that is another name, and tensors whose names match `ignored_tensors` are
@@ -86,6 +89,7 @@ class DiskNames:
     untouched: tuple[str, ...] = ()
     untouched_in_layers: tuple[str, ...] = ()
     more_experts: bool = False
+    unread_experts: bool = False
     untouched_elsewhere: tuple[str, ...] = ()
     zero_if_absent: frozenset[str] = frozenset()
     rope_exponents: str | None = None
@@ -115,9 +119,9 @@ class DiskNames:
         name = with_other_prefix(name, _inverse(self.in_memory))
         return with_other_parts(name, {**_inverse(self.in_memory_inside), **self.other_modules})
 
-    def is_untouched(self, name: str, num_experts: int | None = None) -> bool:
-        """Return whether a tensor on disk is of a part that is none of the language model's; `num_experts`
-        is the number of those that its routers choose among."""
+    def is_untouched(self, name: str, other_experts: range = range(0)) -> bool:
+        """Return whether a tensor on disk is of a part that is none of the language model's; `other_experts`
+        are the indices of experts on disk that are such parts (`stored_tensors.py`)."""
         if _is_of(self.untouched, name):
             return True
         _, in_layers, of_layer = name.partition(self.layer_prefix)
@@ -126,10 +130,10 @@ class DiskNames:
             return False
         if idx in map(str, self.passed_layers) or _is_of(self.untouched_in_layers, inside):
             return True
-        if num_experts is None or not self.more_experts:
+        expert = re.match(r"mlp\.experts\.(\d{1,6})\.(.*)", inside)
+        if expert is None or int(expert[1]) not in other_experts:
             return False
-        expert = re.match(r"mlp\.experts\.(\d{1,6})\.", inside)
-        return expert is not None and int(expert[1]) >= num_experts
+        return not self.unread_experts or expert[2] in _UNREAD
 
     @property
     def untouched_parts(self) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ class Family(DiskNames):
             raise config.wrong(name, activation, "one without parameters in this family")
         if latent is not None:
             ropes = {kind: replace(each, rotary_dim=latent.rope_dim) for kind, each in ropes.items()}
-            if (factor := score_factor(config)) != 1:
+            if latent.rope_dim and (factor := score_factor(config)) != 1:
                 facts["attn_scale"] = factor * widths["head_dim"] ** -0.5
         layers = tuple(
             LayerShape(

@@ -73,11 +73,11 @@ ResidualFacts = HyperConnections | GatedResiduals | GatedSums | Shortcuts
 
 
 def streams_from_json(stored: Fields) -> ResidualFacts:
-    """Read the facts of the residual as a manifest stores them; gated residuals have a rank, and gated sums a
-    temperature. `Fields` raises its error for a value that is missing, of another type or out of range."""
+    """Read the facts of the residual as a manifest stores them: shortcut-connected mixtures have `shortcuts`,
+    gated sums a temperature, and gated residuals a rank. `Fields` raises its error for a value that is
+    missing, of another type or out of range."""
     if stored.has("shortcuts"):
-        stored.flag("shortcuts")
-        return Shortcuts()
+        return Shortcuts.from_json(stored)
     if stored.has("temperature"):
         return GatedSums.from_json(stored)
     if not stored.has("rank"):

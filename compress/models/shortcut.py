@@ -15,12 +15,13 @@ Shapes: D hidden.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from compress.models.layer_shape import Half, LayerShape
+from compress.untrusted.fields import Fields
 
 Sum = Literal["mixer", "experts", "ffn"]
 """How the output of a half-layer changes the two streams."""
@@ -53,6 +54,13 @@ class Shortcuts:
     def to_json(self) -> dict[str, Any]:
         """Return the fact as a manifest stores it."""
         return {"shortcuts": True}
+
+    @classmethod
+    def from_json(cls, stored: Fields) -> Self:
+        """Read the fact as a manifest stores it. `Fields` raises its error for a value other than true."""
+        if not stored.flag("shortcuts"):
+            raise stored.wrong("shortcuts", False, "true")
+        return cls()
 
 
 def sum_of(shape: LayerShape, half: Half) -> Sum:

@@ -20,9 +20,16 @@ def members_of(family: Family, arch: Arch, name: str) -> list[str]:
     return [f"{each}.{leaf}" for each in stacked_modules]
 
 
-def most_experts(arch: Arch) -> int:
-    """Return the largest number of experts of a layer, 0 for a model without."""
-    return max((layer.experts.num_experts for layer in arch.layers if layer.experts), default=0)
+def other_experts(family: Family, arch: Arch) -> range:
+    """Return the indices of the experts that checkpoints store after those that routers choose among: as many
+    of other parts of the model, or those that return their input."""
+    mixtures = [layer.experts for layer in arch.layers if layer.experts is not None]
+    first = max((each.num_experts for each in mixtures), default=0)
+    if family.more_experts:
+        return range(first, 2 * first)
+    if family.unread_experts:
+        return range(first, first + max((each.zero_experts for each in mixtures), default=0))
+    return range(0)
 
 
 def num_experts_of(arch: Arch, name: str) -> int:

@@ -26,6 +26,8 @@ from compress.quant.scheme import QuantizedWeight
 
 UNTOUCHED = "untouched."
 """Prefix of the outer weights that are not the decoder's; their own names follow (`wrapper.py`)."""
+_LEAVES_OF_CODES = ("weight_scale", "weight_packed", "qweight", "qzeros")
+"""How the last parts of names of codes and of their scales begin, in dtypes that dense weights may have."""
 EMBED = "embed.weight"
 """The embedding of tokens among the outer weights."""
 POSITIONS = "positions.weight"
@@ -117,8 +119,7 @@ def split_outer(
 
 
 def check_untouched(outer: Weights) -> None:
-    """Check that untouched weights are dense, because a model that is read as a dense one has no config for
-    codes.
+    """Check that untouched weights are dense, because no config that is written describes codes of theirs.
 
     Raises:
         UnsupportedFormat: one is a code, or a scale.
@@ -126,11 +127,11 @@ def check_untouched(outer: Weights) -> None:
     for name, value in outer.items():
         if name.startswith(UNTOUCHED) and isinstance(value, Tensor):
             is_code = value.element_size() < 2 and value.dtype != torch.bool
-            if is_code or name.rpartition(".")[2].startswith("weight_scale"):
+            if is_code or name.rpartition(".")[2].startswith(_LEAVES_OF_CODES):
                 raise UnsupportedFormat(
                     f"'{name.removeprefix(UNTOUCHED)}' is a code or a scale of a part that stays as it is, "
-                    "and the language model is read as a dense one. Name a checkpoint whose other parts are "
-                    "dense."
+                    "and the config that is written would describe it as dense. Name a checkpoint whose "
+                    "parts other than the language model are dense."
                 )
 
 

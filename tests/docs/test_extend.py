@@ -1,12 +1,17 @@
 """The examples of `docs/extend.md` are members of their sets: each passes the contract test named there."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from compress.models.family import FAMILIES, Family
+from compress.models.family_hooks import nothing_implied, nothing_restated
 from tests.docs.blocks import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "extend.md"
@@ -37,6 +42,33 @@ def test_the_page_has_an_example_of_everything_that_is_one_file() -> None:
 def test_the_page_names_the_tests_that_are_run() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"pytest {test} -k" in text for test in SELECTED)
+
+
+def own_names_of(family: Family) -> Any:
+    """Return what a family has of the row on names of fields, None where it has nothing."""
+    if family.implied is nothing_implied and not family.spelled:
+        return None
+    return family.implied, tuple(sorted(family.spelled.items()))
+
+
+def restated_of(family: Family) -> Any:
+    """Return what a family has of the row on fields that follow from facts, None where it has nothing."""
+    return None if family.restated is nothing_restated else family.restated
+
+
+@pytest.mark.parametrize(
+    ("row", "own"), [("| `spelled`, `implied` |", own_names_of), ("| `restated` |", restated_of)]
+)
+def test_rows_on_fields_of_configs_name_the_families_that_have_them(
+    row: str, own: Callable[[Family], Any]
+) -> None:
+    """A wrapper is named, or a family of which it has them."""
+    (line,) = (each for each in PAGE.read_text(encoding="utf-8").splitlines() if each.startswith(row))
+    named = set(re.findall(r"\w+", line.split("|")[3]))
+    found = {name: own(FAMILIES.get(name)) for name in FAMILIES.names()}
+    assert sorted(name for name in named if found.get(name) is None) == []
+    covered = {found[name] for name in named}
+    assert sorted(name for name, each in found.items() if each is not None and each not in covered) == []
 
 
 @pytest.mark.slow

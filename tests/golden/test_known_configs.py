@@ -89,6 +89,24 @@ def test_models_with_code_of_their_own_have_the_parameters_of_their_cards(name: 
     assert arch_of(ROWS[name]["config"], CODECS).num_params / 1e9 == pytest.approx(billions, abs=0.06)
 
 
+@pytest.mark.parametrize(
+    ("name", "without_tables", "total", "active"),
+    [
+        ("meituan-longcat/LongCat-Flash-Chat", False, 560, 27),
+        ("meta-models/Muse-Spark-Open-816B-A42B", True, 816, 42),
+    ],
+)
+def test_models_of_rare_mixtures_have_the_whole_billions_that_are_published(
+    name: str, without_tables: bool, total: int, active: int
+) -> None:
+    """LongCat-Flash has 560 billions, of which a token takes 27 on average (arXiv 2509.01322). The name of
+    Muse Spark counts neither the embedding nor the head."""
+    arch = arch_of(ROWS[name]["config"], CODECS)
+    tables = 2 * arch.vocab_size * arch.hidden_size if without_tables else 0
+    counts = (arch.num_params - tables, arch.num_active_params - tables)
+    assert tuple(each // 10**9 for each in counts) == (total, active)
+
+
 @each_read
 def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) -> None:
     config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}

@@ -21,7 +21,7 @@ from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.mixture import AS_IN_MEMORY
 from compress.models.overrides import decide
-from compress.models.stored_tensors import members_of, most_experts, places_of
+from compress.models.stored_tensors import members_of, other_experts, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, parameter_names, split_outer
 from compress.quant.model_scheme import ModelScheme, with_exceptions
 from compress.quant.scheme import SCHEMES, Scheme
@@ -260,8 +260,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     }
     before, after = tensors_of(tmp_path / "model"), tensors_of(found)
     family = family_of({"model_type": CASES[case][0]})
-    num_experts = most_experts(source.arch)
-    untouched = [name for name in before if family.is_untouched(name, num_experts)]
+    others = other_experts(family, source.arch)
+    untouched = [name for name in before if family.is_untouched(name, others)]
     assert untouched
     for name in untouched:
         assert after[name].dtype == before[name].dtype

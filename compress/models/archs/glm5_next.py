@@ -55,10 +55,14 @@ _WIDTHS = {
 _BOUND = "linear_lower_bound"
 _OWN_BOUND = "gate_lower_bound"
 """The lowest log of a decay in configs of the class in `transformers`, and in the mapping."""
+_SAFE_GATE = "safe_gate"
+"""The field of the mapping by which decays have a bound that no field states."""
 _SAFE_BOUND = 5.0
 """How far below 0 it may be where the mapping states that decays are bounded and not by how much."""
 _LOWEST = 1e3
 """The largest bound below 0 that is read: exp(-1000) is 0 in every dtype."""
+_OWN_FIELDS = {*_WIDTHS.values(), *_LISTS, _OWN_BOUND, _SAFE_GATE}
+"""All fields of the mapping that are read."""
 _POOL = "index_kpool"
 _TOP_K = "index_topk"
 _HYPER = {"weight": "fn", "bias": "base", "gains": "scale"}
@@ -77,7 +81,7 @@ def _bound_of(config: Fields, own: Fields) -> float:
     """
     stated, name = (own, _OWN_BOUND) if _OWN_BOUND in own else (config, _BOUND)
     if not stated.has(name):
-        if config.has(_LINEAR) and own.flag("safe_gate", default=True):
+        if config.has(_LINEAR) and own.flag(_SAFE_GATE, default=True):
             return _SAFE_BOUND
         raise config.wrong(_BOUND, None, "a number below 0; decays without a bound are not read here")
     bound = -stated.number(name, -_LOWEST, 0)
@@ -127,9 +131,15 @@ def _facts(config: Fields) -> dict[str, Any]:
 def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers, of their FFNs and of their indexers, and the widths of the delta nets,
     in the spelling of `transformers`; and for the dimension of heads, which nobody reads, what the class has
-    in its place."""
+    in its place.
+
+    Raises:
+        UnsupportedArch: the mapping of linear attention has a field that is not read.
+    """
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     own = config.fields(_LINEAR, default={})
+    if others := sorted(set(own) - _OWN_FIELDS):
+        raise config.wrong(_LINEAR, others, f"a mapping of {', '.join(sorted(_OWN_FIELDS))}")
     stated = {name: own.integer(theirs, 1, MAX_SIZE) for name, theirs in _WIDTHS.items() if own.has(theirs)}
     types = _types_of(config, own, num_layers)
     ffns = [DENSE_LAYER if idx < _FIRST_DENSE else SPARSE_LAYER for idx in range(num_layers)]
@@ -282,7 +292,6 @@ TEXT = Family(
         **{f"self_attn.{name}": f"{_FORGET}.{name}" for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")},
         **{f"hc_{half}_{each}": f"{half}_hc.{each}" for half in ("attn", "ffn") for each in _HYPER.values()},
     },
-    ignored_tensors=r"rotary_emb\.inv_freq$|^model\.language_model\.layers\.45\.",
     known_fields=KIND_FIELDS
     | {*MIXTURE.fields.values(), *_WIDTHS}
     | {

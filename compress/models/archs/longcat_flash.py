@@ -122,7 +122,7 @@ FAMILIES.add(
         },
         layers_in_pairs=True,
         expert_layouts=(apart("mlp.experts"),),
-        more_experts=True,
+        unread_experts=True,
         known_fields=frozenset({*_FIELDS.values(), "attention_bias", "auto_map"}),
         fixed_fields={
             "router_bias": False,

@@ -16,8 +16,8 @@ _BOTH_WAYS = "use_bidirectional_attention"
 _NUM_IMAGE_TOKENS = "num_image_tokens"
 PREFIX_NOTE = (
     "Every token attends to the tokens before it. PaliGemma was trained on prompts whose tokens attend to "
-    "each other in both directions: transformers computes them so if token_type_ids mark them, and without "
-    "such ids if it uses SDPA, but not with eager attention."
+    "each other in both directions: transformers computes them so if token_type_ids mark them. Without such "
+    "ids it does so in PaliGemma 1 with SDPA, and not with eager attention."
 )
 
 

@@ -109,9 +109,9 @@ def test_a_temperature_out_of_range_is_refused(temperature: Any) -> None:
         ({"residual_scale": 0.5}, "have a factor"),
         (
             {"layers": (tiny_shape(), tiny_shape(recurrence=ShortConv.of(56, 3)))},
-            "some have one half or a recurrence",
+            "some layers have one half or a recurrence",
         ),
-        ({"layers": (tiny_shape(only_half="mixer"),)}, "some have one half or a recurrence"),
+        ({"layers": (tiny_shape(only_half="mixer"),)}, "some layers have one half or a recurrence"),
         (
             {"layers": (tiny_shape(experts=Experts(4, 2, 48, post_norm=True)),)},
             "outputs of experts are normed",

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.hyper_connection import HyperConnections
@@ -16,6 +19,7 @@ from compress.models.indexer import Indexer
 from compress.models.key_pools import chosen_in_pools, pool_keys
 from compress.models.layer_types import LINEAR
 from compress.models.pruning import why_layers_stay, with_layers
+from compress.models.random_source import RandomSource
 
 CONFIGS = Path(__file__).parents[2] / "golden" / "configs" / "wrappers.json"
 PUBLISHED: dict[str, Any] = next(
@@ -109,6 +113,35 @@ def test_widths_of_the_mapping_count_and_those_of_the_class_where_there_is_none(
     } == {5.0}
 
 
+def test_a_rope_that_turns_no_dimension_changes_no_scores() -> None:
+    """The class of `transformers` multiplies scores by qk_head_dim ** -0.5 whatever the rope states."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1.0, "mscale": 1.0}
+    stated = arch_of(rope_parameters={**yarn, "original_max_position_embeddings": 16})
+    assert (stated.attn_scale, stated.layers) == (None, arch_of().layers)
+
+
+def test_a_layer_of_any_index_is_read_and_one_that_predicts_is_passed_over(tmp_path: Path) -> None:
+    """The published model has 45 layers, and the layer that predicts a further token is number 45."""
+    num_layers = 47
+    arch = arch_of(
+        num_hidden_layers=num_layers,
+        layer_types=[LINEAR] * num_layers,
+        mlp_layer_types=["dense"] * num_layers,
+        indexer_types=["full"] * num_layers,
+        first_k_dense_replace=num_layers,
+        linear_attn_config={**FEW["linear_attn_config"], "kda_layers": None, "full_attn_layers": None},
+    )
+    write_checkpoint(tmp_path, RandomSource(arch, device=torch.device("cpu"), dtype=torch.float32))
+    whole = load_file(tmp_path / "model.safetensors")
+    prefix = "model.language_model.layers."
+    predictor = {f"{prefix}{num_layers}.{name}.weight": torch.ones(2, 2) for name in ("eh_proj", "mlp.x")}
+    save_file({**whole, **predictor}, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).arch.num_layers == num_layers
+    save_file({**whole, f"{prefix}45.mlp.x.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedArch, match=r"layers\.45\.mlp\.x"):
+        Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -124,6 +157,8 @@ def test_widths_of_the_mapping_count_and_those_of_the_class_where_there_is_none(
             "decays without a bound",
         ),
         ({"linear_attn_config": {**FEW["linear_attn_config"], "kda_layers": [0, 1]}}, "kda_layers"),
+        ({"linear_attn_config": {**FEW["linear_attn_config"], "use_rope": True}}, "use_rope"),
+        ({"linear_attn_config": {**FEW["linear_attn_config"], "gate": "softmax"}}, "gate"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ({"indexer_types": ["full", "shared", "full", "full"]}, "shared in layer 1"),
         (

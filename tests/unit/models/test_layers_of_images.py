@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
-from compress.export import FORMATS
+from compress.export import FORMATS, open_checkpoint
+from compress.export.format_writer import write_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of, family_of_arch
@@ -20,6 +21,7 @@ from compress.models.pruning import why_channels_stay, why_heads_stay, why_layer
 from compress.models.weights import UNTOUCHED
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
+from tests.golden.test_mixtures import Rounded
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_hf import build_config, saved
 
@@ -139,6 +141,28 @@ def test_rows_after_those_of_tokens_go_with_the_embedding(tmp_path: Path) -> Non
     (tmp_path / "refused").mkdir()
     with pytest.raises(UnsupportedFormat, match="lacks parts of the tensors language_model"):
         write_checkpoint(tmp_path / "refused", without)
+
+
+def test_layers_of_images_in_codes_are_written_in_no_format_that_lists_them_as_dense(tmp_path: Path) -> None:
+    """Recipes of llm-compressor put the linears of cross-attention in codes, too."""
+    for name in ("codes", "again", "refused"):
+        (tmp_path / name).mkdir()
+    saved(tmp_path / "model", *CASES["mllama"])
+    scheme = ModelScheme(SCHEMES["FP8_DYNAMIC"])
+    write_format(
+        "compressed-tensors", tmp_path / "codes", Rounded(Checkpoint(tmp_path / "model"), scheme), scheme
+    )
+    write_format("compressed-tensors", tmp_path / "again", open_checkpoint(tmp_path / "codes"), scheme)
+    file = tmp_path / "codes/model.safetensors"
+    tensors = load_file(file)
+    name = "language_model.model.layers.1.cross_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+    save_file(tensors, file)
+    coded = open_checkpoint(tmp_path / "codes")
+    with pytest.raises(UnsupportedFormat, match=r"layers\.1\.cross_attn\.q_proj"):
+        write_format("compressed-tensors", tmp_path / "refused", coded, scheme)
+    assert not list((tmp_path / "refused").iterdir())
 
 
 def test_a_checkpoint_without_a_layer_of_images_is_refused(tmp_path: Path) -> None:

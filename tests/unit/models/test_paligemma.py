@@ -39,10 +39,16 @@ def test_norms_have_the_names_of_the_family_inside() -> None:
     assert list(names.values()) == ["post_attention_layernorm", "pre_feedforward_layernorm"]
 
 
-def test_the_note_says_what_transformers_computes() -> None:
-    """Eager attention is causal without `token_type_ids`, and where they mark a suffix; where they mark a
-    prefix, the last token of it changes the logits of the first."""
-    model = build(*CASES["paligemma"])
+@pytest.mark.parametrize(
+    ("case", "attention", "causal_without"),
+    [("paligemma", "eager", True), ("paligemma", "sdpa", False), ("paligemma-gemma2", "eager", True)],
+)
+def test_the_note_says_what_transformers_computes(case: str, attention: str, causal_without: bool) -> None:
+    """Attention is causal where `token_type_ids` mark a suffix, and eager attention without such ids; where
+    they mark a prefix, and with SDPA without them, the last token of it changes the logits of the first."""
+    model = build(*CASES[case])
+    model.set_attn_implementation(attention)
+    assert model.config.text_config._attn_implementation == attention
     tokens_BS = tokens(1, 10)
     others_BS = tokens_BS.clone()
     others_BS[0, -1] = (tokens_BS[0, -1] + 1) % 90
@@ -52,6 +58,11 @@ def test_the_note_says_what_transformers_computes() -> None:
         for name, types in {"none": None, "suffix": ones_BS, "prefix": 0 * ones_BS}.items():
             one, other = (model(each, token_type_ids=types).logits for each in (tokens_BS, others_BS))
             is_causal[name] = torch.equal(one[:, :-1], other[:, :-1])
-    assert is_causal == {"none": True, "suffix": True, "prefix": False}
+    assert is_causal == {"none": causal_without, "suffix": True, "prefix": False}
     config = PUBLISHED["google/paligemma-3b-pt-224"]
     assert "tokens before it" in str(unread_note(family_of(config).read_config(config)))
+
+
+def test_transformers_has_no_sdpa_for_the_second_model() -> None:
+    with pytest.raises(ValueError, match="Gemma2Model does not support"):
+        build(*CASES["paligemma-gemma2"]).set_attn_implementation("sdpa")

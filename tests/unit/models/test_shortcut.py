@@ -1,25 +1,29 @@
 """Shortcut-connected mixtures and experts that return their input (LongCat-Flash): what is added when, what
 is refused with them, and that they are read as they are written."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.errors import StorageError, UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
+from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.expert_pruning import with_experts
 from compress.models.experts import Experts
-from compress.models.family import family_of
+from compress.models.family import family_of, family_of_arch
 from compress.models.pruning import Widths, resized, why_layers_stay
 from compress.models.shortcut import Shortcuts
-from compress.models.weights import build_decoder
+from compress.models.weights import UNTOUCHED, build_decoder
 from compress.untrusted.fields import Fields
 from tests.support.tiny_cases import CASES
-from tests.support.tiny_hf import build_config
+from tests.support.tiny_hf import build_config, saved
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.runtime.test_shortcuts_served import DELAYED, LAYERS
 
@@ -74,6 +78,62 @@ def test_facts_are_read_as_they_are_written_and_count_all_parameters() -> None:
     assert DELAYED.expected_hit(10**6) == pytest.approx(6)
 
 
+def test_a_manifest_that_denies_shortcuts_is_refused() -> None:
+    facts, layers = decoder_of().arch.to_json()
+    with pytest.raises(StorageError, match="shortcuts"):
+        Arch.from_json({**facts, "hyper": {"shortcuts": False}}, layers)
+
+
+def of_disk(directory: Path, changed: Callable[[dict[str, torch.Tensor]], None]) -> Checkpoint:
+    """Return the tiny checkpoint of `transformers` with other tensors."""
+    saved(directory, *CASES["longcat_flash"])
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    changed(tensors)
+    save_file(tensors, file)
+    return Checkpoint(directory)
+
+
+@pytest.mark.parametrize("expert", ["4711.gate_proj", "9.gate_proj", "8.down_proj"])
+def test_experts_that_no_router_reaches_and_downs_of_those_without_weights_are_refused(
+    tmp_path: Path, expert: str
+) -> None:
+    name = f"model.layers.0.mlp.experts.{expert}.weight"
+    with pytest.raises(UnsupportedArch, match=name.replace(".", r"\.")):
+        of_disk(tmp_path, lambda tensors: tensors.update({name: torch.ones(2, 2)}))
+
+
+def test_gates_and_ups_of_experts_without_weights_stay_untouched(tmp_path: Path) -> None:
+    source = of_disk(tmp_path, lambda tensors: None)
+    untouched = {name for name in source.outer() if name.startswith(UNTOUCHED)}
+    experts = source.arch.layers[0].experts
+    assert experts is not None
+    without_weights = range(experts.num_experts, experts.num_experts + experts.zero_experts)
+    assert len(without_weights) == 3
+    assert untouched == {
+        f"{UNTOUCHED}model.layers.{idx}.mlp.experts.{expert}.{name}_proj.weight"
+        for idx in range(2)
+        for expert in without_weights
+        for name in ("gate", "up")
+    }
+
+
+def test_norms_are_trained_and_experts_pruned_where_none_returns_its_input() -> None:
+    arch = arch_of_case(zero_expert_num=0)
+    assert family_of_arch(arch).shared_norms == ()
+    kept = {layer.experts.num_experts for layer in with_experts(arch, 4).layers if layer.experts}
+    assert kept == {4}
+
+
+def test_a_layer_that_is_absent_is_named_as_on_disk_with_the_field_of_the_family(tmp_path: Path) -> None:
+    def without_layer(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in tensors if each.startswith("model.layers.1.")]:
+            del tensors[name]
+
+    with pytest.raises(UnsupportedArch, match=r"layer 1 on disk, .* has num_layers = 2;"):
+        of_disk(tmp_path, without_layer)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -102,7 +162,7 @@ def test_facts_of_experts_that_do_not_fit_are_refused(changes: dict[str, Any]) -
         ({"layers": (*LAYERS[:1], *LAYERS[:2])}, "experts of layer 0 waits for no FFN"),
         (
             {"layers": (tiny_shape(experts=replace(DELAYED, delayed=False)), tiny_shape())},
-            "experts of layer 0 waits for no FFN",
+            "layer 0 has experts whose output is added at once",
         ),
         ({"layers": (tiny_shape(only_half="mixer"),)}, "some layers have one half"),
     ],
