@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.block_choice import paged as block_choice
 from compress.kernels.delta_net import fused as delta_net
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
@@ -21,12 +22,15 @@ from compress.kernels.hadamard import fused as heads
 from compress.kernels.head_linear import fused as head_linear
 from compress.kernels.hyper_mix import fused as hyper_mix
 from compress.kernels.hyper_spread import fused as hyper_spread
+from compress.kernels.index_choice import largest
+from compress.kernels.index_choice import paged as index_choice
 from compress.kernels.latent_attention import paged as latent_attention
 from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
+from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import empty_pages
@@ -50,6 +54,7 @@ from compress.kernels.short_conv import fused as short_conv
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
+from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
 from compress.models.mamba2 import Mamba2
@@ -94,9 +99,11 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
+    indexers = (largest, index_choice, block_choice)
     for module in (
         *attentions,
         *latents,
+        *indexers,
         hyper_mix,
         hyper_spread,
         *linears,
@@ -133,6 +140,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_short_conv()
     compile_residual_conv()
     compile_streams()
+    compile_indexers()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -329,6 +337,26 @@ def compile_residual_conv() -> None:
                 (replace(states, saving=saving), prompt),
             ):
                 residual_conv.residual_conv(rows_TF, conv_FW, each, sequences, first_channel=first)
+
+
+def compile_indexers() -> None:
+    """Compile the kernels of indexers of the widths that models have, over contexts of one tile of scores and
+    of several."""
+    for dtype, num_blocks in ((torch.bfloat16, 600), (torch.float32, 40)):
+        pages = PagedLatents(torch.zeros(1, 8, 64, 128, dtype=dtype))
+        table = torch.zeros(6, num_blocks, dtype=torch.int64)
+        ends = torch.ones(6, dtype=torch.int64)
+        for num_heads in (16, 64):
+            q = torch.zeros(6, num_heads, 128, dtype=dtype)
+            index_choice.index_choice(q, torch.zeros(6, num_heads), pages, table, ends, top_k=2048)
+        cos_sin = [torch.zeros(100, 64, dtype=dtype)] * 2
+        for facts in (
+            BlockIndexer(4, 128, block_size=128, top_blocks=16),
+            BlockIndexer(8, 128, block_size=16, top_blocks=128, pooled=True),
+        ):
+            keys = BlockKeys(facts, RowNorm(torch.ones(128, dtype=dtype), 1e-6), 64, *cos_sin)
+            q = torch.zeros(6, facts.num_heads, 128, dtype=dtype)
+            block_choice.block_choice(q, keys, pages, table, ends)
 
 
 def compile_streams() -> None:
