@@ -80,6 +80,7 @@ def engine_of(pair: Pair, rate: float | None, **options: Any) -> Engine:
 @pytest.mark.parametrize(
     ("case", "rate"), [*((case, None) for case in CASES), ("shared", 0.7), ("apart", 1.0)]
 )
+@pytest.mark.one_in(3)
 def test_proposals_are_the_candidates_of_transformers(case: str, rate: float | None, tmp_path: Path) -> None:
     """Tokens, logits and hidden states of every pass, in batches, with chunks of prompts, for sequences
     longer than the window, and after proposals were rejected or kept."""

@@ -164,12 +164,14 @@ def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
 @each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
 @pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_requests_that_lose_their_blocks_go_on(kind: str, swap_bytes: int) -> None:
     check_preemption(source_of(kind), swap_bytes=swap_bytes)
 
 
 @each_kind
 @pytest.mark.parametrize("proposer", ["ngram", "draft model", "eagle3"])
+@pytest.mark.one_in(4)
 def test_speculation_changes_no_token(kind: str, proposer: str) -> None:
     check_speculation(source_of(kind), proposer)
 

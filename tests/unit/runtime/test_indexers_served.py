@@ -131,6 +131,7 @@ def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 33])
+@pytest.mark.one_in(3)
 def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int, kind: str) -> None:
     source = EACH[kind]()
     prompt = ids(90, 3)
@@ -147,12 +148,14 @@ def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24])
+@pytest.mark.one_in(4)
 def test_requests_that_lose_their_blocks_go_on(swap_bytes: int, kind: str) -> None:
     check_preemption(EACH[kind](), swap_bytes=swap_bytes, slots=0)
 
 
 @each_kind
 @pytest.mark.parametrize("drafts", ["ngram", "draft model"])
+@pytest.mark.one_in(4)
 def test_speculation_changes_no_token(drafts: str, kind: str) -> None:
     check_speculation(EACH[kind](), drafts)
 

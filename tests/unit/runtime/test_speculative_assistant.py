@@ -110,6 +110,7 @@ class Scaled:
 
 
 @pytest.mark.parametrize("kv_format", STORED_FORMATS)
+@pytest.mark.one_in(4)
 def test_an_assistant_of_gemma4_changes_no_bit_in_any_format_of_the_cache(
     kv_format: str | None, tmp_path: Path
 ) -> None:
